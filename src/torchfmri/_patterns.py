@@ -1,0 +1,130 @@
+"""Shell-style patterns over dotted layer names.
+
+`*` matches any run of characters, dots included; `?` one character; `[0-3]` one of a set;
+`{q,k,v}_proj` one of several alternatives. A leading `*.` may match nothing, so `*.conv*`
+finds `conv1` as well as `features.conv1`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that match `pattern`, in the order given.
+
+    A pattern that is itself one of the names matches that name, whatever characters it holds.
+    """
+    expression = compile_pattern(pattern)
+    return [name for name in names if name == pattern or expression.fullmatch(name)]
+
+
+@lru_cache(maxsize=1024)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression that matches what the shell-style `pattern` matches."""
+    expressions = [_translate(option) for option in expand_braces(pattern)]
+    try:
+        return re.compile("|".join(expressions))
+    except re.error:  # a set that makes no sense, such as [z-a], is ordinary text
+        return re.compile(re.escape(pattern))
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """The patterns that `{a,b}` alternatives stand for; braces may be nested.
+
+    A brace that is never closed, or that holds no comma, is an ordinary character.
+    """
+    start = pattern.find("{")
+    while start >= 0:
+        options, end = _split_options(pattern, start)
+        if len(options) > 1:
+            head, tails = pattern[:start], expand_braces(pattern[end:])
+            inner = [expanded for option in options for expanded in expand_braces(option)]
+            return [head + middle + tail for middle in inner for tail in tails]
+        start = pattern.find("{", start + 1)
+    return [pattern]
+
+
+def nearest_names(pattern: str, names: Sequence[str], count: int = 3) -> list[str]:
+    """Up to `count` names that come closest to `pattern`, compared segment by segment."""
+    options = [option.split(".") for option in expand_braces(pattern)]
+    scored = [
+        (min(_distance(option, name.split(".")) for option in options), index)
+        for index, name in enumerate(names)
+    ]
+    # One wrong segment costs at most 1; further away than that is noise, not a suggestion.
+    limit = max(0.75, min((score for score, _ in scored), default=0.0) + 0.25)
+    close = sorted(item for item in scored if item[0] <= limit and item[0] < len(pattern))
+    return [names[index] for _, index in close[:count]]
+
+
+def _split_options(pattern: str, start: int) -> tuple[list[str], int]:
+    """The comma-separated options of the brace at `start`, and the index after its end."""
+    depth, begin = 0, start + 1
+    options: list[str] = []
+    for index in range(start, len(pattern)):
+        character = pattern[index]
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return [*options, pattern[begin:index]], index + 1
+        elif character == "," and depth == 1:
+            options.append(pattern[begin:index])
+            begin = index + 1
+    return [], len(pattern)
+
+
+def _translate(pattern: str) -> str:
+    """A regular expression for a pattern without braces."""
+    expression = ""
+    if pattern.startswith("*."):
+        expression, pattern = r"(?:.*\.)?", pattern[2:]
+    index = 0
+    while index < len(pattern):
+        character = pattern[index]
+        end = pattern.find("]", index + 2) if character == "[" else -1
+        if character == "*":
+            expression += ".*"
+        elif character == "?":
+            expression += "."
+        elif end >= 0:
+            body = pattern[index + 1 : end]
+            negated = body[0] in "!^"
+            escaped = re.sub(r"([&~|\[\\^])", r"\\\1", body[negated:])
+            expression += f"[{'^' if negated else ''}{escaped}]"
+            index = end
+        else:
+            expression += re.escape(character)
+        index += 1
+    return f"(?:{expression})"
+
+
+def _distance(pattern: list[str], name: list[str]) -> float:
+    """How far a name is from a pattern: the cheapest alignment of their segments.
+
+    A segment costs between 0 (equal or matched by its wildcard) and 1 (nothing in common); a
+    segment left over costs 1, unless a lone `*` takes it.
+    """
+    best = [float(len(name[:column])) for column in range(len(name) + 1)]
+    if pattern and pattern[0] == "*":
+        best = [0.0] * (len(name) + 1)
+        pattern = pattern[1:]
+    for segment in pattern:
+        row = [best[0] + (0.0 if segment == "*" else 1.0)]
+        for column, word in enumerate(name, start=1):
+            take = best[column - 1] + _segment_distance(segment, word)
+            skip = row[column - 1] + (0.0 if segment == "*" else 1.0)
+            row.append(min(take, best[column] + 1.0, skip))
+        best = row
+    return best[-1]
+
+
+def _segment_distance(segment: str, word: str) -> float:
+    if compile_pattern(segment).fullmatch(word):
+        return 0.0
+    return 1.0 - SequenceMatcher(None, segment.strip("*?"), word).ratio()

@@ -1,0 +1,199 @@
+"""Everything about a model that a forward pass may change, saved and put back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchfmri.exceptions import InspectionError
+
+
+@contextmanager
+def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Leave `model` and the random generators as they were, also after an exception.
+
+    Restored are buffers, modes, plain attributes (caches, counters), the tensors and the contents
+    of lists, dicts and sets that modules hold at any depth, and the weights of embeddings that
+    renormalise themselves. Other parameters are too large to copy: `written` is told the name of
+    each that the forward pass wrote into. `.grad` is for the caller to spare.
+    """
+    restore = [*_save_generators(), *_save_modules(model)]
+    spared = {id(each) for each in _renormalised(model)}
+    versions = [
+        (name, parameter, parameter._version)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in spared and not parameter.is_inference()
+    ]
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+        for name, parameter, version in versions:
+            if written is not None and parameter._version != version:
+                written(name)
+
+
+def copy_of_data(value: Any) -> Any:
+    """`value` with every tensor copied and detached, so that a run cannot write into the original.
+
+    A leaf that requires grad still does, on the copy. Other objects (a KV cache) are deep-copied.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, tuple):
+        copies = [copy_of_data(each) for each in value]
+        return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
+    if isinstance(value, list):
+        return [copy_of_data(each) for each in value]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, copy_of_data(each)) for key, each in value.items())
+    if value is None or callable(value) or isinstance(value, (str, bytes, int, float, complex)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise InspectionError(
+            f"The {type(value).__name__} among the data cannot be copied ({error}); the model may "
+            "change it. Use `with inspector.recording():` around your own call instead."
+        ) from error
+
+
+def _save_generators() -> list[Callable[[], None]]:
+    """Functions that put back the random state of torch (all devices in use), Python and NumPy."""
+    state = random.getstate()
+    torch_state = torch.get_rng_state()
+    restore: list[Callable[[], None]] = [
+        lambda: random.setstate(state),
+        lambda: torch.set_rng_state(torch_state),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state_all()
+        restore.append(lambda: torch.cuda.set_rng_state_all(cuda))
+    if torch.backends.mps.is_available():
+        mps = torch.mps.get_rng_state()
+        restore.append(lambda: torch.mps.set_rng_state(mps))
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        numpy_state = np.random.get_state()
+        restore.append(lambda: np.random.set_state(numpy_state))
+    return restore
+
+
+def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
+    restore: list[Callable[[], None]] = []
+    held: dict[int, Any] = {id(each): each for each in _renormalised(model)}
+    for name, module in model.named_modules():
+        if any(is_lazy(parameter) for parameter in module._parameters.values()):
+            raise InspectionError(
+                f"{name or 'The model'!r} has lazy parameters, which the first call creates for "
+                "good. Run the model once, then inspect it."
+            )
+        restore.append(_save_attributes(module))
+        for value in [*module._buffers.values(), *module.__dict__.values()]:
+            _collect(value, held)
+    for value in held.values():
+        if isinstance(value, nn.Parameter) and value.requires_grad and not _is_among(value, model):
+            continue  # somebody else's parameter, reached through a plain attribute
+        if isinstance(value, Tensor):
+            restore.append(_save_tensor(value))
+        elif not isinstance(value, tuple):
+            restore.append(_save_content(value))
+    return restore
+
+
+def _renormalised(model: nn.Module) -> list[Tensor]:
+    """The weights of embeddings that write into them in each forward pass."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [each.weight for each in model.modules() if isinstance(each, kinds) and each.max_norm]
+
+
+def _is_among(parameter: nn.Parameter, model: nn.Module) -> bool:
+    return any(parameter is each for each in _renormalised(model))
+
+
+def _collect(value: Any, held: dict[int, Any]) -> None:
+    """Gather the tensors and containers reached from an attribute through containers alone."""
+    if isinstance(value, Tensor):
+        if not is_lazy(value):
+            held.setdefault(id(value), value)
+        return
+    if type(value) not in _CONTAINERS or id(value) in held:
+        return
+    held[id(value)] = value
+    for each in list(value.values() if isinstance(value, Mapping) else value):
+        _collect(each, held)
+
+
+_CONTAINERS = (list, dict, set, tuple, OrderedDict, deque)
+
+
+def _save_attributes(module: nn.Module) -> Callable[[], None]:
+    attributes = dict(module.__dict__)
+
+    def put_back() -> None:
+        now = module.__dict__
+        for key in [key for key in now if key not in attributes]:
+            del now[key]
+        for key, value in attributes.items():
+            if key not in now or now[key] is not value:
+                now[key] = value
+
+    return put_back
+
+
+def _save_content(container: Any) -> Callable[[], None]:
+    content = copy.copy(container)
+
+    def put_back() -> None:
+        if not _same_content(container, content):
+            container.clear()
+            add = container.extend if isinstance(container, (list, deque)) else container.update
+            add(content)
+
+    return put_back
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(one[key] is other[key] for key in one)
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _save_tensor(tensor: Tensor) -> Callable[[], None]:
+    saved = tensor.detach().clone()
+
+    def put_back() -> None:
+        # Through .data: views of this tensor follow, and autograd does not count it as a write.
+        if tensor.shape != saved.shape:
+            tensor.data = saved
+        elif not _same_bits(tensor.detach(), saved):
+            tensor.data.copy_(saved)
+
+    return put_back
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.layout != torch.strided or one.is_nested:
+        return False
+    if torch.equal(one, other):
+        # Zero and minus zero are equal but not the same.
+        return not one.is_floating_point() or torch.equal(one.signbit(), other.signbit())
+    # NaN is not equal to itself: compare the bytes.
+    return torch.equal(
+        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+    )

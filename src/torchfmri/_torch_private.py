@@ -1,0 +1,111 @@
+"""Every private PyTorch symbol that torchfmri uses, each with what happens without it.
+
+Nothing else in the package touches a name of torch that begins with an underscore, apart from
+`Tensor._version`, `Tensor._base` and `Tensor._is_view`, which PyTorch documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """The number of the backward pass that is running in this thread, or NO_BACKWARD.
+
+    Without the symbol every gradient counts as part of one and the same backward pass.
+    """
+    read = getattr(torch._C, "_current_graph_task_id", None)
+    return int(read()) if read is not None else NO_BACKWARD
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Ask autograd to call `callback` when the running backward pass ends; False if it cannot."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None or not hasattr(engine, "queue_callback"):
+        return False
+    engine.queue_callback(callback)
+    return True
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node of this thread gets.
+
+    Without the symbol it is 0: a search for nodes created since then looks at all of them.
+    """
+    read = getattr(torch.autograd, "_get_sequence_nr", None)
+    return int(read()) if read is not None else 0
+
+
+def node_sequence_number(node: Any) -> int:
+    """The number of an autograd node; without the symbol a number that is always recent enough."""
+    read = getattr(node, "_sequence_nr", None)
+    return int(read()) if read is not None else 1 << 62
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a torch.func transform (vmap, grad): unreadable afterwards.
+
+    Without the symbol: False, and reading it later reports whatever PyTorch says then.
+    """
+    functorch = getattr(torch._C, "_functorch", None)
+    check = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    return bool(check(tensor)) if check is not None else False
+
+
+def has_post_accumulate_hooks(tensor: Tensor) -> bool:
+    """Whether something (an optimizer in the backward pass) acts when `tensor.grad` is filled.
+
+    Without the symbol: False; the backward pass that asks for this is the reentrant one alone.
+    """
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def gradient_scale(scaler: Any) -> Tensor | float:
+    """The factor by which a GradScaler multiplies the loss now, read without waiting for a device.
+
+    Without the symbol the scaler's public `get_scale()` is asked, which waits.
+    """
+    scale = getattr(scaler, "_scale", None)
+    if isinstance(scale, Tensor):
+        return scale.detach().clone()  # update() writes into it
+    return float(scaler.get_scale())
+
+
+def gradient_scale_version(scaler: Any) -> int:
+    """A number that changes whenever the GradScaler's `update()` ran; without the symbol: 0."""
+    scale = getattr(scaler, "_scale", None)
+    return scale._version if isinstance(scale, Tensor) else 0
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each tensor, in few launches where torch has foreach operations."""
+    foreach = getattr(torch, "_foreach_norm", None)
+    if foreach is None or not tensors:
+        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return list(foreach(tensors))
+
+
+def differences(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Tensor - other for each pair, in few launches where torch has foreach operations."""
+    subtract = getattr(torch, "_foreach_sub", None)
+    if subtract is None or not tensors:
+        return [one - other for one, other in zip(tensors, others, strict=True)]
+    return list(subtract(tensors, others))
+
+
+def compile_cuda(source: str, name: str) -> Any:
+    """The kernel `name` of a CUDA C source, compiled now.
+
+    Raises:
+        NotImplementedError: This torch has no such compiler; Triton then does the work.
+    """
+    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None:
+        raise NotImplementedError("This version of torch does not compile CUDA C at run time.")
+    return compile_kernel(source, name)

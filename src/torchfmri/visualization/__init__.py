@@ -1,0 +1,1 @@
+"""Pictures of what was captured; matplotlib is imported only when one is drawn."""

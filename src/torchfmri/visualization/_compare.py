@@ -1,0 +1,257 @@
+"""Two inspections side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchfmri._inspection import Inspection
+from torchfmri._labels import layer_label
+from torchfmri._records import Record
+from torchfmri._values import Value
+from torchfmri.exceptions import InspectionError
+from torchfmri.statistics import Statistics
+from torchfmri.visualization._figure import (
+    BLUE,
+    GREY,
+    MEANING,
+    ORANGE,
+    axes_or_new,
+    behind_text,
+    escape,
+    ink,
+    scale_values,
+    split_right,
+)
+from torchfmri.visualization._layout import (
+    Layout,
+    arrange,
+    draw_layers,
+    layer_statistics,
+    quantiles,
+    state_in_words,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMED = 3
+_NOT_KEPT = "tensors not kept"
+
+
+def plot_compare(
+    a: Inspection,
+    b: Inspection,
+    what: str = "activations",
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    ax: Axes | None = None,
+) -> Axes:
+    """Two inspections side by side: per layer the mean, 50% and 90% of the values of both.
+
+    Where both kept their tensors, a second panel (the next axes of the figure) shows how far they
+    are apart: |a - b| / |a| over the whole tensor (L2). Layers are matched by name.
+
+    Args:
+        a: The reference.
+        b: The one to compare.
+        what: What to compare.
+        names: What to call the two in the legend.
+        ax: Where to draw.
+
+    Raises:
+        InspectionError: `what` was not captured, or the two have no layer in common.
+    """
+    of_a, of_b = layer_statistics(a, what)[0], layer_statistics(b, what)[0]
+    shared = [layer for layer in of_a if layer in of_b]
+    if not shared:
+        examples = [repr(next(iter(found))) for found in (of_a, of_b)]
+        raise InspectionError(f"No layer is in both: {examples[0]} against {examples[1]}.")
+    layout = arrange(shared)
+    apart = [_relative_difference(a, b, layer, what, names) for layer in layout.layers]
+    known = any(value != _NOT_KEPT for value in apart)
+    ax = axes_or_new(ax, 10.0 if known else 8.5, layout.inches + 0.2)
+    both = [[found[layer] for layer in layout.layers] for found in (of_a, of_b)]
+    singles = [span for span in layout.spans if len(layout.groups) == 1 or span[1] - span[0] == 1]
+    for span in layout.spans:
+        if span in singles:
+            # An underscore keeps an entry out of the legend: one per inspection is enough.
+            shown = names if span == singles[0] else ("_", "_")
+            _draw_intervals(ax, layout, both, span, shown)
+        else:
+            _draw_bands(ax, layout, both, span)
+    if not singles:
+        for name, colour, look in zip(names, (BLUE, ORANGE), ("-", "--"), strict=True):
+            ax.plot([], [], look, color=colour, label=escape(name))
+    ends = [
+        (float(low), float(high))
+        for each in both
+        for low, high in zip(quantiles(each, 0.05), quantiles(each, 0.95), strict=True)
+    ]
+    scale_values(ax, ends)
+    ax.axvline(0, color=GREY, linewidth=0.8, zorder=0)
+    draw_layers(ax, layout, a)
+    ax.set_xlabel(f"{MEANING[what]}: mean, 50% and 90% of the values")
+    ax.set_title(escape(_title(what, names, (of_a, of_b), shared)), fontsize=11, pad=22)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
+    if known:
+        _draw_apart(split_right(ax, 0.28), layout, apart, names)
+    _mark_differences(ax, layout, both, names, what)
+    return ax
+
+
+def _draw_bands(
+    ax: Axes, layout: Layout, both: Sequence[Sequence[Statistics]], span: tuple[int, int]
+) -> None:
+    """Many layers of one kind: the first inspection as a filled band, the second as outlines."""
+    start, end = span
+    places = layout.places[start:end]
+    for low, high, colour, dash in ((0.05, 0.95, "#cfe3f1", ":"), (0.25, 0.75, "#93c1e0", "-")):
+        left, right = (quantiles(both[0][start:end], q) for q in (low, high))
+        ax.fill_betweenx(places, left, right, color=colour, linewidth=0)
+        for q in (low, high):
+            edge = quantiles(both[1][start:end], q)
+            ax.plot(edge, places, color=ORANGE, linewidth=0.9, linestyle=dash)
+    ax.plot([each.mean for each in both[0][start:end]], places, color=BLUE, linewidth=1.8)
+    ax.plot([each.mean for each in both[1][start:end]], places, "--", color=ORANGE, linewidth=1)
+
+
+def _draw_intervals(
+    ax: Axes,
+    layout: Layout,
+    both: Sequence[Sequence[Statistics]],
+    span: tuple[int, int],
+    names: Sequence[str],
+) -> None:
+    """One interval per layer: thin for 90%, thick for 50%, a mark at the mean."""
+    start, end = span
+    looks = ((BLUE, "o", -0.2), (ORANGE, "s", 0.2))
+    for all_of_one, name, (colour, marker, shift) in zip(both, names, looks, strict=True):
+        statistics = all_of_one[start:end]
+        places = layout.places[start:end] + shift * layout.heights[start:end]
+        for low, high, width in ((0.05, 0.95, 1.5), (0.25, 0.75, 4.5)):
+            ends = quantiles(statistics, low), quantiles(statistics, high)
+            ax.hlines(places, *ends, color=colour, linewidth=width, alpha=0.65)
+        means = [each.mean for each in statistics]
+        ax.plot(means, places, marker, color=colour, markersize=4.5, label=escape(name))
+
+
+def _relative_difference(
+    a: Inspection, b: Inspection, layer: str, what: str, names: tuple[str, str]
+) -> float | str:
+    """|a - b| / |a| over the calls of a layer; words where that is no positive number."""
+    pairs = _pairs(a[layer], b[layer], what)
+    if not pairs:
+        return "called differently"
+    gap, size = 0.0, 0.0
+    for value, other in pairs:
+        if value is None or other is None:
+            return "in one only"
+        if value.shape != other.shape:
+            return "shapes differ"
+        if not (value.has_tensor and other.has_tensor):
+            return _NOT_KEPT
+        wide = torch.complex128 if value.tensor.is_complex() else torch.float64
+        first, second = (each.tensor.detach().to("cpu", wide) for each in (value, other))
+        same = (first == second) | (first.isnan() & second.isnan())
+        gap += float(torch.where(same, 0.0, first - second).abs().square().sum())
+        size += float(torch.where(first.isfinite(), first, 0.0).abs().square().sum())
+    if gap == 0:
+        return "equal"
+    if not math.isfinite(gap):
+        return "NaN or Inf in one only"
+    return math.sqrt(gap / size) if size else f"{names[0]} is all zero"
+
+
+def _pairs(one: Record, two: Record, what: str) -> list[tuple[Value | None, Value | None]]:
+    """What to compare of a layer: its parameters by name, its calls in order."""
+    if "parameter" in what:
+        ours, theirs = one.parameter_values(what), two.parameter_values(what)
+        return [(value, theirs.get(name)) for name, value in ours.items()]
+    if len(one.calls) != len(two.calls):
+        return []
+    calls = zip(one.calls, two.calls, strict=True)
+    return [(ours.value(what), theirs.value(what)) for ours, theirs in calls]
+
+
+def _draw_apart(
+    panel: Axes, layout: Layout, apart: Sequence[float | str], names: tuple[str, str]
+) -> None:
+    """How far the two are apart, on a logarithmic axis; words where that is no number."""
+    shown = [math.nan if isinstance(value, str) else value for value in apart]
+    panel.plot(shown, layout.places, "D", color=ink(panel), markersize=3)
+    finite = [value for value in shown if not math.isnan(value)]
+    if finite:
+        panel.set_xscale("log")
+        low, high = math.log10(min(finite)), math.log10(max(finite))
+        panel.set_xlim(10.0 ** (low - 0.5), 10.0 ** (high + 0.5))
+    else:
+        panel.set_xticks([])
+    words = [value if isinstance(value, str) else "" for value in apart]
+    start = 0
+    for index in range(1, len(words) + 1):
+        if index < len(words) and words[index] == words[start] and index not in layout.groups:
+            continue
+        if words[start]:
+            many = f" ({index - start} layers)" if index - start > 1 else ""
+            panel.annotate(
+                escape(words[start] + many),
+                (0.5, float(layout.places[start] + layout.places[index - 1]) / 2),
+                xycoords=("axes fraction", "data"),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=GREY,
+            )
+        start = index
+    panel.tick_params(axis="y", left=False, labelleft=False)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="x", color="0.5", alpha=0.25, linewidth=0.6)
+    panel.set_xlabel(escape("relative difference\n|{0} − {1}| / |{0}|".format(*names)))
+
+
+def _mark_differences(
+    ax: Axes,
+    layout: Layout,
+    both: Sequence[Sequence[Statistics]],
+    names: tuple[str, str],
+    what: str,
+) -> None:
+    """Words inside the panel at layers that are not as usual in one of the two."""
+    for index, pair in enumerate(zip(*both, strict=True)):
+        words = [
+            f"{name}: {state}"
+            for name, each in zip(names, pair, strict=True)
+            if (state := state_in_words(each, what))
+        ]
+        if words:
+            ax.annotate(
+                escape("; ".join(words)),
+                (0.99, float(layout.places[index])),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="center",
+                fontsize=7.5,
+                color=ORANGE,
+                fontweight="bold",
+                bbox=behind_text(ax),
+            )
+
+
+def _title(
+    what: str,
+    names: tuple[str, str],
+    found: tuple[dict[str, Statistics], dict[str, Statistics]],
+    shared: Sequence[str],
+) -> str:
+    """What is compared, and which layers are in one of the two only."""
+    lines = [f"{what} of {names[0]} and {names[1]}"]
+    for name, layers in zip(names, found, strict=True):
+        alone = [layer_label(layer) for layer in layers if layer not in set(shared)]
+        if alone:
+            more = f" and {len(alone) - _NAMED} more" if len(alone) > _NAMED else ""
+            lines.append(f"only in {name}: {', '.join(alone[:_NAMED])}{more}")
+    return "\n".join(lines)

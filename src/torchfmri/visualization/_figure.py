@@ -1,0 +1,107 @@
+"""What the figures share: axes to draw on, colours, words, scales."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by all common kinds of colour vision.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7f7f7f"
+MEANING = {
+    "activations": "value of the output",
+    "inputs": "value of the input",
+    "gradients": "dL/d output",
+    "input_gradients": "dL/d input, through the layer's own call",
+    "parameters": "value of the parameters",
+    "parameter_gradients": "dL/d parameter",
+}
+_LINEAR_UP_TO = 30.0
+_DECADES_SHOWN = 6
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of that size in inches, which pyplot does not know of, except in a notebook.
+
+    There it is one of pyplot's, because only those are shown; the notebook closes it itself.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Plots need matplotlib, which is not installed: pip install 'torchfmri[plots]'"
+        ) from error
+    if _in_notebook():
+        from matplotlib import pyplot
+
+        return pyplot.figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
+    """`ax`, or the axes of a new figure of that size in inches."""
+    return new_figure(width, height).add_subplot() if ax is None else ax
+
+
+def split_right(ax: Axes, share: float) -> Axes:
+    """New axes for the right `share` of the space that `ax` had, with the same y axis."""
+    figure, spec = ax.figure, ax.get_subplotspec()
+    if spec is not None:
+        parts = spec.subgridspec(1, 2, width_ratios=[1 - share, share], wspace=0.06)
+        ax.set_subplotspec(parts[0, 0])
+        return figure.add_subplot(parts[0, 1], sharey=ax)
+    box = ax.get_position()
+    ax.set_position((box.x0, box.y0, box.width * (1 - share - 0.05), box.height))
+    bounds = (box.x1 - box.width * share, box.y0, box.width * share, box.height)
+    return figure.add_axes(bounds, sharey=ax)
+
+
+def scale_values(ax: Axes, ends: Iterable[tuple[float, float]]) -> None:
+    """A linear x axis where layers are of one size, else one that is linear only around zero.
+
+    Args:
+        ax: The axes to scale.
+        ends: The lowest and the highest value to show of every layer.
+    """
+    known = [(low, high) for low, high in ends if math.isfinite(low) and math.isfinite(high)]
+    sizes = [size for low, high in known if (size := max(abs(low), abs(high))) > 0]
+    if not sizes or max(sizes) / min(sizes) < _LINEAR_UP_TO:
+        return
+    low_end, high_end = min(low for low, _ in known), max(high for _, high in known)
+    power = math.floor(math.log10(max(min(sizes) / 2, max(sizes) * 10.0**-_DECADES_SHOWN)))
+    ax.set_xscale("symlog", linthresh=10.0**power)
+    ticks = [0.0]
+    for sign, end in ((-1.0, -low_end), (1.0, high_end)):
+        powers = range(power, math.floor(math.log10(end)) + 1) if end >= 10.0**power else range(0)
+        step = -(-len(powers) // 3) if powers else 1
+        ticks += [sign * 10.0**each for each in reversed(powers[::-1][::step])]
+    ax.set_xticks(sorted(ticks))
+    ax.set_xticks([], minor=True)
+
+
+def ink(ax: Axes) -> Any:
+    """The colour of the text, which fits the user's own style, dark ones too."""
+    return ax.xaxis.label.get_color()
+
+
+def behind_text(ax: Axes) -> dict[str, Any]:
+    """A box that lets a text be read on top of data."""
+    return {"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
+
+
+def escape(text: str) -> str:
+    """The text with nothing in it that matplotlib would read as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")

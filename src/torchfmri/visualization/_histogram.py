@@ -1,0 +1,146 @@
+"""The distribution of one layer's values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfmri._inspection import Inspection
+from torchfmri._labels import layer_label
+from torchfmri._rows import describe_bad, describe_state, number_text, share_text
+from torchfmri.statistics import Statistics
+from torchfmri.visualization._figure import (
+    BLUE,
+    GREY,
+    MEANING,
+    ORANGE,
+    axes_or_new,
+    behind_text,
+    escape,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = npt.NDArray[np.float64]
+
+_OUTSIDE = 0.001
+_DWARFED = 6
+
+
+def plot_histogram(
+    inspection: Inspection,
+    layer: str,
+    what: str | None = None,
+    *,
+    ax: Axes | None = None,
+    bins: int = 64,
+    limits: tuple[float, float] | None = None,
+    log: bool = False,
+    **options: Any,
+) -> Axes:
+    """The distribution of one layer's values, merged over its calls.
+
+    Counts come from the statistics, so no tensors need to be kept; within 3 % of a value they are
+    spread evenly. Where a few values lie far out, the axis leaves them out and says how many.
+
+    Args:
+        inspection: What to show.
+        layer: The layer.
+        what: activations by default, or the first thing watched.
+        ax: Where to draw.
+        bins: How many bars.
+        limits: The values to show; all of them by default, unless few lie far out.
+        log: Whether counts are shown on a logarithmic axis.
+        **options: `element` and `call` of `Record.statistics`.
+
+    Raises:
+        LayerNotFoundError: The layer was not inspected.
+        InspectionError: Nothing of it was captured; the reason is in the message.
+    """
+    statistics: Statistics = inspection.statistics(layer, what, **options)
+    record = inspection[layer]
+    what = what or ("activations" if "activations" in record.what else record.what[0])
+    ax = axes_or_new(ax, 6.4, 3.8)
+    ax.set_title(escape(f"{what} of '{layer_label(layer)}' ({record.kind})"), fontsize=11)
+    ax.set_xlabel(MEANING[what])
+    ax.set_ylabel("number of values")
+    ax.spines[["top", "right"]].set_visible(False)
+    if statistics.finite:
+        shown = limits or _limits(statistics)
+        counts, edges = statistics.linear_histogram(bins, shown)
+        ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=BLUE, linewidth=0)
+        ax.axvline(statistics.mean, color=ORANGE, linewidth=1.5, linestyle="--")
+        if log:
+            ax.set_yscale("log")
+        else:
+            _cut_tallest(ax, counts, edges)
+        ax.set_xlim(float(edges[0]), float(edges[-1]))
+        ax.locator_params(axis="x", nbins=6)
+        outside = statistics.finite - round(float(counts.sum()))
+    else:
+        outside = 0
+        words = f"{describe_state(statistics)}: nothing to draw"
+        ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", color=GREY, fontsize=12)
+        ax.set_xticks([])
+        ax.set_yticks([])
+    summary = "\n".join(_summary(statistics, outside))
+    ax.text(
+        *(1.02, 1.0, summary),
+        transform=ax.transAxes,
+        verticalalignment="top",
+        fontsize=9,
+        linespacing=1.5,
+    )
+    return ax
+
+
+def _summary(statistics: Statistics, outside: int) -> list[str]:
+    """The numbers beside a histogram."""
+    lines = [f"{statistics.count:,} values"]
+    if statistics.finite:
+        lines += [
+            f"{name} {number_text(statistics[name])}" for name in ("mean", "std", "min", "max")
+        ]
+        lines[1] += " (dashed)"
+        lines.append(f"zero {share_text(statistics.zero, statistics.count)}")
+    if describe_bad(statistics):
+        lines.append(describe_bad(statistics).replace(", ", "\n"))
+    if describe_state(statistics):
+        lines.append(describe_state(statistics))
+    if outside:
+        lines.append(f"{outside:,} beyond the axis")
+    if statistics.positions and statistics.positions[0] < statistics.positions[1]:
+        lines.append("{:,} of {:,} positions\n(no padding)".format(*statistics.positions))
+    return lines
+
+
+def _cut_tallest(ax: Axes, counts: Floats, edges: Floats) -> None:
+    """Where one bar dwarfs all others, the axis ends below its top, and its count is written."""
+    second, tallest = (float(each) for each in np.sort(counts)[-2:]) if len(counts) > 1 else (0, 0)
+    if not 0 < second * _DWARFED < tallest:
+        return
+    ax.set_ylim(0, second * 1.6)
+    index = int(counts.argmax())
+    middle, right = float(edges[index] + edges[index + 1]) / 2, index < len(counts) / 2
+    ax.annotate(
+        f"cut: {tallest:,.0f} in this bar",
+        (middle, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(10 if right else -10, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        va="top",
+        fontsize=9,
+        bbox=behind_text(ax),
+    )
+
+
+def _limits(statistics: Statistics) -> tuple[float, float]:
+    """All values, or nearly all where the others would squeeze them into a few bars."""
+    low, high = float(statistics.min), float(statistics.max)
+    inner = statistics.quantile(_OUTSIDE), statistics.quantile(1 - _OUTSIDE)
+    far = 0 < inner[1] - inner[0] < (high - low) / 4
+    return inner if far else (low, high)

@@ -1,0 +1,12 @@
+"""Static figures: each draws on `ax` or on a new figure, and returns the Axes.
+
+Nothing here shows a window, changes matplotlib's settings, or registers a figure with pyplot
+(except in a notebook, which shows only those). `plot_histogram(...).figure.savefig(path)` saves.
+"""
+
+from torchfmri.visualization._compare import plot_compare
+from torchfmri.visualization._depth import plot_statistics
+from torchfmri.visualization._feature_maps import plot_feature_maps
+from torchfmri.visualization._histogram import plot_histogram
+
+__all__ = ["plot_compare", "plot_feature_maps", "plot_histogram", "plot_statistics"]

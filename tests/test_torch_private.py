@@ -1,0 +1,205 @@
+"""Each private symbol is there on this torch, and things still work on one that lacks it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import assert_matches, assert_same_grads, find_truth, grads_of, loss_of
+from torch import nn
+
+import torchfmri
+from torchfmri import Inspector, _torch_private
+
+WHAT = ("inputs", "activations", "gradients", "input_gradients", "parameter_gradients")
+
+
+def residual_model() -> nn.Module:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.b(torch.relu(self.a(x))) * x
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Block(), nn.Linear(4, 4)).double()
+
+
+def record(model: nn.Module, x: Any) -> Any:
+    inspector = Inspector(model, keep="tensors")
+    inspector.watch(["", "*"], WHAT)
+    with inspector.recording() as inspection:
+        loss_of(model(x)).backward()
+    return inspection
+
+
+# -- present on this torch -----------------------------------------------------------------------
+
+
+def test_current_backward_counts() -> None:
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(_torch_private.current_backward()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert _torch_private.current_backward() == _torch_private.NO_BACKWARD
+    assert len(set(seen)) == 2
+    assert _torch_private.NO_BACKWARD not in seen
+
+
+def test_end_of_backward_is_called_once_after_everything() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def hook(_: Any) -> None:
+        assert _torch_private.at_end_of_backward(lambda: order.append("end"))
+        order.append("hook")
+
+    y = x * 2
+    y.register_hook(hook)
+    x.register_hook(lambda _: order.append("leaf"))
+    y.backward()
+    assert order == ["hook", "leaf", "end"]
+
+
+def test_sequence_numbers_tell_earlier_from_later_nodes() -> None:
+    x = torch.ones(1, requires_grad=True)
+    before = x * 2
+    start = _torch_private.sequence_number()
+    after = before * 2
+    assert _torch_private.node_sequence_number(before.grad_fn) < start
+    assert _torch_private.node_sequence_number(after.grad_fn) >= start
+
+
+def test_transformed_tensors_are_known() -> None:
+    seen = []
+
+    def look(x: Any) -> Any:
+        seen.append(_torch_private.is_transformed(x))
+        return x.sum()
+
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    assert seen == [True, True]
+    assert not _torch_private.is_transformed(torch.ones(1))
+
+
+def test_post_accumulate_hooks_are_known() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    assert not _torch_private.has_post_accumulate_hooks(parameter)
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert _torch_private.has_post_accumulate_hooks(parameter)
+    handle.remove()
+    assert not _torch_private.has_post_accumulate_hooks(parameter)
+    assert not _torch_private.has_post_accumulate_hooks(torch.ones(1))
+
+
+# -- absent --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["graph task", "queue_callback", "engine", "sequence", "functorch"])
+def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A torch that lacks one symbol."""
+    if request.param == "graph task":
+        monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    elif request.param == "queue_callback":
+        # The engine is needed to run at all; only its callbacks are taken away.
+        class Engine:
+            run_backward = staticmethod(torch.autograd.Variable._execution_engine.run_backward)
+
+        monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine(), raising=True)
+    elif request.param == "engine":
+        monkeypatch.setattr(_torch_private, "at_end_of_backward", lambda _: False)
+        import torchfmri._backwards as backwards
+
+        monkeypatch.setattr(backwards, "at_end_of_backward", lambda _: False)
+    elif request.param == "sequence":
+        monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
+        import torchfmri._edges as edges
+
+        monkeypatch.setattr(
+            edges, "node_sequence_number", lambda _: _torch_private.node_sequence_number(object())
+        )
+    else:
+        monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    return request.param
+
+
+def test_a_plain_run_is_right_without_the_symbol(without: str) -> None:
+    model = residual_model()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    truth = find_truth(model, lambda each: loss_of(each(x)))
+    inspection = record(model, x)
+    assert_matches(inspection, truth)
+    assert_same_grads(grads_of(model), truth.grads)
+
+
+def test_fallback_values(without: str) -> None:
+    if without == "graph task":
+        assert _torch_private.current_backward() == _torch_private.NO_BACKWARD
+    elif without == "queue_callback":
+        assert not _torch_private.at_end_of_backward(lambda: None)
+    elif without == "sequence":
+        assert _torch_private.sequence_number() == 0
+        assert _torch_private.node_sequence_number(object()) > 1 << 60
+    elif without == "functorch":
+        assert not _torch_private.is_transformed(torch.ones(1))
+
+
+def test_torch_func_does_not_crash_without_its_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    model = residual_model()
+    inspector = Inspector(model)
+    inspector.watch("*", ["activations", "inputs"])
+    x = torch.randn(3, 4, dtype=torch.float64)
+    expected = torch.func.vmap(model)(x)
+    with inspector.recording() as inspection:
+        found = torch.func.vmap(model)(x)
+    assert torch.equal(found, expected)
+    repr(inspection)
+
+
+def test_post_accumulate_hooks_without_the_symbol() -> None:
+    assert not _torch_private.has_post_accumulate_hooks(object())  # type: ignore[arg-type]
+
+
+# -- all in one file -----------------------------------------------------------------------------
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """Dotted names that begin with torch and have a part that begins with one underscore."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            name = ast.unparse(node)
+            if name.startswith("torch.") and not node.attr.startswith("__"):
+                found.append(name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            parts = [*(node.module or "").split("."), *(each.name for each in node.names)]
+            found += [f"{node.module}: {part}" for part in parts if re.match("_[^_]", part)]
+    return found
+
+
+def test_no_other_file_touches_private_names_of_torch() -> None:
+    # Base classes of layers, which have no public name.
+    allowed = "torch.nn.modules."
+    found = {
+        f"{path.name}: {name}"
+        for path in sorted(Path(torchfmri.__file__).parent.rglob("*.py"))
+        if path.name != "_torch_private.py"
+        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+        if not name.startswith(allowed)
+    }
+    assert not found
+
+
+def test_private_names_are_noticed() -> None:
+    tree = ast.parse("torch._C.x(); torch.a._b; from torch._x import y; torch.__version__")
+    assert set(private_names(tree)) == {"torch._C", "torch.a._b", "torch._x: _x"}

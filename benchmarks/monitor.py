@@ -1,0 +1,294 @@
+"""Cost of a Monitor on a training step of a Qwen3, as a ratio to the plain step.
+
+Every Linear, activations and output gradients, at every step; attached once, as in a real loop:
+each contestant has modules and an optimizer of its own, which share weights and state. `ours` takes
+moments, extremes and counts, `ours_with_histogram` the histogram too. `ours_peak_memory` is the
+peak with the Monitor over the plain peak: resident memory of fresh processes on the CPU, allocated
+memory on CUDA. Where numba is used both processes load it; what numba itself takes is
+`accelerator_megabytes`.
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks._monitor_peers import COPYING, NEEDS, NOTES, PEERS
+from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
+
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+LARGE = {  # Qwen3-1.7B
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+CUDA_SIZES = ((4, 1024), (8, 2048))
+STEPS_FOR_PEAK = 6
+
+
+class Training(NamedTuple):
+    """A model, the Linears to watch, and what a training step needs."""
+
+    model: nn.Module
+    layers: dict[str, nn.Module]
+    optimizer: torch.optim.Optimizer
+    tokens: torch.Tensor
+
+    def step(self) -> object:
+        loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def twin(self) -> "Training":
+        """Other modules and another optimizer with the same weights and the same state."""
+        shared: dict[int, Any] = {id(each): each for each in self.model.parameters()}
+        shared |= {id(each): each for each in self.model.buffers()}
+        model = copy.deepcopy(self.model, shared)
+        optimizer = build_optimizer(model)
+        optimizer.state = self.optimizer.state
+        layers = {name: model.get_submodule(name) for name in self.layers}
+        return Training(model, layers, optimizer, self.tokens)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this subject."""
+    parser.add_argument("--rounds", type=int, default=40, help="rounds (default: 40)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--accelerator",
+        choices=("auto", "off"),
+        default="auto",
+        help="off: torch alone, also where numba is installed",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="threads of torch (default: 1; with more, waiting for each other is the noise)",
+    )
+    parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
+    parser.add_argument("--peak-of", choices=("plain", "loaded", "ours"), help=argparse.SUPPRESS)
+
+
+def main(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Ratios by contestant with intervals, notes, task and machine."""
+    from torchfmri._kernels import accelerator_name, use_accelerator
+
+    torch.set_num_threads(arguments.threads)
+    if arguments.peak_of:
+        return {"peak_bytes": measure_own_peak(arguments.peak_of, arguments.accelerator)}
+    use_accelerator(arguments.accelerator == "auto")
+    on_cuda = arguments.device == "cuda"
+    result: dict[str, Any] = {"intervals": {}, "not_installed": [], "errors": {}}
+    for batch, tokens in CUDA_SIZES if on_cuda else ((4, 128),):
+        suffix = f"_b{batch}_s{tokens}" if on_cuda else ""
+        report(f"{batch} x {tokens} tokens on {arguments.device}")
+        training = build_training(arguments.device, batch, tokens)
+        measure(training, arguments, suffix, result)
+        if on_cuda:
+            result[f"ours_peak_memory{suffix}"] = peak_on_cuda(training)
+        else:
+            result |= peaks_on_cpu(arguments)
+        layers = len(training.layers)
+        del training
+        if on_cuda:
+            torch.cuda.empty_cache()
+    result["notes"] = {
+        name: text for name, text in NOTES.items() if any(key.startswith(name) for key in result)
+    }
+    result["task"] = {
+        "model": "Qwen3-1.7B shape, bfloat16" if on_cuda else f"Qwen3 {SMALL}",
+        "linears": layers,
+        "batch": [list(size) for size in CUDA_SIZES] if on_cuda else [4, 128],
+        "optimizer": "AdamW, fused" if on_cuda else "AdamW",
+        "passes_over_memory": "cuda" if on_cuda else accelerator_name(),
+    }
+    result["machine"] = describe_machine()
+    return result
+
+
+def build_training(device: str, batch: int, tokens: int) -> Training:
+    """A Qwen3 with random weights, its Linears, and one step on random tokens."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    on_cuda = device == "cuda"
+    shape = LARGE if on_cuda else SMALL
+    config = Qwen3Config(**shape, max_position_embeddings=tokens, use_cache=False)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(dtype).train()
+    ids = torch.randint(3, shape["vocab_size"], (batch, tokens), device=device)
+    optimizer = build_optimizer(model)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        # The logits alone would be as large as everything else together.
+        if isinstance(module, nn.Linear) and not (on_cuda and name == "lm_head")
+    }
+
+    return Training(model, linears, optimizer, ids)
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, fused on CUDA; its steps are small, so that all contestants do the same work."""
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
+
+
+def build_ours(training: Training, histogram: bool, until: ExitStack) -> Run:
+    """The step of a twin with a Monitor attached until the stack is closed."""
+    from torchfmri import Monitor
+
+    twin = training.twin()
+    what = ("activations", "gradients")
+    watch = list(twin.layers)
+    until.enter_context(Monitor(twin.model, twin.optimizer, watch, what=what, histogram=histogram))
+    return twin.step
+
+
+def measure(
+    training: Training, arguments: argparse.Namespace, suffix: str, result: dict[str, Any]
+) -> None:
+    """Add the ratios of all contestants, and the time of the plain step."""
+    with ExitStack() as until:
+        ours = {
+            "ours": build_ours(training, False, until),
+            "ours_with_histogram": build_ours(training, True, until),
+        }
+        compare(training, ours, arguments, suffix, result)
+    runs = build_peers(training, arguments, result)
+    if runs:  # apart, because some of them leave memory and caches in another state
+        compare(training, runs, arguments, suffix, result)
+    seconds = sorted(time_once(training.step) for _ in range(5))[2]
+    result[f"plain_milliseconds{suffix}"] = seconds * 1e3
+
+
+def build_peers(
+    training: Training, arguments: argparse.Namespace, result: dict[str, Any]
+) -> dict[str, Run]:
+    """A run of each peer that is installed; why the others are missing is noted in `result`."""
+    runs: dict[str, Run] = {}
+    for name, build in PEERS.items() if not arguments.no_peers else ():
+        if arguments.device == "cuda" and name in COPYING:
+            result["errors"][name] = "left out on CUDA: copies every tensor to the host, minutes"
+            continue
+        if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+            result["not_installed"] = sorted({*result["not_installed"], name})
+            continue
+        try:
+            twin = training.twin()
+            runs[name] = build(twin.step, twin.model, twin.layers)
+        except Exception as error:
+            result["errors"][name] = f"{type(error).__name__}: {error}"
+    return runs
+
+
+def compare(
+    training: Training,
+    runs: dict[str, Run],
+    arguments: argparse.Namespace,
+    suffix: str,
+    result: dict[str, Any],
+) -> None:
+    """Add the ratios of these runs to the plain step, interleaved with it."""
+    effort = Effort(
+        rounds=arguments.rounds, slow_seconds=1.5, slow_rounds=arguments.rounds // 3 + 1
+    )
+    figures = measure_ratios(
+        training.step,
+        runs,
+        effort,
+        on_error=lambda name, error: result["errors"].update({name + suffix: repr(error)}),
+    )
+    for name, figure in figures.items():
+        if name + suffix not in result:  # of plain_again, the one beside ours
+            result[name + suffix] = figure.ratio
+            result["intervals"][name + suffix] = [figure.low, figure.high]
+
+
+def peak_on_cuda(training: Training) -> float:
+    """Peak of allocated memory with the Monitor over that without."""
+
+    def peak(run: Run) -> int:
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    plain = peak(training.step)
+    with ExitStack() as until:
+        return peak(build_ours(training, True, until)) / plain
+
+
+def peaks_on_cpu(arguments: argparse.Namespace) -> dict[str, float]:
+    """Peak of resident memory of a fresh process with the Monitor over that of one without."""
+
+    def peak(kind: str) -> int:
+        command = [sys.executable, "-m", "benchmarks", "monitor", "--json", "--peak-of", kind]
+        options = ["--accelerator", arguments.accelerator, "--threads", str(arguments.threads)]
+        found = []
+        for _ in range(3):
+            done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+            found.append(int(json.loads(done.stdout)["peak_bytes"]))
+        return sorted(found)[1]
+
+    plain, loaded, ours = (peak(kind) for kind in ("plain", "loaded", "ours"))
+    return {"ours_peak_memory": ours / loaded, "accelerator_megabytes": (loaded - plain) / 1e6}
+
+
+def measure_own_peak(kind: str, accelerator: str) -> int:
+    """The peak of this process after some steps, in bytes.
+
+    Args:
+        kind: "plain", "loaded" (plain, with whatever does the passes loaded) or "ours".
+        accelerator: "auto" or "off".
+    """
+    from torchfmri import calculate_statistics
+    from torchfmri._kernels import use_accelerator
+
+    use_accelerator(accelerator == "auto")
+    training = build_training("cpu", 4, 128)
+    if kind == "loaded":
+        calculate_statistics(torch.ones(1000))
+    run = build_ours(training, True, ExitStack()) if kind == "ours" else training.step
+    for _ in range(STEPS_FOR_PEAK):
+        run()
+    return _peak_of_this_process()
+
+
+def _peak_of_this_process() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss: on Linux it begins with that of the process that started this one.
+        line = next(each for each in status.read_text().splitlines() if "VmHWM" in each)
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

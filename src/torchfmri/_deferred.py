@@ -1,0 +1,63 @@
+"""Numbers that are still being computed on an accelerator, fetched without waiting for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Copy(NamedTuple):
+    places: list[int]
+    host: Tensor
+    event: torch.cuda.Event | None
+
+
+class Deferred:
+    """The values of some tensors on their way to the host; nothing waits until they are read.
+
+    They are copied as they are now: what is written into the tensors later is not seen.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        places: dict[torch.device, list[int]] = defaultdict(list)
+        for place, tensor in enumerate(tensors):
+            places[tensor.device].append(place)
+        self._copies = [
+            _start_copy([tensors[place] for place in some], some) for some in places.values()
+        ]
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(copy.event is None or bool(copy.event.query()) for copy in self._copies)  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[list[float]]:
+        """The values of each tensor, in the order given; waits for those not there yet."""
+        found: list[list[float]] = [[] for _ in self._sizes]
+        for places, host, event in self._copies:
+            if event is not None:
+                event.synchronize()
+            parts = torch.split(host, [self._sizes[place] for place in places])
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part.tolist()
+        return found
+
+
+def _start_copy(tensors: list[Tensor], places: list[int]) -> _Copy:
+    device = tensors[0].device
+    # Some accelerators have no float64.
+    wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    with torch.no_grad():
+        flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors])
+        if device.type != "cuda":
+            return _Copy(places, flat.cpu(), None)
+        host = torch.empty(flat.shape, dtype=wide, pin_memory=True)
+        with torch.cuda.device(device):
+            host.copy_(flat, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+    return _Copy(places, host, event)

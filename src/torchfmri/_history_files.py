@@ -1,0 +1,74 @@
+"""Files of flat records: CSV, JSON lines and Parquet, written a piece at a time."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchfmri.exceptions import InspectionError
+
+Record = Mapping[str, Any]
+PIECE = 20_000
+"""Records held at once while a Parquet file is written."""
+
+
+def write_records(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:
+    """Write flat records to a .csv, .jsonl or .parquet file.
+
+    Args:
+        records: None stands for a value that is not there.
+        columns: The names of the columns, each with str, int or float.
+        path: Where to; its ending says how.
+
+    Raises:
+        InspectionError: The ending is none of these, or pyarrow is missing.
+    """
+    writers = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}
+    if path.suffix not in writers:
+        raise InspectionError(
+            f"Cannot write {path.name!r}: the ending is one of {', '.join(writers)}."
+        )
+    writers[path.suffix](records, columns, path)
+
+
+def _write_csv(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def _write_jsonl(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:
+    def plain(value: Any) -> Any:  # JSON has neither NaN nor infinity
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            line = json.dumps({name: plain(record[name]) for name in columns})
+            file.write(line + "\n")
+
+
+def _write_parquet(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InspectionError(
+            "Parquet needs pyarrow: pip install 'torchfmri[parquet]'. CSV and JSONL need nothing."
+        ) from error
+    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for piece in _pieces(records):
+            writer.write_table(pyarrow.Table.from_pylist(piece, schema=schema))
+
+
+def _pieces(records: Iterable[Record]) -> Iterator[list[Record]]:
+    remaining = iter(records)
+    while piece := list(itertools.islice(remaining, PIECE)):
+        yield piece

@@ -1,0 +1,149 @@
+"""Notices the steps of a model's optimizers, without leaving anything on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torchfmri.exceptions import InspectionError
+
+Concerns = Callable[[Tensor], bool]
+"""Whether a parameter is to be looked at when this optimizer steps."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Listener(Protocol):
+    """What is told about a step of an optimizer, in this order."""
+
+    def before_update(self, concerns: Concerns) -> None:
+        """The optimizer is about to step; gradients may still have to be computed."""
+
+    def has_gradients(self, concerns: Concerns, optimizer: Optimizer) -> None:
+        """The gradients are as the optimizer finds them."""
+
+    def after_update(self, is_last: bool) -> None:
+        """The weights have changed; whether this is the last of the optimizers."""
+
+    def failed(self, error: Exception) -> None:
+        """Something of ours raised."""
+
+
+class OptimizerSteps:
+    """Hooks on the optimizers that were given, or on any that steps the model's parameters."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], listener: Listener
+    ) -> None:
+        self._model, self._optimizers, self._listener = model, list(optimizers), listener
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Begin to notice steps."""
+        # Hooks on the optimizer itself would be lost where a wrapper steps the one it wraps.
+        self._handles += [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def detach(self) -> None:
+        """Remove the hooks; safe to call twice."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> Arguments | None:
+        try:
+            if not self._is_ours(optimizer):
+                return None
+            concerns = self._concerns(optimizer)
+            self._listener.before_update(concerns)
+            # `args` begins with the optimizer itself.
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._listener.has_gradients(concerns, optimizer)
+                return None
+            watched = self._watched(closure, concerns, optimizer)
+            if len(args) > 1:
+                return (args[0], watched, *args[2:]), kwargs
+            return args, {**kwargs, "closure": watched}
+        except Exception as error:
+            self._listener.failed(error)
+            return None
+
+    def _watched(
+        self, closure: Callable[..., Any], concerns: Concerns, optimizer: Optimizer
+    ) -> Callable[..., Any]:
+        """The closure, followed by a look at the gradients that its first run computed."""
+        ran = False
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal ran
+            result = closure(*args, **kwargs)
+            if not ran:
+                ran = True
+                self._listener.has_gradients(concerns, optimizer)
+            return result
+
+        return watched
+
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        try:
+            if self._is_ours(optimizer):
+                self._listener.after_update(self._is_last(optimizer))
+        except Exception as error:
+            self._listener.failed(error)
+
+    def _is_last(self, optimizer: Optimizer) -> bool:
+        return not self._optimizers or _same(optimizer, self._optimizers[-1])
+
+    def _concerns(self, optimizer: Optimizer) -> Concerns:
+        """Each parameter is looked at when its own optimizer steps, if none when the last does."""
+        if len(self._optimizers) < 2:
+            return lambda parameter: True
+        own = _identities(optimizer)
+        others = {
+            identity
+            for each in self._optimizers
+            if not _same(each, optimizer)
+            for identity in _identities(each)
+        }
+        if self._is_last(optimizer):
+            return lambda parameter: id(parameter) in own or id(parameter) not in others
+        return lambda parameter: id(parameter) in own
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if self._optimizers:
+            return any(_same(optimizer, each) for each in self._optimizers)
+        ours = {id(parameter) for parameter in self._model.parameters()}
+        return not ours.isdisjoint(_identities(optimizer))
+
+
+def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers in a list.
+
+    Raises:
+        InspectionError: One of them is no optimizer.
+    """
+    found: list[Any] = [given] if isinstance(given, (Optimizer, str)) else list(given or ())
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise InspectionError(
+                f"optimizer={each!r} is no torch.optim.Optimizer. Leave it out: the optimizer that "
+                "steps the model's parameters is noticed by itself."
+            )
+    return found
+
+
+def _identities(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+
+def _same(one: Optimizer, other: Optimizer) -> bool:
+    """Whether two are one, also where one of them only wraps the other."""
+    return one is other or one.param_groups is other.param_groups

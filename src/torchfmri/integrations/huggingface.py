@@ -1,0 +1,85 @@
+"""A Monitor in Hugging Face's Trainer: `Trainer(..., callbacks=[MonitorCallback()])`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_writer
+from torchfmri.exceptions import InspectionError
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "This needs transformers, which is not installed: pip install 'torchfmri[scan]'"
+    ) from error
+
+
+class MonitorCallback(TrainerCallback):
+    """Follows a Trainer: each optimizer step is one step, however many micro-batches it takes.
+
+    Evaluation and prediction are not watched. The loss is the one that the model returns.
+
+    Args:
+        *writers: As for `Monitor.add_writer`.
+        **options: As for `Monitor`: watch, what, every, histogram, history, max_bytes.
+
+    Attributes:
+        monitor: The Monitor; None until training begins.
+    """
+
+    def __init__(self, *writers: Writer, **options: Any) -> None:
+        self.monitor: Monitor | None = None
+        self._writers, self._options = [check_writer(each) for each in writers], options
+        unknown = options.keys() - signature(Monitor).parameters.keys()
+        if unknown:
+            raise TypeError(f"Monitor has no option {', '.join(map(repr, sorted(unknown)))}.")
+        self._step: AbstractContextManager[MonitoredStep] | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        """Make the Monitor, or go on with the one of the last `train()`."""
+        self._leave(finished=False)
+        if model is None:
+            raise InspectionError("The Trainer handed no model to its callbacks.")
+        if self.monitor is None or self.monitor.model is not model:
+            self.monitor = Monitor(model, **self._options)
+            for write in self._writers:
+                self.monitor.add_writer(write)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to watch."""
+        self._leave(finished=False)
+        if self.monitor is not None:
+            self._step = self.monitor.step()
+            self._step.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The optimizer has stepped."""
+        self._leave(finished=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remove what may be left."""
+        self._leave(finished=False)
+
+    def _leave(self, finished: bool) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if finished:
+            step.__exit__(None, None, None)
+            return
+        left = _LeftEarly()  # a step that did not reach its end is not recorded
+        try:
+            step.__exit__(_LeftEarly, left, None)
+        except _LeftEarly:
+            return
+
+
+class _LeftEarly(Exception):  # noqa: N818 (no error: it never leaves this file)
+    """Ends a step that was begun and never finished."""

@@ -1,0 +1,67 @@
+"""A Monitor in Lightning's Trainer: `Trainer(..., callbacks=[MonitorCallback()])`."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from torchfmri._monitor import Monitor, Writer, check_writer
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise ImportError(
+        "This needs lightning, which is not installed: pip install 'torchfmri[lightning]'"
+    ) from error
+
+
+class MonitorCallback(Callback):
+    """Follows a Lightning Trainer: each optimizer step is one step.
+
+    With several optimizers the last one ends a step. Validation is not watched. The loss is what
+    `training_step` returns.
+
+    Args:
+        *writers: As for `Monitor.add_writer`.
+        **options: As for `Monitor`: watch, what, every, histogram, history, scaler, max_bytes.
+
+    Attributes:
+        monitor: The Monitor; None until training begins.
+    """
+
+    def __init__(self, *writers: Writer, **options: Any) -> None:
+        self.monitor: Monitor | None = None
+        self._writers, self._options = [check_writer(each) for each in writers], options
+        unknown = options.keys() - signature(Monitor).parameters.keys()
+        if unknown:
+            raise TypeError(f"Monitor has no option {', '.join(map(repr, sorted(unknown)))}.")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach."""
+        self._detach()
+        if self.monitor is None or self.monitor.model is not pl_module:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            options = {"scaler": scaler, **self._options}
+            self.monitor = Monitor(pl_module, trainer.optimizers, **options)
+            for write in self._writers:
+                self.monitor.add_writer(write)
+        self.monitor.attach()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """See the loss, which Lightning has divided by the number of micro-batches."""
+        if self.monitor is not None:
+            self.monitor.loss(loss.detach() * trainer.accumulate_grad_batches)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Detach."""
+        self._detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Detach."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self.monitor is not None:
+            self.monitor.detach()

@@ -1,0 +1,316 @@
+"""Figures of a History: a statistic over the steps of training, with the loss beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchfmri._history import COUNTS, NO_STEPS, UPDATES, Floats, History
+from torchfmri._labels import layer_label, shorten
+from torchfmri._patterns import match_names, nearest_names
+from torchfmri._rows import plural
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.visualization._figure import GREY, MEANING, axes_or_new, escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette without the yellow, which is too pale for a line.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_DASHES = ("-", "--", "-.", ":")
+_ALARM, _ABSENT = "#D55E00", "#e4e4e4"
+_SIGNED = frozenset({"mean", "min", "max"})
+_WIDE = 30
+"""Values of which the largest is so many times the smallest are drawn on a logarithmic scale."""
+_MOST_NAMES = 56
+_MOST_LINES = len(_COLOURS) * len(_DASHES)
+
+
+def plot_history(
+    history: History,
+    field: str = "rms",
+    what: str = "activations",
+    *,
+    layers: str | Sequence[str] | None = None,
+    loss: bool = True,
+    ax: Axes | None = None,
+) -> Axes:
+    """A statistic over the steps: of all layers as a heat map, or of chosen layers as lines.
+
+    Steps in which a layer had NaN or Inf carry a triangle; those in which it was not seen are
+    grey and hatched. Values over a wide range are on a logarithmic scale (signed ones: linear
+    near zero).
+
+    Args:
+        history: What to show.
+        field: Which statistic: rms, std, mean, abs_max, nan, ... With what="updates" it is always
+            update / weight.
+        what: activations, gradients, parameters, parameter_gradients or updates.
+        layers: A pattern, or several, for the layers to draw as lines.
+        loss: Whether to draw the loss beneath.
+        ax: Where to draw.
+
+    Raises:
+        LayerNotFoundError: No layer in the history matches.
+        InspectionError: There is nothing to draw, or no such statistic.
+    """
+    if not len(history):
+        return _draw_nothing(ax)
+    names, values = history.matrix(what, field)
+    bad = _non_finite(history, what, values)
+    if layers is not None:
+        chosen = _choose(names, layers)
+        names, values, bad = [names[i] for i in chosen], values[chosen], bad[chosen]
+    shown = "update / weight" if what == UPDATES else field
+    if layers is None:
+        ax = axes_or_new(ax, 9.0, min(max(0.22 * len(names) + 2.6, 4.4), 14.0))
+        _draw_map(ax, history.steps, names, values, bad, shown)
+    else:
+        ax = axes_or_new(ax, 9.0, 5.0)
+        _draw_lines(ax, history.steps, names, values, bad, shown)
+    meaning = "what the optimizer changed" if what == UPDATES else MEANING[what]
+    title = f"{shown} ({meaning})" if what == UPDATES else f"{shown} of {what} ({meaning})"
+    ax.set_title(escape(title), fontsize=11, loc="left")
+    if loss:
+        _draw_loss(ax, history)
+    else:
+        ax.set_xlabel("step")
+    return ax
+
+
+def _draw_nothing(ax: Axes | None) -> Axes:
+    ax = axes_or_new(ax, 9.0, 3.0)
+    ax.text(0.5, 0.5, NO_STEPS, ha="center", va="center", transform=ax.transAxes)
+    ax.set_axis_off()
+    return ax
+
+
+def _non_finite(history: History, what: str, values: Floats) -> Any:
+    """Where a series had NaN or Inf, (layer, step)."""
+    if what == UPDATES:
+        return np.isinf(values)
+    found: Floats = history.matrix(what, "nan")[1] + history.matrix(what, "inf")[1]
+    return found > 0
+
+
+def _choose(names: list[str], patterns: str | Sequence[str]) -> list[int]:
+    several = [patterns] if isinstance(patterns, str) else list(patterns)
+    chosen: set[str] = set()
+    for pattern in several:
+        found = match_names(pattern, names)
+        if not found:
+            raise LayerNotFoundError(pattern, nearest_names(pattern, names), len(names))
+        chosen.update(found)
+    return [index for index, name in enumerate(names) if name in chosen]
+
+
+# -- heat map ------------------------------------------------------------------------------------
+
+
+def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str) -> None:
+    """Layers down, steps across."""
+    import matplotlib as mpl
+
+    norm, cmap = _norm(values, field)
+    colours = mpl.colormaps[cmap].with_extremes(bad=(0, 0, 0, 0))
+    ax.set_facecolor(_ABSENT)
+    ax.patch.set_hatch("////")
+    ax.patch.set_edgecolor("#bdbdbd")
+    edges = _edges(steps)
+    shown = np.ma.masked_invalid(values)
+    mesh = ax.pcolormesh(
+        edges, np.arange(len(names) + 1) - 0.5, shown, norm=norm, cmap=colours, rasterized=True
+    )
+    if np.ma.is_masked(shown) and not shown.mask.all():
+        ax.plot([], [], "s", color=_ABSENT, markeredgecolor="#9a9a9a", label="not seen")
+    rows, columns = np.nonzero(bad)
+    if len(rows):
+        marks = _thin(rows, columns, bad.shape)
+        ax.scatter(
+            np.asarray(steps)[marks[1]], marks[0], marker="v", s=22, color=_ALARM,
+            edgecolors="white", linewidths=0.6, label="NaN or Inf", zorder=3, clip_on=False,
+        )  # fmt: skip
+    _label_layers(ax, names)
+    ax.set_xlim(edges[0], edges[-1])
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, fraction=0.05, aspect=30)
+    bar.set_label(field + _scale_name(norm), fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8,
+            borderaxespad=0.2, handletextpad=0.3,
+        )  # fmt: skip
+
+
+def _label_layers(ax: Axes, names: list[str]) -> None:
+    """Names down the y axis, the input on top; of many only every n-th."""
+    every = -(-len(names) // _MOST_NAMES)
+    places = range(0, len(names), every)
+    labels = [escape(shorten(layer_label(names[place]), 36)) for place in places]
+    ax.set_yticks(list(places), labels, fontsize=8)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    if every > 1:
+        ax.set_ylabel(f"one in {every} layers is named", fontsize=8)
+
+
+def _thin(rows: Any, columns: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Of runs of marks in a row, the first and then one in so many, so that they stay apart."""
+    gap = max(1, shape[1] // 60)
+    kept_rows, kept_columns = [], []
+    last: dict[int, int] = {}
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        if row not in last or column - last[row] >= gap:
+            last[row] = column
+            kept_rows.append(row)
+            kept_columns.append(column)
+    return np.array(kept_rows), np.array(kept_columns)
+
+
+def _edges(steps: Any) -> Floats:
+    """The borders of the columns; watched steps may lie apart."""
+    middles = np.asarray(steps, float)
+    if len(middles) == 1:
+        return np.array([middles[0] - 0.5, middles[0] + 0.5])
+    inner = (middles[1:] + middles[:-1]) / 2
+    return np.array([2 * middles[0] - inner[0], *inner, 2 * middles[-1] - inner[-1]])
+
+
+def _norm(values: Floats, field: str) -> tuple[Any, str]:
+    """How values become colours: colour-blind safe, logarithmic over a wide range."""
+    from matplotlib.colors import LogNorm, Normalize, SymLogNorm
+
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return Normalize(0, 1), "viridis"
+    if field in _SIGNED and finite.min() < 0:
+        top = float(np.abs(finite).max()) or 1.0
+        sizes = np.abs(finite[finite != 0])
+        near = float(np.quantile(sizes, 0.1)) if len(sizes) else top
+        if top / near < _WIDE:
+            return Normalize(-top, top), "PuOr_r"
+        return SymLogNorm(max(near, top * 1e-6), vmin=-top, vmax=top), "PuOr_r"
+    low, high = float(finite.min()), float(finite.max())
+    positive = finite[finite > 0]
+    if field not in COUNTS and len(positive) and high / float(positive.min()) > _WIDE:
+        return LogNorm(max(float(positive.min()), high * 1e-12), high, clip=True), "viridis"
+    if field in COUNTS:
+        low = 0.0
+    return Normalize(low, high if high > low else low + 1), "viridis"
+
+
+def _scale_name(norm: Any) -> str:
+    kind = type(norm).__name__
+    return {"LogNorm": " (log scale)", "SymLogNorm": " (log scale, linear near 0)"}.get(kind, "")
+
+
+# -- lines ---------------------------------------------------------------------------------------
+
+
+def _draw_lines(
+    ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str
+) -> None:
+    """One line per layer, told apart by colour and dashes; NaN and Inf as triangles."""
+    if len(names) > _MOST_LINES:
+        raise InspectionError(
+            f"{len(names)} lines cannot be told apart: choose at most {_MOST_LINES} layers, or "
+            "leave out layers= for a heat map."
+        )
+    marker = "o" if len(steps) <= 30 else ""
+    finite = np.where(np.isfinite(values), values, np.nan)
+    for index, name in enumerate(names):
+        colour = _COLOURS[index % len(_COLOURS)]
+        dashes = _DASHES[index // len(_COLOURS)]
+        label = escape(shorten(layer_label(name), 36))
+        ax.plot(
+            steps, finite[index], color=colour, linestyle=dashes, linewidth=1.4, marker=marker,
+            markersize=3, label=label,
+        )  # fmt: skip
+        hit = np.flatnonzero(bad[index])
+        if len(hit):
+            top = np.full(len(hit), 0.985 - 0.03 * index)
+            ax.plot(
+                np.asarray(steps)[hit], top, "v", color=colour, markersize=5,
+                markeredgecolor="white", transform=ax.get_xaxis_transform(), clip_on=False,
+            )  # fmt: skip
+    if bad.any():
+        ax.plot([], [], "v", color=GREY, label="NaN or Inf")
+    _scale_lines(ax, finite)
+    ax.set_ylabel(field)
+    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(x=0.01)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+
+
+def _scale_lines(ax: Axes, values: Floats) -> None:
+    finite = values[np.isfinite(values)]
+    sizes = np.abs(finite[finite != 0])
+    if not len(sizes) or sizes.max() / sizes.min() <= _WIDE:
+        return
+    if (finite > 0).all():
+        ax.set_yscale("log")
+    else:
+        near = max(float(np.quantile(sizes, 0.05)), float(sizes.max()) * 1e-6)
+        ax.set_yscale("symlog", linthresh=near)
+
+
+# -- the loss ------------------------------------------------------------------------------------
+
+
+def _draw_loss(ax: Axes, history: History) -> None:
+    """The loss beneath, with the same steps."""
+    below = _split_below(ax)
+    ax.tick_params(axis="x", labelbottom=False)
+    below.set_xlabel("step")
+    below.spines[["top", "right"]].set_visible(False)
+    below.set_ylabel("loss", fontsize=9, labelpad=2)
+    below.tick_params(labelsize=8)
+    loss = history.loss
+    if np.isnan(loss).all():
+        below.text(
+            0.5, 0.5, "loss not seen", transform=below.transAxes, ha="center", va="center",
+            color=GREY, fontsize=9,
+        )  # fmt: skip
+        below.set_yticks([])
+        return
+    finite = np.isfinite(loss)
+    steps = history.steps
+    few = len(steps) <= 30
+    below.plot(
+        steps, np.where(finite, loss, np.nan), color="#333333", linewidth=1.2,
+        marker="o" if few else "", markersize=2.5,
+    )  # fmt: skip
+    lost = np.isinf(loss) | (np.isnan(loss) & finite.any())
+    if lost.any():
+        below.plot(
+            steps[lost], np.full(int(lost.sum()), 0.92), "v", color=_ALARM, markersize=5,
+            markeredgecolor="white", transform=below.get_xaxis_transform(), clip_on=False,
+        )  # fmt: skip
+        said = f"NaN, Inf or not seen at {plural(int(lost.sum()), 'step')}"
+        below.text(
+            0.995, 0.97, said, transform=below.transAxes, ha="right", va="top", fontsize=8,
+            color=_ALARM,
+        )  # fmt: skip
+    positive = loss[finite & (loss > 0)]
+    if len(positive) == int(finite.sum()) and positive.max() / positive.min() > _WIDE:
+        below.set_yscale("log")
+
+
+def _split_below(ax: Axes) -> Axes:
+    """New axes for the lower part of the space that `ax` had, with the same x axis."""
+    figure, spec = ax.figure, ax.get_subplotspec()
+    box = ax.get_position()
+    height = max(box.height * figure.bbox.height / figure.dpi, 0.1)
+    share = min(max(1.0 / height, 0.1), 0.3)
+    if spec is not None:
+        parts = spec.subgridspec(2, 1, height_ratios=[1 - share, share], hspace=0.02)
+        ax.set_subplotspec(parts[0, 0])
+        return figure.add_subplot(parts[1, 0], sharex=ax)
+    gap = 0.04 * box.height
+    lower_height = share * box.height
+    upper_height = box.height - lower_height - gap
+    ax.set_position((box.x0, box.y0 + lower_height + gap, box.width, upper_height))
+    return figure.add_axes((box.x0, box.y0, box.width, lower_height), sharex=ax)

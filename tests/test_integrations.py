@@ -1,5 +1,6 @@
 """A Monitor inside other people's loops and loggers."""
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri import Monitor
+from torchfmri import InspectionError, Monitor
 from torchfmri.integrations.writers import TensorBoardWriter, WandbWriter
 
 
@@ -235,3 +236,13 @@ def test_writer_leaves_out_what_is_not_known() -> None:
     assert run.rows[0]["activations/1/nan"] == 6.0
     assert "activations/1/rms" not in run.rows[0]
     assert "torchfmri/loss" not in run.rows[0]
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_misuse_of_a_callback_is_explained_at_once(name: str) -> None:
+    pytest.importorskip("transformers" if name == "huggingface" else "lightning")
+    callback = importlib.import_module(f"torchfmri.integrations.{name}").MonitorCallback
+    with pytest.raises(InspectionError, match="no option 'wach'"):
+        callback(wach=nn.Linear)
+    with pytest.raises(InspectionError, match="A writer is a function"):
+        callback(Monitor(nn.Linear(2, 2)))

@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -330,6 +331,19 @@ def check_writer(write: Writer) -> Writer:
             "Monitor, such as watch=nn.Linear, are handed over by name."
         )
     return write
+
+
+def check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`options`, if a Monitor takes them all.
+
+    Raises:
+        InspectionError: It does not.
+    """
+    known = signature(Monitor).parameters.keys()
+    for name in options:
+        if name not in known:
+            raise InspectionError(f"A Monitor has no option {name!r}: {', '.join(known)}.")
+    return options
 
 
 class MonitoredStep:

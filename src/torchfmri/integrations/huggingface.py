@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from inspect import signature
 from typing import Any
 
 from torch import nn
 
-from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_writer
+from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
 from torchfmri.exceptions import InspectionError
 
 try:
@@ -34,10 +33,8 @@ class MonitorCallback(TrainerCallback):
 
     def __init__(self, *writers: Writer, **options: Any) -> None:
         self.monitor: Monitor | None = None
-        self._writers, self._options = [check_writer(each) for each in writers], options
-        unknown = options.keys() - signature(Monitor).parameters.keys()
-        if unknown:
-            raise TypeError(f"Monitor has no option {', '.join(map(repr, sorted(unknown)))}.")
+        self._writers = [check_writer(each) for each in writers]
+        self._options = check_options(options)
         self._step: AbstractContextManager[MonitoredStep] | None = None
 
     def on_train_begin(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 from torch import Tensor
 
-from torchfmri._monitor import Monitor, Writer, check_writer
+from torchfmri._monitor import Monitor, Writer, check_options, check_writer
 
 try:
     from lightning.pytorch import Callback
@@ -33,10 +32,8 @@ class MonitorCallback(Callback):
 
     def __init__(self, *writers: Writer, **options: Any) -> None:
         self.monitor: Monitor | None = None
-        self._writers, self._options = [check_writer(each) for each in writers], options
-        unknown = options.keys() - signature(Monitor).parameters.keys()
-        if unknown:
-            raise TypeError(f"Monitor has no option {', '.join(map(repr, sorted(unknown)))}.")
+        self._writers = [check_writer(each) for each in writers]
+        self._options = check_options(options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach."""

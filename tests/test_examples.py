@@ -63,6 +63,7 @@ def name_page(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", RUN, ids=name_page)
 def test_examples_of_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -203,3 +203,70 @@ def test_no_other_file_touches_private_names_of_torch() -> None:
 def test_private_names_are_noticed() -> None:
     tree = ast.parse("torch._C.x(); torch.a._b; from torch._x import y; torch.__version__")
     assert set(private_names(tree)) == {"torch._C", "torch.a._b", "torch._x: _x"}
+
+
+# -- the graph of a failed backward pass ---------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return 2 * g
+
+
+def test_errors_of_saved_tensors() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = torch.sigmoid(x)
+    assert _torch_private.saved_tensor_errors(y.grad_fn) == {"result": ""}
+    assert _torch_private.saved_tensor_errors(Twice.apply(x).grad_fn) == {"tensors": ""}
+    y.data.add_(0)  # does not count as a change
+    assert _torch_private.saved_tensor_errors(y.grad_fn) == {"result": ""}
+    node = y.grad_fn
+    y.mul_(2)
+    assert "inplace operation" in _torch_private.saved_tensor_errors(node)["result"]
+    z = torch.sigmoid(x)
+    z.sum().backward()
+    assert "second time" in _torch_private.saved_tensor_errors(z.grad_fn)["result"]
+
+
+def test_saved_tensors_without_the_symbols() -> None:
+    assert _torch_private.saved_tensor_errors(object()) == {}
+
+    class Node:  # of a torch that does not tell whether a tensor is packed by hooks
+        _raw_saved_result = object()
+
+        @property
+        def _saved_result(self) -> Any:
+            raise AssertionError("must not be unpacked")
+
+    assert _torch_private.saved_tensor_errors(Node()) == {"result": ""}
+
+
+def test_function_of_a_node() -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert _torch_private.function_of(Twice.apply(x).grad_fn) is Twice
+    assert _torch_private.function_of((x * 2).grad_fn) is None
+    assert _torch_private.function_of(object()) is None
+
+
+def test_checkpointed_function_without_the_symbols() -> None:
+    class Frame:
+        recompute_fn = staticmethod(lambda: None)
+
+    assert _torch_private.checkpointed_function(object()) is None
+    assert _torch_private.checkpointed_function(None) is None
+    assert _torch_private.checkpointed_function(Frame()) is None
+
+
+def test_bytes_of_the_gradient_at_a_node() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    assert _torch_private.gradient_bytes((2 * x).sum(1).grad_fn) == 3 * 4
+    assert _torch_private.gradient_bytes((2 * x).double().grad_fn) == 12 * 8
+    parts = x.split((1, 3), 1)[0].grad_fn
+    assert _torch_private.gradient_bytes(parts) == 9 * 4  # the larger of two outputs
+    assert _torch_private.gradient_bytes(object()) == 0

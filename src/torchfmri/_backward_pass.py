@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,19 @@ def run_backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
         InspectionError: The graph holds a reentrant checkpoint, which only `loss.backward()` can
             run, and something (an optimizer in the backward pass) would act on the gradients.
     """
+    prepare_backward(loss, parameters)()
+
+
+def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[], object]:
+    """What `run_backward` will run, with the search through the graph already done."""
     leaves, reentrant = _explore(loss)
     if reentrant:
-        _backward_with_spare_grad(loss, {**leaves, **{id(each): each for each in parameters}})
-    elif leaves:
-        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    else:  # a graph that ends in no leaf at all: nothing to differentiate, hooks still fire
-        torch.autograd.backward(loss)
+        spared = {**leaves, **{id(each): each for each in parameters}}
+        return partial(_backward_with_spare_grad, loss, spared)
+    if leaves:
+        return partial(torch.autograd.grad, loss, list(leaves.values()), allow_unused=True)
+    # A graph that ends in no leaf at all: nothing to differentiate, hooks still fire.
+    return partial(torch.autograd.backward, loss)
 
 
 def _explore(loss: Tensor) -> tuple[dict[int, Tensor], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections import defaultdict
@@ -12,7 +13,12 @@ from typing import NamedTuple
 import torch
 from torch.utils import checkpoint
 
-from torchfmri._torch_private import NO_BACKWARD, at_end_of_backward, current_backward
+from torchfmri._torch_private import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    current_backward,
+    has_saved_tensor_hooks,
+)
 
 
 class _Running(NamedTuple):
@@ -89,8 +95,22 @@ class Backwards:
                 self._failed(error)
 
 
+def runs_checkpoint() -> bool:
+    """Whether the code that is running stands inside an activation checkpoint, and gradients on."""
+    if not has_saved_tensor_hooks():
+        return False
+    return any(frame.f_code in _CHECKPOINTS for frame in _frames())
+
+
+def runs_grad() -> bool:
+    """Whether the backward pass of this thread is torch.autograd.grad, which fills no `.grad`."""
+    found = (frame.f_code for frame in _frames() if frame.f_code in _BACKWARD)
+    return next(found, None) is torch.autograd.grad.__code__
+
+
 _BACKWARD = frozenset({torch.autograd.backward.__code__, torch.autograd.grad.__code__})
 _CHECKPOINT = checkpoint.CheckpointFunction.forward.__code__
+_CHECKPOINTS = frozenset({inspect.unwrap(checkpoint.checkpoint).__code__})
 
 
 def _frames() -> Iterator[FrameType]:

@@ -32,7 +32,7 @@ _BARS = 24
 _NUMBERS = ("mean", "std", "min", "max")
 
 # Colours come from the page (currentColor), so that light and dark themes both work.
-_STYLE = """<style>
+STYLE = """<style>
 .torchfmri{font:13px/1.45 system-ui,sans-serif;color:inherit}
 .torchfmri table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;
 margin:4px 0 8px}
@@ -75,7 +75,7 @@ def html_table(
         _list_of("notes", [*map(escape, describe_positions(rows)), *_remarks(notes)]),
     ]
     heading = f"<p><strong>{escape(title)}</strong><br>{_verdict(rows)}</p>"
-    head = f'{_STYLE}<div class="torchfmri">{heading}'
+    head = f'{STYLE}<div class="torchfmri">{heading}'
     tail = "".join(around) + "</div>"
     room = MAX_CHARACTERS - len((head + tail).encode())
     counted = sum(row.statistics is not None for row in rows)

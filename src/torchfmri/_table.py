@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
+from torchfmri._columns import (
+    ASCII,
+    BLOCKS,
+    BOLD,
+    DIM,
+    RED,
+    WIDTH_OFF_TERMINAL,
+    Column,
+    Style,
+    encodable,
+    fit,
+    output_style,
+    paragraph,
+)
 from torchfmri._html_table import html_table
 from torchfmri._labels import (
     display_width,
@@ -38,43 +49,9 @@ from torchfmri._rows import (
 __all__ = ["Row", "html_table", "text_table"]
 
 ROWS_BEFORE_FOLDING = 100
-WIDTH_OFF_TERMINAL = 120
 _SPARK_BINS = 12
 _NARROWEST_NAME, _WIDEST_TYPE = 24, 14
 _REASONS_SHOWN = 30
-_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
-_RED, _BOLD, _DIM, _PLAIN = "\x1b[1;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
-
-
-class _Style(NamedTuple):
-    """How the output may look."""
-
-    unicode: bool
-    colour: bool
-
-    def paint(self, text: str, code: str) -> str:
-        return f"{code}{text}{_PLAIN}" if self.colour else text
-
-    @property
-    def ellipsis(self) -> str:
-        return "…" if self.unicode else "~"
-
-
-class _Column(NamedTuple):
-    """One column: its cells by line; the higher `importance`, the longer it stays."""
-
-    title: str
-    cells: list[str]
-    importance: int
-    right: bool = True
-
-    @property
-    def width(self) -> int:
-        return max(map(display_width, [self.title, *self.cells]))
-
-    def pad(self, cell: str) -> str:
-        space = " " * (self.width - display_width(cell))
-        return space + cell if self.right else cell + space
 
 
 def text_table(
@@ -100,7 +77,7 @@ def text_table(
         fold: Show layers whose names differ only in numbers as one line; by default from 100 rows.
     """
     width = width or shutil.get_terminal_size((WIDTH_OFF_TERMINAL, 24)).columns
-    style = _output_style()
+    style = output_style()
     fold = len(rows) > ROWS_BEFORE_FOLDING if fold is None else fold
     lines = make_lines(rows, fold=fold)
     parts = [*wrap(title, width), *_verdict(rows, width, style)]
@@ -110,37 +87,25 @@ def text_table(
         parts += _say_folded(rows, lines, width)
     lost = lost_rows(rows, missing)
     if lost:
-        parts += ["", style.paint("not captured", _BOLD), *_draw_reasons(lost, width)]
+        parts += ["", style.paint("not captured", BOLD), *_draw_reasons(lost, width)]
     remarks = [*describe_positions(rows), *(_remark(*note) for note in notes.items())]
     if remarks:
-        parts += ["", style.paint("notes", _BOLD)]
-        parts += [_paragraph(remark, width) for remark in remarks]
-    return _encodable("\n".join(parts))
+        parts += ["", style.paint("notes", BOLD)]
+        parts += [paragraph(remark, width) for remark in remarks]
+    return encodable("\n".join(parts))
 
 
-def _output_style() -> _Style:
-    """What standard output can show."""
-    stream = sys.stdout
-    terminal = bool(getattr(stream, "isatty", lambda: False)())
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    try:
-        (_BLOCKS + "…").encode(getattr(stream, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return _Style(unicode=False, colour=terminal and not plain)
-    return _Style(unicode=True, colour=terminal and not plain)
-
-
-def _verdict(rows: Sequence[Row], width: int, style: _Style) -> list[str]:
+def _verdict(rows: Sequence[Row], width: int, style: Style) -> list[str]:
     """Whether there is NaN or Inf, and where first."""
     bad = [row for row in rows if row.statistics is not None and describe_bad(row.statistics)]
     if not bad:
         return ["no NaN or Inf"]
     text = f"NaN or Inf in {len(bad)} of {plural(len(rows), 'row')}, first (in model order): "
     text += f"{bad[0].what} of {layer_label(bad[0].layer)}"
-    return [style.paint(part, _RED) for part in wrap(text, width)]
+    return [style.paint(part, RED) for part in wrap(text, width)]
 
 
-def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: _Style) -> list[str]:
+def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list[str]:
     """Header and lines per thing watched, in columns that are the same for all."""
     everything = [line for group in lines.values() for line in group]
     bad = [bool(describe_bad(line.statistics)) for line in everything]
@@ -150,7 +115,7 @@ def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: _Style) -> lis
     ]
     headings = [f"{what} ({MEANING[what]})" if "grad" in what else what for what in lines]
     wanted = max(map(display_width, [*names, *headings]))
-    columns, dropped = _fit(_columns(everything, style), width - min(wanted, _NARROWEST_NAME))
+    columns, dropped = fit(_columns(everything, style), width - min(wanted, _NARROWEST_NAME))
     room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
 
     labels = shorten_apart([*names, *headings], room, style.ellipsis)
@@ -165,17 +130,17 @@ def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: _Style) -> lis
     index = 0
     for heading, group in zip(headings, lines.values(), strict=True):
         drawn += [""] if drawn else []
-        drawn.append(draw(heading, [column.title for column in columns], _BOLD))
+        drawn.append(draw(heading, [column.title for column in columns], BOLD))
         for _ in group:
             cells = [column.cells[index] for column in columns]
-            drawn.append(draw(names[index], cells, _RED if bad[index] else ""))
+            drawn.append(draw(names[index], cells, RED if bad[index] else ""))
             index += 1
     legend = [] if "distribution" in dropped else ["distribution: 1st to 99th percentile"]
     legend += [f"no room for {', '.join(dropped)} in {width} columns"] if dropped else []
-    return [*drawn, *(style.paint(part, _DIM) for part in wrap("; ".join(legend), width))]
+    return [*drawn, *(style.paint(part, DIM) for part in wrap("; ".join(legend), width))]
 
 
-def _columns(lines: Sequence[Line], style: _Style) -> list[_Column]:
+def _columns(lines: Sequence[Line], style: Style) -> list[Column]:
     statistics = [line.statistics for line in lines]
     bad = [describe_bad(each) or "0" for each in statistics]
     folded = any(len(line.scales) > 1 for line in lines)
@@ -184,38 +149,28 @@ def _columns(lines: Sequence[Line], style: _Style) -> list[_Column]:
     numbered = any(line.name.rpartition(".")[2].isdigit() for line in lines)
     kinds = [shorten(printable(line.kind), _WIDEST_TYPE, style.ellipsis) for line in lines]
     columns = [
-        _Column("type", kinds, 7 if numbered else 0, right=False),
-        _Column("shape", [shape_text(line) for line in lines], 2 if folded else 1),
-        _Column("mean", [number_text(each.mean) for each in statistics], 8),
-        _Column("std", [number_text(each.std) for each in statistics], 10),
-        _Column("min", [number_text(each.min) for each in statistics], 5),
-        _Column("max", [number_text(each.max) for each in statistics], 6),
-        _Column("NaN/Inf", bad, 11 if any(map(describe_bad, statistics)) else 3),
-        _Column("zero", zeros, 4),
-        _Column("distribution", [_sparkline(each, style) for each in lines], 9, right=False),
+        Column("type", kinds, 7 if numbered else 0, right=False),
+        Column("shape", [shape_text(line) for line in lines], 2 if folded else 1),
+        Column("mean", [number_text(each.mean) for each in statistics], 8),
+        Column("std", [number_text(each.std) for each in statistics], 10),
+        Column("min", [number_text(each.min) for each in statistics], 5),
+        Column("max", [number_text(each.max) for each in statistics], 6),
+        Column("NaN/Inf", bad, 11 if any(map(describe_bad, statistics)) else 3),
+        Column("zero", zeros, 4),
+        Column("distribution", [_sparkline(each, style) for each in lines], 9, right=False),
     ]
     if folded:
         trends = [_trend(line.scales, style) for line in lines]
-        columns.append(_Column("std by depth", trends, 7, right=False))
+        columns.append(Column("std by depth", trends, 7, right=False))
     return columns
 
 
-def _fit(columns: list[_Column], room: int) -> tuple[list[_Column], list[str]]:
-    """The columns that fit, and the titles of those that do not, the least important first."""
-    columns, dropped = list(columns), []
-    while sum(column.width + 2 for column in columns) > room and len(columns) > 2:
-        least = min(columns, key=lambda column: column.importance)
-        columns.remove(least)
-        dropped.append(least.title)
-    return columns, dropped
-
-
-def _sparkline(line: Line, style: _Style) -> str:
+def _sparkline(line: Line, style: Style) -> str:
     heights = bar_heights(line.statistics, _SPARK_BINS)
     return _bars(heights, style) if heights else describe_state(line.statistics)
 
 
-def _trend(scales: Sequence[float], style: _Style) -> str:
+def _trend(scales: Sequence[float], style: Style) -> str:
     """The scale of the layers over depth, logarithmic, at most as long as a sparkline."""
     if len(scales) < 2:
         return ""
@@ -230,8 +185,8 @@ def _trend(scales: Sequence[float], style: _Style) -> str:
     return _bars([(value - middle) / span + 0.5 + 1 / 16 for value in logs], style)
 
 
-def _bars(heights: Sequence[float], style: _Style) -> str:
-    marks = _BLOCKS if style.unicode else _ASCII
+def _bars(heights: Sequence[float], style: Style) -> str:
+    marks = BLOCKS if style.unicode else ASCII
     top = len(marks)
     return "".join(
         marks[min(max(math.ceil(height * top), 1), top) - 1] if height > 0 else " "
@@ -257,7 +212,7 @@ def _draw_reasons(missing: Mapping[str, str], width: int) -> list[str]:
     drawn = []
     for layer, number, reason in groups[:_REASONS_SHOWN]:
         count = f" ({number} layers)" if number > 1 else ""
-        drawn.append(_paragraph(f"{layer_label(layer)}{count}: {reason}", width))
+        drawn.append(paragraph(f"{layer_label(layer)}{count}: {reason}", width))
     if len(groups) > _REASONS_SHOWN:
         drawn.append(f"  and {len(groups) - _REASONS_SHOWN} more: see inspection.missing")
     return drawn
@@ -269,15 +224,3 @@ def _remark(text: str, layers: Sequence[str]) -> str:
         return text
     more = f" and {len(named) - 3} more" if len(named) > 3 else ""
     return f"{text}: {', '.join(named[:3])}{more}"
-
-
-def _paragraph(text: str, width: int) -> str:
-    return "\n".join(wrap(text, width, "  ", "    "))
-
-
-def _encodable(text: str) -> str:
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        return text.encode(encoding, "replace").decode(encoding)
-    except LookupError:
-        return text

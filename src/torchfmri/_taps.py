@@ -58,7 +58,10 @@ class Target(NamedTuple):
     what: frozenset[str]
 
 
-Light: TypeAlias = Callable[[str, Tensor], "Callable[[Tensor], None] | None"]
+Arguments: TypeAlias = tuple[object, ...]
+Keywords: TypeAlias = Mapping[str, object]
+Light: TypeAlias = Callable[[str, Arguments, Keywords, Tensor], "Callable[[Tensor], None] | None"]
+Called: TypeAlias = Callable[[CallKey, Arguments, Keywords, object], None]
 
 
 class Sink(Protocol):
@@ -91,21 +94,27 @@ class Taps:
     Args:
         targets: The modules to tap.
         sink: What receives the tensors.
-        wanted: Asked at each call; where it answers False nothing of that call is captured.
+        wanted: Asked at each call of a layer; where it answers False nothing of that call is
+            captured.
         light: A short way for the common call, whose output is one tensor that is no view: takes
-            layer and output, and returns what listens for its gradient. None sends the call the
-            long way.
+            layer, arguments, keywords and output, and returns what listens for its gradient. None
+            sends the call the long way.
+        called: Handed each call on the long way with its arguments, before its activations; a call
+            that a reentrant checkpoint runs again is handed over again.
     """
 
     def __init__(
         self,
         targets: Iterable[Target],
         sink: Sink,
-        wanted: Callable[[], bool] | None = None,
+        wanted: Callable[[str], bool] | None = None,
         light: Light | None = None,
+        called: Called | None = None,
     ) -> None:
         self._backwards = Backwards(partial(sink.failed, "", backward=True))
-        self._taps = [_Tap(target, sink, self._backwards, wanted, light) for target in targets]
+        self._taps = [
+            _Tap(target, sink, self._backwards, wanted, light, called) for target in targets
+        ]
 
     def __enter__(self) -> Taps:
         try:
@@ -129,6 +138,10 @@ class Taps:
         for tap in self._taps:
             tap.detach()
         self._backwards.forget()
+
+    def at_end_of_backward(self, act: Callable[[int], None]) -> None:
+        """Have `act(backward)` called when the running backward pass is over, once."""
+        self._backwards.at_end(self._backwards.current(), act)
 
     def next_step(self) -> None:
         """Forget the graph of the step that is over, and number calls from 0 again."""
@@ -163,11 +176,12 @@ class _Tap:
         target: Target,
         sink: Sink,
         backwards: Backwards,
-        wanted: Callable[[], bool] | None = None,
+        wanted: Callable[[str], bool] | None = None,
         light: Light | None = None,
+        called: Called | None = None,
     ) -> None:
         self._layer, self._what = target.layer, target.what
-        self._wanted, self._light = wanted, light
+        self._wanted, self._light, self._called = wanted, light, called
         self._module = weakref.ref(target.module)
         self._sink = sink
         self._backwards = backwards
@@ -221,6 +235,8 @@ class _Tap:
 
     def _attach_parameters(self, module: nn.Module) -> None:
         watched = self._what & {"parameters", "parameter_gradients"}
+        if not watched:
+            return
         own = {name: each for name, each in module._parameters.items() if each is not None}
         if not own:
             below = any(True for _ in module.parameters())
@@ -262,7 +278,7 @@ class _Tap:
     def _before(
         self, module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
     ) -> None:
-        if self._wanted is not None and not self._wanted():
+        if self._wanted is not None and not self._wanted(self._layer):
             return
         frame = self._new_frame()
         frame.start = sequence_number()
@@ -280,9 +296,9 @@ class _Tap:
         keywords: Mapping[str, object],
         output: object,
     ) -> None:
-        if self._wanted is not None and not self._wanted():
+        if self._wanted is not None and not self._wanted(self._layer):
             return
-        if self._light is not None and self._went_light(arguments, output):
+        if self._light is not None and self._went_light(arguments, keywords, output):
             return
         frames = self._frames.get(threading.get_ident()) if self._frames else None
         frame = frames.pop() if frames else self._new_frame()
@@ -294,6 +310,8 @@ class _Tap:
             return
         call = frame.call
         if call is not None:
+            if self._called is not None:
+                self._called(call, arguments, keywords, output)
             self._sink.values(call, "activations", elements)
         if not self._wants_gradients and not self._wants_input_gradients:
             return
@@ -301,6 +319,8 @@ class _Tap:
             call = self._replayed_call(elements)
             if call is None:
                 return
+            if self._called is not None:
+                self._called(call, arguments, keywords, output)
         elif self._backwards.is_checkpointed():
             self._unrecorded.append(_Unrecorded(call, _fingerprint(elements)))
         if self._wants_gradients:
@@ -309,14 +329,17 @@ class _Tap:
             inputs = flatten_arguments(arguments, keywords)
             self._tap_inputs(module, call, frame, elements, inputs)
 
-    def _went_light(self, arguments: tuple[object, ...], output: object) -> bool:
+    def _went_light(self, arguments: Arguments, keywords: Keywords, output: object) -> bool:
         """Whether the short way was taken: nothing about the call asks for more."""
         if type(output) is not Tensor or not output.requires_grad or output._base is not None:
             return False
         if (arguments and arguments[0] is output) or current_backward() != NO_BACKWARD:
             return False
         assert self._light is not None
-        if is_transformed(output) or (listener := self._light(self._layer, output)) is None:
+        if is_transformed(output):
+            return False
+        listener = self._light(self._layer, arguments, keywords, output)
+        if listener is None:
             return False
         output.register_hook(listener)  # type: ignore[no-untyped-call]
         return True

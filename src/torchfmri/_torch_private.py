@@ -6,11 +6,13 @@ Nothing else in the package touches a name of torch that begins with an undersco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NO_BACKWARD = -1
 
@@ -56,6 +58,15 @@ def is_transformed(tensor: Tensor) -> bool:
     functorch = getattr(torch._C, "_functorch", None)
     check = getattr(functorch, "is_functorch_wrapped_tensor", None)
     return bool(check(tensor)) if check is not None else False
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether what autograd saves now goes through somebody's hooks (a checkpoint, offloading).
+
+    Without the symbol: True, and whoever asks has to look closer.
+    """
+    read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return read is None or read(False) is not None
 
 
 def has_post_accumulate_hooks(tensor: Tensor) -> bool:
@@ -109,3 +120,67 @@ def compile_cuda(source: str, name: str) -> Any:
     if compile_kernel is None:
         raise NotImplementedError("This version of torch does not compile CUDA C at run time.")
     return compile_kernel(source, name)
+
+
+def saved_tensor_errors(node: Any) -> dict[str, str]:
+    """Name of a tensor saved by an autograd node -> why it cannot be read any more, or "".
+
+    A tensor packed by hooks (checkpointing, offloading) is left alone, because unpacking it would
+    run other people's code. Without the symbols nothing is read.
+    """
+    errors: dict[str, str] = {}
+    for raw_name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
+        name = raw_name.removeprefix("_raw_")
+        short = name.removeprefix("saved_")
+        errors[short] = ""
+        try:
+            raw = getattr(node, raw_name)
+            packed = [getattr(each, "unpack_hook", raw) for each in _as_list(raw)]
+            if all(hook is None for hook in packed):
+                getattr(node, name if hasattr(type(node), name) else f"_{name}")
+        except RuntimeError as error:  # this is the answer: modified in place, or freed
+            errors[short] = str(error)
+    return errors
+
+
+def gradient_bytes(node: Any) -> int:
+    """How large the largest gradient is that arrives at an autograd node, in bytes.
+
+    Without the symbol it is not known: 0.
+    """
+    arriving = getattr(node, "_input_metadata", None) or ()
+    sizes = [math.prod(each.shape) * each.dtype.itemsize for each in arriving if each is not None]
+    return max(sizes, default=0)
+
+
+def function_of(node: Any) -> Any:
+    """The class of the custom autograd.Function that made a node, or None.
+
+    Without the symbol it is not known.
+    """
+    return getattr(type(node), "_forward_cls", None)
+
+
+def checkpointed_function(frame: Any) -> Any:
+    """What `torch.utils.checkpoint` re-runs, from the record it keeps of one call, or None.
+
+    Without the symbols it is not known.
+    """
+    again = getattr(frame, "recompute_fn", None)
+    names = getattr(getattr(again, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(again, "__closure__", None) or (), strict=False):
+        if name in ("fn", "function"):
+            try:
+                return cell.cell_contents
+            except ValueError:  # the cell was emptied
+                return None
+    return None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# Every operation passes through a mode of this kind. There is no other way to see them all; it has
+# been where it is since torch 1.13, and torch's own FLOP counter is built on it.
+DispatchMode = TorchDispatchMode

@@ -112,7 +112,7 @@ class StepSink:
         """Hooks went away: calls that were entered are never left."""
         self._roots.clear()
 
-    def wants_call(self) -> bool:
+    def wants_call(self, layer: str = "") -> bool:
         """Whether the call that runs now is part of a watched step.
 
         What counts is whether gradients were on where the model was entered: a reentrant
@@ -124,7 +124,9 @@ class StepSink:
 
     # -- the sink ----------------------------------------------------------------------------
 
-    def take_light(self, layer: str, output: Tensor) -> Callable[[Tensor], None] | None:
+    def take_light(
+        self, layer: str, arguments: object, keywords: object, output: Tensor
+    ) -> Callable[[Tensor], None] | None:
         """Take in an output the short way; returns what listens for its gradient.
 
         Without padding the calls of a layer need not be told apart, so one listener serves all.

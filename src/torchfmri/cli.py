@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__, _demo
+from torchfmri._costs import commands as _cost_commands
+from torchfmri._verification import command as _verify_command
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -40,6 +42,24 @@ COMMANDS = (
         "inspect a small real model: a table, a picture and a page",
         _demo.add_arguments,
         _demo.run,
+    ),
+    Command(
+        "cost",
+        "price every layer: FLOPs, bytes, seconds, and how they grow",
+        _cost_commands.add_cost_arguments,
+        _cost_commands.run_cost,
+    ),
+    Command(
+        "advise",
+        "try what may save memory or time, and report what it brought",
+        _cost_commands.add_advise_arguments,
+        _cost_commands.run_advise,
+    ),
+    Command(
+        "verify",
+        "prove that the backward pass of every layer is right, or name the first that is not",
+        _verify_command.add_arguments,
+        _verify_command.run,
     ),
 )
 

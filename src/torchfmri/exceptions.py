@@ -2,15 +2,19 @@
 
     InspectionError (RuntimeError)            anything that an inspection cannot do
     ├── LayerNotFoundError (KeyError)         a name or pattern that no layer has
-    └── MemoryLimitError (MemoryError)        max_bytes would be exceeded
+    ├── MemoryLimitError (MemoryError)        max_bytes would be exceeded
+    └── UnsupportedLayerError (NotImplementedError)   token gradients that cannot be had
+    ExplainedError (class of the original)    an error of the user's own code, with its explanation
 
-Catch `InspectionError` for all of them. Errors raised by the model itself pass
+Catch `InspectionError` for all but the last of them. Errors raised by the model itself pass
 through unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
 
 
 class InspectionError(RuntimeError):
@@ -41,6 +45,23 @@ class LayerNotFoundError(InspectionError, KeyError):
         return (type(self), (self.pattern, self.nearest, self.count))
 
 
+class UnsupportedLayerError(InspectionError, NotImplementedError):
+    """The token gradients of a parameter cannot be computed exactly, so none are given.
+
+    Attributes:
+        parameter: The parameter.
+        layer: The layer that uses it.
+        reason: Why not, and what to do.
+    """
+
+    def __init__(self, parameter: str, layer: str, reason: str) -> None:
+        self.parameter, self.layer, self.reason = parameter, layer, reason
+        super().__init__(f"No token gradients of {parameter!r} in layer {layer!r}: {reason}")
+
+    def __reduce__(self) -> tuple[type[UnsupportedLayerError], tuple[str, str, str]]:
+        return (type(self), (self.parameter, self.layer, self.reason))
+
+
 class MemoryLimitError(InspectionError, MemoryError):
     """Keeping one more tensor would exceed `max_bytes`; nothing beyond it was kept.
 
@@ -49,18 +70,74 @@ class MemoryLimitError(InspectionError, MemoryError):
         needed: Bytes of that tensor.
         kept: Bytes kept so far.
         max_bytes: The limit.
+        advice: What to do about it.
     """
 
-    def __init__(self, layer: str, needed: int, kept: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        layer: str,
+        needed: int,
+        kept: int,
+        max_bytes: int,
+        advice: str = (
+            "Watch fewer layers, keep a smaller dtype (dtype=torch.bfloat16), or keep statistics "
+            "only (keep='statistics')."
+        ),
+    ) -> None:
         self.layer = layer
         self.needed = needed
         self.kept = kept
         self.max_bytes = max_bytes
+        self.advice = advice
         super().__init__(
             f"Keeping the tensor of layer {layer!r} needs {needed:,} bytes, but {kept:,} of "
-            f"max_bytes={max_bytes:,} are in use. Watch fewer layers, keep a smaller dtype "
-            f"(dtype=torch.bfloat16), or keep statistics only (keep='statistics')."
+            f"max_bytes={max_bytes:,} are in use. {advice}"
         )
 
-    def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int, int]]:
-        return (type(self), (self.layer, self.needed, self.kept, self.max_bytes))
+    def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int, int, str]]:
+        return (type(self), (self.layer, self.needed, self.kept, self.max_bytes, self.advice))
+
+
+class ExplainedError(Exception):
+    """A failure of the user's own code or model, raised again with its explanation.
+
+    It is also of the class of the original (an `ExplainedRuntimeError` is a `RuntimeError`), has
+    its `args`, and the original as `__cause__`. Its text begins with the original message.
+
+    Attributes:
+        explanation: What happened, in which layer, why, and how to cure it.
+    """
+
+    explanation: Any = None
+    original: ClassVar[type[BaseException]] = Exception
+
+    def __str__(self) -> str:
+        message = self.original.__str__(self)
+        return message if self.explanation is None else f"{message}\n\n{self.explanation.body()}"
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return (_rebuild, (self.original, self.args, self.explanation))
+
+
+def explained_error(original: BaseException, explanation: Any) -> ExplainedError:
+    """An `ExplainedError` that is also of the class of `original` and has its attributes."""
+    error = _rebuild(type(original), original.args, explanation)
+    error.__dict__.update(original.__dict__)
+    return error
+
+
+def _rebuild(original: Any, arguments: tuple[Any, ...], explanation: Any) -> ExplainedError:
+    cls = _explained_class(original)
+    error = cls.__new__(cls, *arguments)
+    error.args = arguments
+    error.explanation = explanation
+    return error
+
+
+@cache
+def _explained_class(original: type[BaseException]) -> type[ExplainedError]:
+    return type(
+        f"Explained{original.__name__}",
+        (ExplainedError, original),
+        {"original": original, "__module__": "torchfmri", "__doc__": ExplainedError.__doc__},
+    )

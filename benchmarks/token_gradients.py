@@ -1,0 +1,236 @@
+"""Cost of token gradients on a forward and backward pass of a Qwen3, as a ratio to the plain pass.
+
+`norms` keeps numbers per token and reads the norm over all parameters, `factors` keeps the factors
+and reads nothing; `gram` and `projection` (to 256 numbers) are read from them. Attaching, reading
+and detaching are part of what is measured. `norms_peak_memory` is the peak with norms over the
+plain peak, weights included: live tensors, counted operation by operation, on the CPU (the same
+number in every run); allocated memory on CUDA.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
+from benchmarks._token_peers import NEEDS, NOTES, PEERS
+
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+LARGE = {  # Qwen3-1.7B
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+SHAPES = {"small": (SMALL, 2, 128), "1.7b": (LARGE, 4, 1024)}  # with batch and tokens
+NUMBERS = 256  # of a projection
+
+Keep = Literal["factors", "norms"]
+
+
+class Task(NamedTuple):
+    """A model and its tokens; a step is a forward and a backward pass with the model's own loss."""
+
+    model: nn.Module
+    tokens: Tensor
+
+    def forward_backward(self) -> None:
+        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+
+    def plain(self) -> None:
+        self.forward_backward()
+        self.model.zero_grad()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this subject."""
+    parser.add_argument("--rounds", type=int, default=40, help="rounds (default: 40)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--shape",
+        choices=tuple(SHAPES),
+        default="small",
+        help="of the Qwen3: small (2 x 128 tokens) or that of 1.7B (4 x 1024 tokens)",
+    )
+    parser.add_argument("--hidden-size", type=int, help="width, instead of the shape's")
+    parser.add_argument("--intermediate-size", type=int, help="width inside the MLPs, likewise")
+    parser.add_argument("--layers", type=int, help="depth, likewise")
+    parser.add_argument("--vocabulary", type=int, help="how many token ids, likewise")
+    parser.add_argument("--batch", type=int, help="samples, likewise")
+    parser.add_argument("--tokens", type=int, help="tokens of a sample, likewise")
+    parser.add_argument(
+        "--tied", action="store_true", help="one weight for embedding and head (1.7b has that)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="threads of torch (default: 1; with more, waiting for each other is the noise)",
+    )
+    parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
+
+
+def main(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Ratios by contestant with intervals, errors, notes, task and machine."""
+    torch.set_num_threads(arguments.threads)
+    task = build_task(arguments)
+    result: dict[str, Any] = {"intervals": {}, "rounds": {}, "errors": {}, "not_installed": []}
+
+    report(f"ours, {' x '.join(map(str, task.tokens.shape))} tokens on {arguments.device}")
+    compare(task, build_ours(task), arguments, result)
+    result["plain_milliseconds"] = sorted(time_once(task.plain) for _ in range(5))[2] * 1e3
+    result["norms_peak_memory"] = measure_peak(task, "norms") / measure_peak(task, None)
+    if not arguments.no_peers:  # apart: some of them leave memory and caches in another state
+        report("peers")
+        # Peers print and warn; stdout belongs to the result.
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peers = build_peers(task, result)
+            compare(task, peers, arguments, result, describe_error(result))
+    result["notes"] = {name: NOTES[name] for name in NOTES if name in result}
+    result["task"] = describe_task(task)
+    result["machine"] = describe_machine()
+    return figures_first(result)
+
+
+def build_task(arguments: argparse.Namespace) -> Task:
+    """A Qwen3 with random weights in training mode, and random tokens."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape, batch, tokens = SHAPES[arguments.shape]
+    batch, tokens = arguments.batch or batch, arguments.tokens or tokens
+    chosen = {
+        "hidden_size": arguments.hidden_size,
+        "intermediate_size": arguments.intermediate_size,
+        "num_hidden_layers": arguments.layers,
+        "vocab_size": arguments.vocabulary,
+        "tie_word_embeddings": arguments.tied,
+    }
+    options: dict[str, Any] = shape | {key: value for key, value in chosen.items() if value}
+    config = Qwen3Config(**options, max_position_embeddings=tokens, use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype)).train()
+    ids = torch.randint(3, config.vocab_size, (batch, tokens), device=arguments.device)
+    return Task(model, ids)
+
+
+def build_ours(task: Task) -> dict[str, Run]:
+    """Token gradients of all parameters, with what is read of them."""
+    return {
+        "norms": watched(task, "norms", lambda tokens: tokens.norm()),
+        "factors": watched(task, "factors", lambda tokens: None),
+        "gram": watched(task, "factors", lambda tokens: tokens.gram()),
+        "projection": watched(task, "factors", lambda tokens: tokens.project(NUMBERS)),
+    }
+
+
+def watched(task: Task, keep: Keep, read: Callable[[Any], object]) -> Run:
+    """The step inside token_gradients, and something read of them."""
+    import torchfmri
+
+    def run() -> object:
+        with torchfmri.token_gradients(task.model, keep=keep) as tokens:
+            task.forward_backward()
+        found = read(tokens)
+        task.model.zero_grad()
+        return tokens, found
+
+    return run
+
+
+def build_peers(task: Task, result: dict[str, Any]) -> dict[str, Run]:
+    """A run of each peer that is installed; why the others are missing is noted in `result`."""
+    runs: dict[str, Run] = {}
+    for name, build in PEERS.items():
+        if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+            result["not_installed"].append(name)
+            continue
+        try:
+            runs[name] = build(task.model, task.tokens)
+        except Exception as error:
+            describe_error(result)(name, error)
+    return runs
+
+
+def compare(
+    task: Task,
+    runs: dict[str, Run],
+    arguments: argparse.Namespace,
+    result: dict[str, Any],
+    on_error: Callable[[str, Exception], None] | None = None,
+) -> None:
+    """Add the ratios of these runs to the plain step, interleaved with it."""
+    effort = Effort(rounds=arguments.rounds)
+    for name, figure in measure_ratios(task.plain, runs, effort, on_error).items():
+        if name not in result:  # of plain_again, the one beside ours
+            result[name] = figure.ratio
+            result["intervals"][name] = [figure.low, figure.high]
+            result["rounds"][name] = figure.rounds
+
+
+def describe_error(result: dict[str, Any]) -> Callable[[str, Exception], None]:
+    """What notes the error of a peer in the result."""
+
+    def note(name: str, error: Exception) -> None:
+        text = " ".join(str(error).split())
+        result["errors"][name] = f"{type(error).__name__}: {text[:300]}"
+
+    return note
+
+
+def measure_peak(task: Task, keep: Keep | None) -> int:
+    """The most bytes alive at once in a step, weights included; plain where nothing is kept."""
+    run = task.plain if keep is None else watched(task, keep, lambda tokens: tokens.norm())
+    run()  # what is made once, such as cached tables, is there
+    if task.tokens.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+    from torchfmri._costs.live_memory import LiveMemory
+
+    existing = [*task.model.parameters(), *task.model.buffers(), task.tokens]
+    with LiveMemory(None, existing) as memory:
+        run()
+    return int(memory.existing_bytes + memory.peak)
+
+
+def describe_task(task: Task) -> dict[str, Any]:
+    config: Any = task.model.config
+    return {
+        "model": {name: getattr(config, name) for name in LARGE},
+        "parameters": sum(each.numel() for each in task.model.parameters()),
+        "parameter_tensors": len(list(task.model.parameters())),
+        "tokens": list(task.tokens.shape),
+        "device": task.tokens.device.type,
+        "dtype": str(next(task.model.parameters()).dtype).removeprefix("torch."),
+        "step": "forward and backward with the model's own loss, zero_grad; no optimizer",
+        "projection": f"to {NUMBERS} numbers",
+    }
+
+
+def figures_first(result: dict[str, Any]) -> dict[str, Any]:
+    """The same with the figures before everything else."""
+    figures = {key: value for key, value in result.items() if isinstance(value, float)}
+    return figures | {key: value for key, value in result.items() if key not in figures}

@@ -1,0 +1,1 @@
+"""Errors explained: what happened, in which layer and line, why, and how to cure it."""

@@ -1,0 +1,1 @@
+"""Per-token parameter gradients: their algebra, the rules per layer, and what captures them."""

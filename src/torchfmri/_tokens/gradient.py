@@ -1,0 +1,316 @@
+"""RESULT: the gradients of one parameter, token by token, which are never formed as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfmri._tokens import factors
+from torchfmri._tokens.factors import Index, Term
+from torchfmri._tokens.parameter import ParameterInfo
+from torchfmri._tokens.sketch import Sketch
+from torchfmri.exceptions import InspectionError, MemoryLimitError
+
+MAX_BYTES = 1 << 32
+
+
+class TopEntries(NamedTuple):
+    """The largest entries of each token's gradient.
+
+    Attributes:
+        values: (b, s, k), by falling absolute value.
+        indices: (b, s, k, axes of the parameter): where they are.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with torchfmri.token_gradients(model) as tokens:
+        ...     model(torch.randn(1, 4, 3)).square().sum().backward()
+        >>> tokens["weight"].topk(2).indices.shape
+        torch.Size([1, 4, 2, 2])
+    """
+
+    values: Tensor
+    indices: Tensor
+
+
+class TokenGradient:
+    """The gradient of one parameter through each token position, kept as factors.
+
+    Its shape is (b, s, *parameter.shape), and nothing of that size is ever formed: every method
+    works on the factors. Padded positions are excluded: they count as zero.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> x = torch.randn(1, 4, 3)
+        >>> with torchfmri.token_gradients(model) as tokens:
+        ...     model(x).square().sum().backward()
+        >>> tokens["weight"].shape
+        torch.Size([1, 4, 2, 3])
+        >>> torch.equal(tokens["weight"].sum(), model.weight.grad)
+        True
+    """
+
+    def __init__(
+        self,
+        info: ParameterInfo,
+        grid: tuple[int, int],
+        rule: str,
+        *,
+        terms: Sequence[Term] | None = None,
+        squares: Tensor | None = None,
+        mask: Tensor | None = None,
+        probes: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._info, self._grid, self.rule = info, grid, rule
+        self.mask = mask
+        self._flat = None if mask is None else mask.flatten()
+        self._squares = squares if self._flat is None or squares is None else squares * self._flat
+        self._all = None if terms is None else list(terms)
+        self._counted: list[Term] | None = None
+        self._probes = probes
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self._info.name
+
+    @property
+    def shape(self) -> torch.Size:
+        """(b, s, *parameter.shape)."""
+        return torch.Size((*self._grid, *self._info.shape))
+
+    @property
+    def bytes(self) -> int:
+        """What its factors keep in memory; several parameters may share them."""
+        return sum(term.bytes for term in self._all or ())
+
+    def __repr__(self) -> str:
+        kept = "norms" if self._all is None else "factors"
+        return (
+            f"TokenGradient({self.name!r}, shape={tuple(self.shape)}, rule={self.rule!r}, "
+            f"keep={kept!r})"
+        )
+
+    # -- numbers per token -------------------------------------------------------------------
+
+    def norm(self, by: str | None = None) -> Tensor:
+        """The Euclidean norm of each token's gradient, (b, s).
+
+        Args:
+            by: "output", "input" or "voxel": one norm per unit of that side or per group of
+                output units (a head, an expert, else 64 neighbours), (b, s, units).
+        """
+        if by is None:
+            return self.squares().sqrt().view(self._grid)
+        squares = self._unit_squares(by)
+        if by == "voxel":
+            squares = _grouped(squares, self._info.voxel)
+        return squares.sqrt().view(*self._grid, -1)
+
+    def squares(self) -> Tensor:
+        """The squared norms, (t,)."""
+        if self._squares is None:
+            self._squares = factors.squares(self._terms("norm()"))
+        return self._squares
+
+    def _unit_squares(self, by: str) -> Tensor:
+        sides = {"output": self._info.output, "voxel": self._info.output, "input": self._info.input}
+        if by not in sides:
+            raise InspectionError(f"norm(by={by!r}): choose 'output', 'input' or 'voxel'.")
+        side = sides[by]
+        if side is None:
+            raise InspectionError(
+                f"{self.name!r} of shape {self._info.shape} has no input units: "
+                "norm(by='output') gives one number per entry."
+            )
+        steps = side.steps(self._info.shape)
+        return factors.marginal_squares(self._terms(f"norm(by={by!r})"), *steps)
+
+    def weighted_norm(self, weights: Tensor) -> Tensor:
+        """sqrt(sum of weights * G^2) for weights of the parameter's shape, (b, s).
+
+        With 1 / v of Adam as weights it is the length of the step that a token asks for.
+        """
+        self._check_shape("weighted_norm", weights)
+        squared = factors.squared_terms(self._terms("weighted_norm()"))
+        return factors.dots(squared, weights).clamp_min(0).sqrt().view(self._grid)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """The inner product of each token's gradient with one direction, (b, s)."""
+        self._check_shape("dot", direction)
+        return factors.dots(self._terms("dot()"), direction).view(self._grid)
+
+    def project(self, k: int, seed: int = 0) -> Tensor:
+        """Each token's gradient under a random linear map to k numbers, (b, s, k).
+
+        The map depends on the parameter's name and `seed` alone, so that tokens of different
+        batches can be compared; inner products are kept on average.
+        """
+        sketch = Sketch(self.name, self._info.shape, k, seed)
+        parts = [_sketched(sketch, term.precise()) for term in self._terms("project()")]
+        return torch.stack(parts).sum(0).view(*self._grid, k)
+
+    def topk(self, k: int) -> TopEntries:
+        """The k entries of largest absolute value in each token's gradient."""
+        entries = math.prod(self._info.shape)
+        if not 1 <= k <= entries:
+            raise InspectionError(f"topk({k}): {self.name!r} has {entries:,} entries.")
+        terms = self._terms("topk()")
+        if len(terms) == 1 and terms[0].rows == 1 and _tensors(terms[0]) == 2:
+            values, places = _outer_topk(terms[0].precise(), k)
+        else:
+            parts = [
+                _dense_topk([term.at(part) for term in terms], k)
+                for part in factors.slices(terms[0].tokens, entries)
+            ]
+            values, places = (torch.cat(each) for each in zip(*parts, strict=True))
+        shape = self._info.shape
+        where = places.new_empty(*places.shape, 0)
+        if shape:
+            where = torch.stack(torch.unravel_index(places, shape), -1)
+        return TopEntries(values.view(*self._grid, k), where.view(*self._grid, k, -1))
+
+    # -- numbers per pair, sums --------------------------------------------------------------
+
+    def gram(self) -> Tensor:
+        """The inner product of every two tokens' gradients, (b * s, b * s)."""
+        return factors.gram(self._terms("gram()"))
+
+    def lower_gram(self, shared: factors.Shared) -> Tensor:
+        """The same with its lower half alone, and with products that parameters have in common."""
+        return factors.lower_gram(self._terms("gram()"), shared)
+
+    def sum(self, mask: Tensor | None = None) -> Tensor:
+        """The gradients of some tokens added up, of the parameter's shape.
+
+        Args:
+            mask: (b, s), booleans or weights; without it all tokens that are no padding.
+        """
+        terms = self._terms("sum()")
+        if mask is not None:
+            if tuple(mask.shape) != self._grid:
+                raise InspectionError(
+                    f"sum(mask): the mask is {tuple(mask.shape)}, the tokens are {self._grid}."
+                )
+            weights = mask.to(factors.device_of(terms[0])).flatten()
+            terms = [term.scaled(weights) for term in terms]
+        return factors.total(terms).reshape(self._info.shape).to(self._info.dtype)
+
+    def squared_sum(self) -> Tensor:
+        """The squares of all tokens' gradients added up entry by entry: the diagonal Fisher."""
+        squared = factors.squared_terms(self._terms("squared_sum()"))
+        return factors.total(squared).reshape(self._info.shape)
+
+    # -- in full -----------------------------------------------------------------------------
+
+    def __getitem__(self, where: tuple[int, int]) -> Tensor:
+        """The whole gradient of one token: `gradient[b, s]`, of the parameter's shape."""
+        if not (isinstance(where, tuple) and len(where) == 2):
+            raise InspectionError(f"Give a batch and a position, gradient[b, s], not {where!r}.")
+        token = 0
+        for name, index, length in zip(("b", "s"), where, self._grid, strict=True):
+            if not -length <= index < length:
+                raise IndexError(f"{name} = {index} is out of range: the tokens are {self._grid}.")
+            token = token * length + index % length
+        terms = [term.at(slice(token, token + 1)) for term in self._terms("[b, s]")]
+        return factors.dense(terms).view(self._info.shape)
+
+    def materialise(self, max_bytes: int = MAX_BYTES) -> Tensor:
+        """All tokens' gradients in full, (b, s, *parameter.shape), if they fit.
+
+        Raises:
+            MemoryLimitError: They would need more than `max_bytes`.
+        """
+        terms = self._terms("materialise()")
+        needed = math.prod(self.shape) * max(4, factors.dtype_of(terms[0]).itemsize)
+        if needed > max_bytes:
+            raise MemoryLimitError(
+                self.name, needed, 0, max_bytes, "Ask for some tokens, gradient[b, s], or for sums."
+            )
+        return factors.dense(terms).view(self.shape)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _terms(self, wanted: str) -> list[Term]:
+        """The terms, without padded positions."""
+        if self._all is None:
+            raise InspectionError(
+                f"{wanted} of {self.name!r} needs its factors, and only norms were kept. "
+                "Write token_gradients(model, ..., keep='factors')."
+            )
+        if self._counted is None:
+            self._counted = self._all
+            if self._flat is not None and not bool(self._flat.all()):
+                self._counted = [term.scaled(self._flat) for term in self._all]
+        return self._counted
+
+    def total(self) -> Tensor:
+        """The sum over every position, padding included: what autograd has added up."""
+        self._terms("total()")
+        assert self._all is not None
+        return factors.total(self._all).reshape(self._info.shape).to(self._info.dtype)
+
+    def probes(self, vectors: tuple[Tensor, ...]) -> Tensor:
+        """Every position's gradient between two vectors, padding included, (t,)."""
+        if self._probes is not None:
+            return self._probes()
+        self._terms("probes()")
+        assert self._all is not None
+        return factors.probe(self._all, self._info.shape, vectors)
+
+    def _check_shape(self, method: str, tensor: Tensor) -> None:
+        if tuple(tensor.shape) != self._info.shape:
+            raise InspectionError(
+                f"{method}(): {self.name!r} has the shape {self._info.shape}, what was given "
+                f"has {tuple(tensor.shape)}."
+            )
+
+
+def _grouped(squares: Tensor, size: int) -> Tensor:
+    """Sums over groups of `size` neighbours; the last group may be smaller."""
+    missing = -squares.shape[1] % size
+    whole = torch.nn.functional.pad(squares, (0, missing))
+    return whole.view(len(squares), -1, size).sum(-1)
+
+
+def _tensors(term: Term) -> int:
+    return sum(isinstance(each, Tensor) for each in term.factors) if len(term.factors) == 2 else 0
+
+
+def _outer_topk(term: Term, k: int) -> tuple[Tensor, Tensor]:
+    """The largest products are among those of the largest factors."""
+    first, second = term.factors
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    rows = first[:, 0].abs().topk(min(k, first.shape[2])).indices
+    columns = second[:, 0].abs().topk(min(k, second.shape[2])).indices
+    largest = first[:, 0].gather(1, rows)[:, :, None] * second[:, 0].gather(1, columns)[:, None, :]
+    chosen = largest.flatten(1).abs().topk(k).indices
+    places = (rows[:, :, None] * second.shape[2] + columns[:, None, :]).flatten(1)
+    return largest.flatten(1).gather(1, chosen), places.gather(1, chosen)
+
+
+def _dense_topk(terms: list[Term], k: int) -> tuple[Tensor, Tensor]:
+    whole = factors.dense(terms)
+    places = whole.abs().topk(k).indices
+    return whole.gather(1, places), places
+
+
+def _sketched(sketch: Sketch, term: Term) -> Tensor:
+    """One term under the map of a sketch, (t, k)."""
+    if len(term.factors) == 2:
+        first, second = term.factors
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return sketch.outer(first, second)
+        if isinstance(first, Index) and isinstance(second, Tensor):
+            return sketch.rows(first.at, second)
+    some = factors.slices(term.tokens, term.rows * math.prod(term.axes))
+    return torch.cat([sketch.dense(factors.dense([term.at(part)])) for part in some])

@@ -1,0 +1,344 @@
+"""WIRE: token gradients of a model: attach, let the user's passes run, detach, read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._attachment import compiled_code_as_eager, switched_off
+from torchfmri._hooks import Hook
+from torchfmri._layers import Pattern, named_layers, unwrap
+from torchfmri._padding import Padding
+from torchfmri._patterns import match_names, nearest_names
+from torchfmri._taps import Taps, Target
+from torchfmri._tokens.capture import Capture
+from torchfmri._tokens.coverage import Coverage, CoverageRow
+from torchfmri._tokens.gradient import TokenGradient
+from torchfmri._tokens.parameter import head_size
+from torchfmri._tokens.plan import Stacks, describe_all, find_parameters, watched_modules
+from torchfmri._tokens.record import Axis
+from torchfmri._tokens.runs import joined
+from torchfmri._tokens.selection import TokenSelection
+from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
+
+
+class TokenGradients:
+    """The gradients of a model's parameters, token by token; see `token_gradients`.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> x = torch.randn(2, 5, 4)
+        >>> with torchfmri.token_gradients(model) as tokens:
+        ...     model(x).mean().backward()
+        >>> tokens.names
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> tokens.norm().shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pattern: Pattern = "*",
+        *,
+        keep: str = "factors",
+        max_bytes: int = 1 << 34,
+    ) -> None:
+        if keep not in ("factors", "norms"):
+            raise InspectionError(f"keep={keep!r}: choose 'factors' or 'norms'.")
+        self._model = unwrap(model)
+        self._layers = named_layers(model)
+        self._keep = keep
+        self._parameters, self._aliases = find_parameters(self._layers, pattern)
+        head = head_size(getattr(self._model, "config", None))
+        self._infos = describe_all(self._parameters, self._layers, head)
+        self._watched = watched_modules(self._layers, self._parameters, self._aliases)
+        self._padding = Padding(self._layers.values())
+        self._capture = Capture(
+            self._infos, self._parameters, self._watched, self._padding, keep, max_bytes
+        )
+        targets = [
+            Target(each.layer, each.module, frozenset({"gradients"}))
+            for each in self._watched.values()
+        ]
+        capture = self._capture
+        self._taps = Taps(targets, capture, capture.wants, capture.take_light, capture.called)
+        capture.at_end = self._taps.at_end_of_backward
+        self._handles: list[Any] = []
+        self._stack: contextlib.ExitStack | None = None
+        self._found: dict[str, dict[Axis, TokenGradient]] = {}
+        self._fresh: set[str] = set()
+
+    # -- attaching ---------------------------------------------------------------------------
+
+    def __enter__(self) -> TokenGradients:
+        if switched_off():
+            return self
+        self._fresh = {name for name, each in self._parameters.items() if each.grad is None}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._capture.forget)
+            stack.callback(self._capture.broadcasts.detach)
+            stack.enter_context(compiled_code_as_eager())
+            stack.callback(self._remove_handles)
+            self._add_handles()
+            stack.enter_context(self._taps)
+            stack.callback(self._padding.detach)
+            self._padding.attach()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _add_handles(self) -> None:
+        capture, handles = self._capture, self._handles
+        model = self._model
+        if not isinstance(model, torch.jit.ScriptModule):
+            hook = Hook(capture.model_is_called, model)
+            handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            after = Hook(capture.model_returns, model)
+            handles.append(model.register_forward_hook(after))
+        handles += capture.checks.attach(self._parameters, capture.failed)
+        for watched in self._watched.values():
+            module, layer = watched.module, watched.layer
+            if watched.rule is None:
+                hook = Hook(partial(capture.owner_begins, layer))
+                handles.append(
+                    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                )
+        stacks = Stacks(self._layers)
+        if stacks.encoder:
+            module = self._layers[stacks.encoder]
+            handles.append(module.register_forward_hook(Hook(capture.encoder_has_run, module)))
+            for name in (stacks.encoder, stacks.decoder):
+                begins = Hook(partial(capture.stack_begins, name.rpartition(".")[2]))
+                module = self._layers[name]
+                handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+
+    def _remove_handles(self) -> None:
+        for handles in (self._handles, self._capture.handles):
+            while handles:
+                handles.pop().remove()
+
+    # -- reading -----------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that received a gradient, in model order."""
+        return [name for name in self._parameters if self._capture.received(name)]
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenGradients({len(self.names)} of {len(self._parameters)} parameters, "
+            f"keep={self._keep!r})"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return self._aliases.get(str(name), name) in self.names
+
+    def __getitem__(self, name: str) -> TokenGradient:
+        """The token gradients of one parameter.
+
+        Raises:
+            LayerNotFoundError: There is no such parameter.
+            UnsupportedLayerError: They cannot be had exactly; the error says why.
+            InspectionError: No gradient reached it, or its tokens are on several axes.
+        """
+        found = self._gradients(name)
+        if len(found) > 1:
+            axes = ", ".join(repr(str(axis)) for axis in found)
+            raise InspectionError(
+                f"{name!r} is used on {len(found)} token axes: {axes}. Choose one: "
+                f"tokens.on({str(next(iter(found)))!r})[{name!r}]."
+            )
+        return next(iter(found.values()))
+
+    def _gradients(self, name: str) -> dict[Axis, TokenGradient]:
+        """The token gradients of one parameter on each of its token axes."""
+        name = self._known(name)
+        if name in self._found:
+            return self._found[name]
+        capture = self._capture
+        if name in capture.reasons:
+            raise capture.reasons[name]
+        if not capture.received(name):
+            raise InspectionError(
+                f"No gradient reached {name!r}: run forward and backward inside the `with` block, "
+                "and check that the loss depends on it."
+            )
+        parts = capture.parts(name)
+        if not parts:
+            raise UnsupportedLayerError(
+                name,
+                self._infos[name].layer,
+                "its gradient came through no call of a layer (a weight penalty in the loss, or a "
+                "use outside of the model): it is unattributed.",
+            )
+        self._found[name] = joined(self._infos[name], parts)
+        return self._found[name]
+
+    def _known(self, name: str) -> str:
+        name = self._aliases.get(name, name)
+        if name not in self._parameters:
+            names = list(self._parameters)
+            raise LayerNotFoundError(name, nearest_names(name, names), len(names))
+        return name
+
+    # -- over parameters ---------------------------------------------------------------------
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The token axes by name, such as "2 x 128", each with its parameters."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.names:
+            try:
+                axes = self._gradients(name)
+            except InspectionError:
+                continue  # it has no tokens; coverage() says why
+            for axis in axes:
+                found[str(axis)].append(name)
+        return dict(found)
+
+    def on(self, axis: str) -> TokenSelection:
+        """The token gradients on one token axis, by its name in `axes`."""
+        axes = self.axes
+        if axis not in axes:
+            known = ", ".join(repr(each) for each in axes)
+            raise InspectionError(f"There is no token axis {axis!r}; there are {known}.")
+        found = {name: self._gradients(name) for name in axes[axis]}
+        chosen = {
+            name: next(each for where, each in several.items() if str(where) == axis)
+            for name, several in found.items()
+        }
+        return TokenSelection(axis, chosen)
+
+    def select(self, pattern: str = "*") -> TokenSelection:
+        """The token gradients of the parameters that match, which must share their tokens.
+
+        Raises:
+            InspectionError: They have different token axes; the error names them.
+        """
+        names = match_names(pattern, self.names)
+        if not names:
+            raise LayerNotFoundError(pattern, nearest_names(pattern, self.names), len(self.names))
+        found: dict[str, dict[str, TokenGradient]] = defaultdict(dict)
+        for name in names:
+            for axis, each in self._gradients(name).items():
+                found[str(axis)][name] = each
+        if len(found) == 1:
+            return TokenSelection(*next(iter(found.items())))
+        text = "; ".join(
+            f"{axis!r} ({len(several)} parameters, such as {next(iter(several))!r})"
+            for axis, several in found.items()
+        )
+        first = max(found, key=lambda axis: len(found[axis]))
+        raise InspectionError(
+            f"These parameters have different token axes, which cannot be added: {text}. Choose "
+            f"one, as in tokens.on({first!r}).norm(), or a narrower pattern."
+        )
+
+    def norm(self, pattern: str = "*") -> Tensor:
+        """The norm of each token's gradient over all parameters that match, (b, s)."""
+        return self.select(pattern).norm()
+
+    def gram(self, pattern: str = "*") -> Tensor:
+        """The inner product of every two tokens' gradients over them, (b * s, b * s)."""
+        return self.select(pattern).gram()
+
+    def project(self, k: int, seed: int = 0, pattern: str = "*") -> Tensor:
+        """Each token's gradient over them under a random linear map to k numbers, (b, s, k)."""
+        return self.select(pattern).project(k, seed)
+
+    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """The inner product of each token's gradient with a direction per parameter, (b, s)."""
+        gradients = {name: self[name] for name in direction}
+        shapes = {each.shape[:2] for each in gradients.values()}
+        if len(shapes) > 1:
+            raise InspectionError(f"These parameters have different token axes: {sorted(shapes)}.")
+        return TokenSelection("", gradients).dot(direction)
+
+    # -- proof -------------------------------------------------------------------------------
+
+    def coverage(self) -> Coverage:
+        """Every parameter that received a gradient: by which rule, and how well it adds up."""
+        return Coverage([self._covered(name) for name in self.names])
+
+    def _covered(self, name: str) -> CoverageRow:
+        try:
+            found = self._gradients(name)
+        except Exception as error:
+            return CoverageRow(name, "none", note=str(error))
+        rule = " + ".join(dict.fromkeys(each.rule for each in found.values()))
+        axes = tuple(str(axis) for axis in found)
+        residual, check = self._residual(name, list(found.values()))
+        note = self._capture.checks.unread.get(name, "")
+        if residual is None and not note:
+            note = "nothing to compare with: the gradient reached the parameter unseen (sharded?)"
+        if residual is not None and residual > self._tolerance(name):
+            note = f"{residual:.1%} of its gradient is unattributed: it came through no layer call"
+        return CoverageRow(name, rule, axes, residual, check, note)
+
+    def _residual(self, name: str, found: list[TokenGradient]) -> tuple[float | None, str]:
+        """How far the tokens' sum is from autograd's gradient, and how that was compared."""
+        brought = self._capture.checks.brought(name)
+        gradient = self._whole_gradient(name)
+        if gradient is not None and self._keep == "factors":
+            total = sum((each.total() for each in found), start=torch.zeros_like(gradient))
+            # Where tokens cancel, rounding is of the order of theirs, not of their sum.
+            sizes = torch.cat([each.norm().flatten() for each in found])
+            scale = max(_length(gradient), _length(sizes), torch.finfo(torch.float32).tiny)
+            return _length(total.to(gradient) - gradient) / scale, "sum"
+        if brought is None:
+            return None, ""
+        vectors = self._capture.checks.vectors(name, found[0].norm())
+        probes = torch.cat([each.probes(vectors).double() for each in found])
+        sizes = torch.cat([each.norm().flatten() for each in found])
+        scale = max(float(brought.abs()), _length(sizes), torch.finfo(torch.float32).tiny)
+        return float((probes.sum() - brought).abs()) / scale, "probe"
+
+    def _whole_gradient(self, name: str) -> Tensor | None:
+        """`.grad`, if it holds what the block brought and nothing else."""
+        gradient = self._parameters[name].grad
+        brought = self._capture.checks.brought(name)
+        is_ours = name in self._fresh and gradient is not None and not gradient.is_sparse
+        if gradient is None or brought is None or not is_ours:
+            return None
+        if self._capture.versions.get(name) != gradient._version:
+            return None
+        # DDP has averaged it over the processes: then it is not what this one brought.
+        here = float(self._capture.checks.between(name, gradient.detach()))
+        rounding = 1e-2 if gradient.itemsize < 4 else 1e-4
+        near = abs(here - float(brought)) <= rounding * max(abs(here), abs(float(brought)))
+        return gradient.detach() if near else None
+
+    def _tolerance(self, name: str) -> float:
+        """Above this a residual is more than rounding."""
+        if self._infos[name].dtype.itemsize < 4 or self._capture.is_narrow(name):
+            return 5e-2
+        return 1e-6 if self._infos[name].dtype == torch.float64 else 1e-3
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()))

@@ -1,0 +1,113 @@
+"""What has to be known about a parameter: its names, and which of its axes are units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_VOXEL = 64  # neighbouring units, where no head or expert says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a parameter: the axes from `first` up to `last`, exclusive."""
+
+    first: int
+    last: int
+
+    def steps(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many entries a step before these axes spans, and one along the last of them."""
+        return math.prod(shape[self.first :]), math.prod(shape[self.last :])
+
+    def length(self, shape: tuple[int, ...]) -> int:
+        """How many units there are on this side."""
+        return math.prod(shape[self.first : self.last])
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """A parameter that is watched.
+
+    Attributes:
+        name: Its first dotted name.
+        layer: The layer that owns it, and `key`, its name there.
+        shape: Of the parameter.
+        dtype: Of the parameter.
+        output: The side of the output units; `input` that of the input units, if it has one.
+        voxel: How many neighbouring output units are one voxel.
+    """
+
+    name: str
+    layer: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    output: Side
+    input: Side | None
+    voxel: int
+
+
+def describe(
+    name: str, layer: str, key: str, module: nn.Module, parameter: nn.Parameter, head: int | None
+) -> ParameterInfo:
+    """What is known of a parameter from its module.
+
+    Args:
+        name: Its dotted name.
+        layer: The layer that owns it.
+        key: Its name in that module.
+        module: That module.
+        parameter: The parameter.
+        head: The size of an attention head, if it is known (`head_size`).
+    """
+    shape = tuple(parameter.shape)
+    output, inputs = _sides(module, shape)
+    voxel = _voxel(layer, shape, output, head)
+    return ParameterInfo(name, layer, key, shape, parameter.dtype, output, inputs, voxel)
+
+
+def _sides(module: nn.Module, shape: tuple[int, ...]) -> tuple[Side, Side | None]:
+    """Which axes are output units and which are input units."""
+    kinds = {each.__name__ for each in type(module).__mro__}
+    if len(shape) < 2:
+        return Side(0, len(shape)), None
+    if kinds & {"Embedding", "EmbeddingBag"} or (kinds & {"Conv1D"} and len(shape) == 2):
+        return Side(1, 2), Side(0, 1)
+    if kinds & {"_ConvTransposeNd"}:
+        return Side(1, 2), Side(0, 1)
+    if kinds & {"Linear", "_ConvNd", "RNNBase", "RNNCellBase", "MultiheadAttention", "Bilinear"}:
+        return Side(0, 1), Side(1, 2)
+    if len(shape) == 3 and min(shape) > 1:  # fused experts: (expert, unit, unit)
+        return Side(0, 2), Side(2, 3)
+    return Side(len(shape) - 1, len(shape)), None
+
+
+def _voxel(layer: str, shape: tuple[int, ...], output: Side, head: int | None) -> int:
+    """Heads in attention projections, experts where experts are rows, else 64 units."""
+    units = output.length(shape)
+    if output.last - output.first == 2:
+        return shape[output.last - 1]
+    projection = layer.rpartition(".")[2].lower()
+    queries = projection in ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
+    if head and queries and units % head == 0:
+        return head
+    return min(_VOXEL, max(1, units))
+
+
+def head_size(config: Any) -> int | None:
+    """The size of an attention head, as the configuration of a model (transformers) has it."""
+    if config is None:
+        return None
+    for name in ("head_dim", "d_kv", "attention_head_size"):
+        size = getattr(config, name, None)
+        if isinstance(size, int):
+            return size
+    width = getattr(config, "hidden_size", None)
+    count = getattr(config, "num_attention_heads", None)
+    if isinstance(width, int) and isinstance(count, int) and count and width % count == 0:
+        return width // count
+    return None

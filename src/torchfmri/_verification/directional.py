@@ -1,0 +1,150 @@
+"""Numerical derivatives along a direction, each with the error that it may have.
+
+A derivative is a central difference. Its error has two parts that pull in opposite directions:
+truncation falls with the step, rounding grows as the step shrinks. Neither is known beforehand (a
+module may compute in float32 inside, whatever it is given), so differences are taken at several
+steps, and where three neighbouring steps agree best is where the two parts balance; how well they
+agree is the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Curve = Callable[[float], float]
+
+_STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
+_LONGEST_IF_EXACT = 1e-3
+_NOISY = 1e-11  # more than what rounding in float64 explains
+_ROUNDINGS = 20  # how many rounding errors of full size a forward pass may add up to
+
+
+class Precision(NamedTuple):
+    """What to expect of one dtype.
+
+    Attributes:
+        rounding: Relative rounding error of one operation.
+        step: A step that is good for most functions.
+        tolerance: The smallest relative deviation that counts.
+    """
+
+    rounding: float
+    step: float
+    tolerance: float
+
+
+PRECISIONS = {
+    torch.float64: Precision(2.2e-16, 1e-6, 1e-6),
+    torch.float32: Precision(1.2e-7, 1e-2, 2e-3),
+    torch.float16: Precision(9.8e-4, 1e-1, 5e-2),
+    torch.bfloat16: Precision(7.8e-3, 1e-1, 2e-1),
+}
+
+
+class Scales(NamedTuple):
+    """How large things are, typically, along one direction.
+
+    Attributes:
+        slope: A derivative: deviations are relative to this.
+        value: The numbers that the curve is a sum of.
+        rounding: The rounding error of these.
+    """
+
+    slope: float
+    value: float
+    rounding: float
+
+
+class Slope(NamedTuple):
+    """A numerical derivative.
+
+    Attributes:
+        value: The derivative.
+        error: How wrong it may be.
+        bend: The difference of the derivatives to the right and to the left: a kink or a jump
+            where it does not vanish.
+    """
+
+    value: float
+    error: float
+    bend: float
+
+
+def measure_slope(
+    curve: Curve, at_zero: float, guess: float, scales: Scales, precision: Precision
+) -> Slope:
+    """The derivative of `curve` at 0.
+
+    Two evaluations do where the derivative is what somebody expects it to be: they cannot agree
+    by accident. Otherwise the steps are searched for the best.
+
+    Args:
+        curve: The function; steps are relative to the size of what is varied.
+        at_zero: Its value at 0.
+        guess: What the derivative should be.
+        scales: How large things are.
+        precision: Of the dtype that is used.
+    """
+    differences = _Differences(curve, at_zero, scales.rounding)
+    known = scales.rounding / scales.value if scales.value else 0.0
+    step = precision.step if known < _NOISY else _STEPS[_balanced(known)]
+    quick = differences.at(step)
+    size = max(scales.slope, abs(quick.value))
+    near = abs(quick.value - guess) <= precision.tolerance * size + quick.error
+    if near and quick.error <= 1e-2 * max(size, 1e-2 * scales.value):
+        return quick
+    noise = max(differences.noise(step) / scales.value if scales.value else 0.0, known)
+    if noise > _NOISY:
+        # Coarser arithmetic inside, or a kink: the step that balances such a rounding error.
+        balanced = differences.around(_balanced(noise))
+        close = abs(balanced.value - guess) < 3 * balanced.error
+        if close and balanced.error < 1e-3 * scales.slope:
+            return balanced
+    usable = [
+        k for k in range(1, len(_STEPS) - 1) if noise > _NOISY or _STEPS[k - 1] <= _LONGEST_IF_EXACT
+    ]
+    found = [differences.around(k) for k in usable]
+    best = min(found, key=lambda slope: slope.error if math.isfinite(slope.error) else math.inf)
+    # Curvature falls with the step and rounding grows as it shrinks: what stays is a kink.
+    return best._replace(bend=min(slope.bend for slope in found))
+
+
+def _balanced(noise: float) -> int:
+    """Which step makes truncation as large as such a relative rounding error, for most curves."""
+    return min(range(1, len(_STEPS) - 1), key=lambda k: abs(_STEPS[k] - noise ** (1 / 3)))
+
+
+class _Differences:
+    """Central differences of a curve at chosen steps, each computed once."""
+
+    def __init__(self, curve: Curve, at_zero: float, rounding: float) -> None:
+        self._curve, self._at_zero = curve, at_zero
+        self._rounding = _ROUNDINGS * rounding
+        self._ends: dict[float, tuple[float, float]] = {}
+
+    def at(self, step: float) -> Slope:
+        """With the rounding error alone."""
+        low, high = self._both(step)
+        bend = abs(high - 2 * self._at_zero + low) / step
+        return Slope((high - low) / (2 * step), self._rounding / step, bend)
+
+    def around(self, index: int) -> Slope:
+        """At one step, with the disagreement of its neighbours as error."""
+        slopes = [self.at(_STEPS[k]) for k in (index - 1, index, index + 1)]
+        values = [slope.value for slope in slopes]
+        spread = max(values) - min(values) if all(map(math.isfinite, values)) else math.inf
+        return Slope(values[1], spread + slopes[1].error, slopes[1].bend)
+
+    def noise(self, step: float) -> float:
+        """An upper bound of the rounding error of one evaluation."""
+        low, high = self._both(step)
+        return abs(high - 2 * self._at_zero + low)
+
+    def _both(self, step: float) -> tuple[float, float]:
+        if step not in self._ends:
+            self._ends[step] = (self._curve(-step), self._curve(step))
+        return self._ends[step]

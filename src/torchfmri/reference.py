@@ -1,0 +1,304 @@
+"""Linear and attention with the backward pass written out, to read and to compare with.
+
+Every class here is a `torch.autograd.Function` whose `backward` is the derivation of
+docs/backward.md, line by line. Nothing is clever; everything can be differentiated twice. That a
+second derivative comes out right depends on one rule: what `backward` uses must be an input or an
+output of the function, because only through these does autograd know how it came about. This is
+why the attention functions return what they save: the weights, or the logsumexp.
+
+Letters: b batch, i in, o out; g group (a key/value head), r a query head of that group, s query
+position, t key position, d width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = [
+    "AttentionFunction",
+    "LightAttentionFunction",
+    "LinearFunction",
+    "attention",
+    "light_attention",
+    "linear",
+]
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class LinearFunction(Function):
+    """y = x Wᵀ + b, with `apply(x, weight, bias)`.
+
+    x is (..., i), weight (o, i) as in `nn.Linear`, bias (o,) or None.
+
+    Example:
+        >>> x, weight, bias = (torch.randn(*shape) for shape in [(5, 3), (2, 3), (2,)])
+        >>> y = LinearFunction.apply(x, weight, bias)
+        >>> torch.allclose(y, torch.nn.functional.linear(x, weight, bias), atol=1e-6)
+        True
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Keep x for the gradient of the weight, and the weight for that of x."""
+        ctx.save_for_backward(x, weight)
+        y = x @ weight.T
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """One product per input: g W, gᵀ x, and the sum of g over everything but o."""
+        (g,) = gradients
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = g.flatten(0, -2) if g.dim() > 1 else g[None]  # every position is one row: (n, o)
+        x_rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+        return (
+            g @ weight if needs_x else None,
+            rows.T @ x_rows if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+class AttentionFunction(Function):
+    """Scaled dot-product attention, with `apply(query, key, value, mask, causal, scale)`.
+
+    It returns the output (b, heads, s, d) and the weights (b, heads, s, t), and keeps the weights:
+    their size grows with the square of the length. See `attention` for the arguments.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=torch.float64)
+        >>> output, weights = AttentionFunction.apply(query, key, value, None, True, 8**-0.5)
+        >>> output.shape, weights.shape
+        (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4, 4]))
+        >>> torch.allclose(weights.sum(-1), torch.ones(4, dtype=torch.float64))
+        True
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """S = scale Q Kᵀ + mask, P = softmax(S), O = P V."""
+        q, groups = _split_heads(query, key)
+        scores = _scores(q, key, mask, causal, scale)
+        weights = torch.softmax(scores, -1)
+        # A query that may see nothing has no weights at all, rather than 0 / 0.
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+        output = torch.einsum("bgrst,bgtd->bgrsd", weights, value)
+        output, weights = output.flatten(1, 2), weights.flatten(1, 2)
+        ctx.groups, ctx.scale = groups, scale
+        ctx.mask_shape = None if mask is None else mask.shape
+        ctx.save_for_backward(query, key, value, weights)
+        return output, weights
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Back through O = P V, then through the softmax, then through S = scale Q Kᵀ + mask."""
+        query, key, value, weights = ctx.saved_tensors
+        q, p, g, g_weights = (
+            each.unflatten(1, ctx.groups) for each in (query, weights, *gradients)
+        )
+        dv = torch.einsum("bgrst,bgrsd->bgtd", p, g)  # the heads of a group share one value: summed
+        dp = torch.einsum("bgrsd,bgtd->bgrst", g, value) + g_weights
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        dq = torch.einsum("bgrst,bgtd->bgrsd", ds, key) * ctx.scale
+        dk = torch.einsum("bgrst,bgrsd->bgtd", ds, q) * ctx.scale
+        dmask = None
+        if ctx.needs_input_grad[3]:
+            dmask = ds.flatten(1, 2).sum_to_size(ctx.mask_shape)
+        return dq.flatten(1, 2), dk, dv, dmask, None, None
+
+
+class LightAttentionFunction(Function):
+    """The same attention without keeping the weights: `apply(..., mask, causal, scale, block)`.
+
+    It returns the output and the logsumexp of the scores (b, heads, s), and keeps these two beside
+    its inputs: their size grows with the length, not with its square. The weights are made again
+    from them in the backward pass, `block` keys at a time. Only a second derivative
+    (`create_graph=True`) lets autograd keep the blocks.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
+        >>> light, _ = LightAttentionFunction.apply(query, key, value, None, False, 8**-0.5, 4)
+        >>> output, _ = AttentionFunction.apply(query, key, value, None, False, 8**-0.5)
+        >>> torch.allclose(light, output)
+        True
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Go over the keys once; whenever the largest score grows, scale down what is there."""
+        q, groups = _split_heads(query, key)
+        ctx.groups, ctx.causal, ctx.scale, ctx.block = groups, causal, scale, block
+        largest = q.new_full(q.shape[:-1], -math.inf)
+        total = torch.zeros_like(largest)
+        output = q.new_zeros(*q.shape[:-1], value.shape[-1])
+        for keys in _blocks(key.shape[2], block):
+            scores = _scores(q, key, mask, causal, scale, keys)
+            previous, largest = largest, torch.maximum(largest, scores.amax(-1))
+            reference = largest.masked_fill(largest == -math.inf, 0.0)  # nothing seen yet
+            shrink = torch.exp(previous - reference)
+            weights = torch.exp(scores - reference[..., None])
+            total = total * shrink + weights.sum(-1)
+            update = torch.einsum("bgrst,bgtd->bgrsd", weights, value[:, :, keys])
+            output = output * shrink[..., None] + update
+        seen = total > 0
+        output = (output / torch.where(seen, total, 1.0)[..., None]).flatten(1, 2)
+        logsumexp = (largest + total.log()).flatten(1, 2)
+        ctx.save_for_backward(query, key, value, mask, output, logsumexp)
+        return output, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """The same formulas as above, block by block, with P = exp(S - logsumexp)."""
+        query, key, value, mask, output, logsumexp = ctx.saved_tensors
+        q, out, lse, g, g_lse = (
+            each.unflatten(1, ctx.groups) for each in (query, output, logsumexp, *gradients)
+        )
+        # (p * dp).sum(-1) of the formula above is g · O: no block needs to know the others.
+        row = (g * out).sum(-1, keepdim=True)
+        nothing = lse == -math.inf  # exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
+        lse = lse.masked_fill(nothing, math.inf)
+        g_lse = g_lse.masked_fill(nothing, 0.0)
+        dq, parts = torch.zeros_like(q), []
+        for keys in _blocks(key.shape[2], ctx.block):
+            k, v = key[:, :, keys], value[:, :, keys]
+            p = torch.exp(_scores(q, key, mask, ctx.causal, ctx.scale, keys) - lse[..., None])
+            ds = p * (torch.einsum("bgrsd,bgtd->bgrst", g, v) - row + g_lse[..., None])
+            dq = dq + torch.einsum("bgrst,bgtd->bgrsd", ds, k) * ctx.scale
+            dk = torch.einsum("bgrst,bgrsd->bgtd", ds, q) * ctx.scale
+            dv = torch.einsum("bgrst,bgrsd->bgtd", p, g)
+            dmask = None
+            if ctx.needs_input_grad[3]:
+                dmask = ds.flatten(1, 2).sum_to_size(*mask.shape[:-1], ds.shape[-1])
+            parts.append((dk, dv, dmask))
+        dks, dvs, dmasks = zip(*parts, strict=True)
+        dmask = torch.cat(dmasks, -1) if ctx.needs_input_grad[3] else None
+        return dq.flatten(1, 2), torch.cat(dks, 2), torch.cat(dvs, 2), dmask, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`LinearFunction` as a function: x (..., i), weight (o, i), bias (o,) to (..., o)."""
+    result: Tensor = LinearFunction.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """`AttentionFunction` as a function, like `scaled_dot_product_attention` without dropout.
+
+    Args:
+        query: (b, heads, s, d).
+        key: (b, groups, t, d); `heads` is a multiple of `groups` (grouped-query attention).
+        value: (b, groups, t, width); the output is (b, heads, s, width).
+        mask: Broadcasts to (b, heads, s, t): added to the scores (and differentiated), or boolean,
+            True where a query may see a key. A query that may see nothing gets zeros.
+        causal: Query s sees keys 0 to s only; beside a mask, both hold.
+        scale: Of the scores; 1/√d by default.
+    """
+    arguments = _normalised(query, key, mask, causal, scale)
+    apply = AttentionFunction.apply
+    result: Tensor = apply(query, key, value, *arguments)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+def light_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    block: int = 128,
+) -> Tensor:
+    """`LightAttentionFunction` as a function: `attention` that keeps nothing of size s x t.
+
+    Args:
+        query: (b, heads, s, d).
+        key: (b, groups, t, d).
+        value: (b, groups, t, width).
+        mask: As for `attention`; a mask of size s x t that you hand in is yours and is kept.
+        causal: As for `attention`.
+        scale: As for `attention`.
+        block: How many keys at a time.
+    """
+    arguments = _normalised(query, key, mask, causal, scale)
+    apply = LightAttentionFunction.apply
+    result: Tensor = apply(query, key, value, *arguments, block)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+def _normalised(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor | None, bool, float]:
+    """The mask as numbers with four axes, the last one as long as there are keys; the scale."""
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask.expand(*mask.shape[:-1], key.shape[2])
+    return mask, causal, 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _split_heads(query: Tensor, key: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """The query as (b, g, r, s, d), and (g, r)."""
+    heads, groups = query.shape[1], key.shape[1]
+    if heads % groups:
+        raise ValueError(f"{heads} query heads cannot share {groups} key heads: not a multiple.")
+    split = (groups, heads // groups)
+    return torch.unflatten(query, 1, split), split
+
+
+def _scores(
+    q: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    keys: slice = slice(None),
+) -> Tensor:
+    """S = scale Q Kᵀ + mask for some keys: (b, g, r, s, t), -inf where a query may not look."""
+    scores = torch.einsum("bgrsd,bgtd->bgrst", q, key[:, :, keys]) * scale
+    b, groups, per_group, queries, count = scores.shape
+    if mask is not None:
+        part = mask[..., keys].expand(b, groups * per_group, queries, count)
+        scores = scores + torch.unflatten(part, 1, (groups, per_group))
+    if causal:
+        positions = torch.arange(key.shape[2], device=q.device)[keys]
+        later = positions > torch.arange(queries, device=q.device)[:, None]
+        scores = scores.masked_fill(later, -math.inf)
+    return scores
+
+
+def _blocks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -1,0 +1,349 @@
+"""Token gradients however the passes are made: by hand, twice, with a cache, from embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, Batch, tokens
+from test_token_gradients_transformers import (
+    assert_complete,
+    assert_tokens,
+    build,
+    last_attention,
+    measured,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformer_copies import no_float32, token_gradients_by_copies
+
+import torchfmri
+from torchfmri._tokens.gradients import TokenGradients
+
+NAMES = ("llama", "gpt2", "mixtral", "gpt-oss", "mamba")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads than on one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def evaluated(name: str) -> nn.Module:
+    return build(name, last_attention(name)).eval()
+
+
+def batch_of(seed: int, s: int = 9) -> Batch:
+    ids = tokens(length=s, seed=seed)
+    return {"input_ids": ids, "labels": ids}
+
+
+def assert_equal_norms(one: TokenGradients, other: TokenGradients, factor: float = 1.0) -> None:
+    assert one.names == other.names
+    for name in one.names:
+        mine, theirs = one[name].norm(), factor * other[name].norm()
+        assert mine.shape == theirs.shape, name
+        assert float((mine - theirs).abs().max()) <= 1e-6 * float(theirs.max()), name
+
+
+def by_forward(model: Any, batch: Batch) -> Tensor:
+    """Without the call of the model itself, whose hooks do not fire then."""
+    return model.forward(**batch).loss
+
+
+def by_parts(model: Any, batch: Batch) -> Tensor:
+    """The body and the head one after the other, as trainers with losses of their own do."""
+    hidden = model.base_model(input_ids=batch["input_ids"]).last_hidden_state
+    logits = model.lm_head(hidden)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("way", [by_forward, by_parts])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_itself_need_not_be_called(name: str, way: Any) -> None:
+    model, batch = build(name, last_attention(name), output_router_logits=False).eval(), batch_of(5)
+    expected = measured(model, batch)
+    model.zero_grad()
+    with torchfmri.token_gradients(model) as found:
+        way(model, batch).backward()
+    assert_complete(found, model, 1e-6)
+    assert_equal_norms(found, expected)
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("way", [by_forward, by_parts])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mamba"])
+def test_tokens_of_two_passes_are_never_added(name: str, way: Any, keep: str) -> None:
+    model = build(name, last_attention(name), output_router_logits=False).eval()
+    parts = [batch_of(5), batch_of(6)]
+    alone = [measured(model, part) for part in parts]
+    model.zero_grad()
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        for part in parts:
+            way(model, part).backward()
+    for name in found.names:
+        expected = torch.cat([each[name].norm() for each in alone])
+        norms = found[name].norm()
+        assert norms.shape == expected.shape, name
+        assert torch.allclose(norms, expected, rtol=1e-5, atol=1e-6 * float(expected.max())), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autograd_grad_in_place_of_backward(name: str) -> None:
+    """`.grad` stays empty, and the tokens are the same."""
+    model, batch = evaluated(name), batch_of(5)
+    expected = measured(model, batch)
+    model.zero_grad(set_to_none=True)
+    with torchfmri.token_gradients(model) as found:
+        torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    assert all(each.grad is None for each in model.parameters())
+    coverage = found.coverage()
+    assert not coverage.missing
+    assert all(row.residual is not None and row.residual < 1e-6 for row in coverage)
+    assert_equal_norms(found, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_backward_passes_through_one_graph(name: str) -> None:
+    model, batch = evaluated(name), batch_of(5)
+    expected = measured(model, batch)
+    model.zero_grad()
+    with torchfmri.token_gradients(model) as found:
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_complete(found, model, 1e-6)
+    assert_equal_norms(found, expected, 2.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_of_two_backward_passes_are_refused_or_right(name: str) -> None:
+    """Norms of two passes cannot be added; a parameter has the right ones, or a reason."""
+    model, batch = evaluated(name), batch_of(5)
+    expected = measured(model, batch)
+    model.zero_grad()
+    with torchfmri.token_gradients(model, keep="norms") as found:
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    rows = found.coverage()
+    assert len(rows) == len(expected.names)
+    for row in rows:
+        if row.rule == "none":
+            assert "factors" in row.note, row
+        else:
+            norms, once = found[row.name].norm(), expected[row.name].norm()
+            assert torch.allclose(norms, 2 * once, rtol=1e-5, atol=1e-6 * float(once.max())), row
+    assert isinstance(found.axes, dict)
+
+
+def test_a_penalty_on_the_weights_is_unattributed() -> None:
+    """The part of the gradient that came through no token is exactly the residual."""
+    model, batch = evaluated("llama"), batch_of(5)
+    plain = measured(model, batch)
+    without = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    decayed = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+    with torchfmri.token_gradients(model) as found:
+        (model(**batch).loss + 0.01 * decayed.square().sum()).backward()
+    assert_equal_norms(found, plain)
+    for row in found.coverage():
+        assert row.residual is not None
+        if row.name != "model.layers.0.mlp.up_proj.weight":
+            assert row.residual < 1e-6, row
+            continue
+        penalty = 0.02 * decayed.detach()
+        assert torch.allclose(found[row.name].sum(), without[row.name], rtol=1e-9)
+        least = 0.1 * float(penalty.norm() / (penalty.norm() + without[row.name].norm()))
+        assert row.residual > least, row
+        assert "unattributed" in row.note
+
+
+def test_a_parameter_used_in_the_loss_alone_is_listed() -> None:
+    """It has a gradient and no token: a row that says so, not a gap."""
+    model = build("llama", "sdpa").eval()
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
+    batch = batch_of(5)
+    with torchfmri.token_gradients(model) as found:
+        logits = model(input_ids=batch["input_ids"]).logits / model.temperature
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+    assert [row.name for row in found.coverage().missing] == ["temperature"]
+    assert "unattributed" in found.coverage()["temperature"].note
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_embeddings_in_place_of_ids(name: str) -> None:
+    model, batch = evaluated(name), batch_of(5)
+    expected = measured(model, batch)
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
+    model.zero_grad(set_to_none=True)
+    with torchfmri.token_gradients(model) as found:
+        model(inputs_embeds=embedded, labels=batch["labels"]).loss.backward()
+    assert_complete(found, model, 1e-6)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    for each in found.names:
+        if not (tied and each.endswith(("wte.weight", "embed_tokens.weight"))):
+            one, other = found[each].norm(), expected[each].norm()
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6 * float(other.max())), each
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_prefix_in_the_cache(name: str, padded: bool) -> None:
+    """The tokens are those of this pass, and of a mask over everything only its end counts."""
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :2] = 0  # on the left, in the prefix
+        mask[0, -1] = 0  # and at the end of this pass
+    with no_float32():
+        model = build(name, last_attention(name), output_router_logits=False).eval()
+
+        def loss() -> Tensor:
+            with torch.no_grad():
+                cache = model(
+                    input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True
+                ).past_key_values
+            output = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=cache)
+            return output.logits.square().mean()
+
+        truth, _ = _passes_after_the_first(model, loss)
+        model.zero_grad()
+        with torchfmri.token_gradients(model) as found:
+            loss().backward()
+        assert_complete(found, model, 1e-9)
+        assert_tokens(found, truth, mask[:, 5:], 1e-10)
+
+
+def _passes_after_the_first(model: nn.Module, loss: Any) -> Any:
+    """Brute force on the last pass alone: the first one has no gradient, and another length."""
+    from transformer_copies import Copies
+
+    original = Copies.of
+
+    def of(self: Copies, layer: str, parameter: Tensor, s: int, b: int | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return parameter.detach().expand(b or self.batch, s, *parameter.shape)
+        return original(self, layer, parameter, s, b)
+
+    Copies.of = of
+    try:
+        return token_gradients_by_copies(model, loss, 2, tolerance=1e-9)
+    finally:
+        Copies.of = original
+
+
+@pytest.mark.parametrize("name", [*NAMES, "qwen3-moe", "gemma3", "bert"])
+def test_a_single_token(name: str) -> None:
+    """One sample of one position, and experts of which it takes one alone."""
+    changes = {"num_experts_per_tok": 1} if name in ("mixtral", "qwen3-moe", "gpt-oss") else {}
+    with no_float32():
+        model = build(name, last_attention(name), **changes).eval()
+
+        def loss() -> Tensor:
+            return model(input_ids=tokens(length=1, batch=1)).logits.square().mean()
+
+        truth, _ = token_gradients_by_copies(model, loss, 1)
+        model.zero_grad()
+        with torchfmri.token_gradients(model) as found:
+            loss().backward()
+        assert_complete(found, model, 1e-9)
+        assert_tokens(found, truth, None, 1e-10)
+
+
+class Prompted(nn.Module):
+    """Prompt tuning: trained positions before those of the text, and a scale of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = evaluated("llama")
+        self.prompt = nn.Parameter(torch.randn(3, 16, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.embedded: Tensor | None = None
+        self.logits: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        text = self.body.get_input_embeddings()(ids)
+        self.embedded = torch.cat([self.prompt.expand(len(ids), -1, -1), text], 1)
+        self.logits = self.body(inputs_embeds=self.embedded).logits
+        return (self.logits * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_parameters_of_the_model_itself(keep: str) -> None:
+    """A prompt's rows are tokens 0, 1 and 2; the scale has the tokens of the logits."""
+    model, ids = Prompted(), tokens()
+    loss = model(ids)
+    g, back = torch.autograd.grad(loss, [model.embedded, model.logits])
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        model(ids).backward()
+    assert_complete(found, model, 1e-6)
+    expected = F.pad(g[:, :3].norm(dim=-1), (0, 9))
+    assert torch.allclose(found["prompt"].norm(), expected, rtol=1e-7, atol=1e-15)
+    # d/d scale of f(scale * logits) at a token: its logits times d/d logits, divided by the scale.
+    expected = ((model.logits * back).sum(-1) / model.scale).abs()
+    assert torch.allclose(found["scale"].norm(), expected, rtol=1e-7, atol=1e-15)
+
+
+def test_other_outputs_in_the_loss() -> None:
+    """A loss on hidden states of every layer beside the logits."""
+    with no_float32():
+        model = evaluated("qwen3")
+
+        def loss() -> Tensor:
+            output = model(input_ids=tokens(), output_hidden_states=True)
+            hidden = sum(each.square().mean() for each in output.hidden_states)
+            return output.logits.square().mean() + hidden
+
+        truth, _ = token_gradients_by_copies(model, loss, 2)
+        model.zero_grad()
+        with torchfmri.token_gradients(model) as found:
+            loss().backward()
+        assert_complete(found, model, 1e-9)
+        assert_tokens(found, truth, None, 1e-10)
+
+
+class TwoOutputs(nn.Module):
+    """A layer of its own kind that returns one tensor twice, and another made from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x @ self.weight
+        return y, y, (y * y) @ self.weight
+
+
+def test_outputs_that_depend_on_each_other() -> None:
+    torch.manual_seed(0)
+    layer, x = TwoOutputs(), torch.randn(2, 5, 4, dtype=torch.float64)
+
+    def loss(weight: Tensor | None = None) -> Tensor:
+        if weight is None:
+            first, again, last = layer(x)
+        else:  # a copy (b, s, 4, 4) for every token
+            first = again = torch.einsum("bsi,bsio->bso", x, weight)
+            last = torch.einsum("bsi,bsio->bso", first * first, weight)
+        return (first.sin() + 2 * again.cos() + last).square().sum()
+
+    with torchfmri.token_gradients(layer) as found:
+        loss().backward()
+    copies = layer.weight.detach().expand(2, 5, 4, 4).clone().requires_grad_()
+    loss(copies).backward()
+    assert copies.grad is not None
+    assert found.coverage().residual < 1e-12
+    assert torch.allclose(found["weight"].materialise(), copies.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_batches_of_every_architecture_are_not_all_alike() -> None:
+    """The rows of a batch differ, or a row taken for another would not be seen."""
+    for each in ARCHITECTURES.values():
+        first = next(value for value in each.batch().values() if isinstance(value, Tensor))
+        assert not torch.equal(first[0], first[1]), each.name

@@ -1792,3 +1792,24 @@ def test_language_models(name: str, keep: str) -> None:
     coverage = tokens.coverage()
     assert not coverage.missing
     assert coverage.residual < 1e-11, repr(coverage)
+
+
+class _Counting(nn.Module):
+    """Reads the weight of a layer that it also calls, and gives another output each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4, bias=False), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return torch.nn.functional.linear(self.layer(x), self.layer.weight) * self.count
+
+
+def test_a_use_that_cannot_be_followed_is_noted() -> None:
+    model = _Counting().double()
+    with torchfmri.token_gradients(model) as tokens:
+        loss_of(model(numbers(2, 5, 4))).backward()
+    assert any("another output" in text for text in tokens.notes)
+    assert "unattributed" in tokens.coverage()["layer.weight"].note
+    assert model.count == 1

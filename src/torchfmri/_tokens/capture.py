@@ -522,7 +522,9 @@ class Capture:
             reason = f"running it again failed: {error}"
             if not isinstance(error, UnsupportedLayerError):
                 error = UnsupportedLayerError(next(iter(wanted)), owner.layer, reason)
-            if not beside_calls:
+            if beside_calls:  # its calls are counted; what else it is used for is not
+                self.noted(owner.layer, str(error))
+            else:
                 self.reasons.update(dict.fromkeys(wanted, error))
             return
         self.reasons.update(found.unsupported)

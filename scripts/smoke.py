@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -50,6 +51,23 @@ def check_inspection() -> None:
         raise AssertionError("a pattern that matches nothing must raise")
 
 
+def check_scan() -> None:
+    """A module from ids to logits is scanned, saved and loaded, without transformers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 30))
+    scan = torchfmri.scan(model, None, [3, 4, 5], max_new_tokens=2)
+    assert scan.only.checks["gradient_residual"] < 1e-4, scan.only.checks
+    with tempfile.TemporaryDirectory() as folder:
+        scan.save(Path(folder) / "x.fmri")
+        assert torchfmri.load(Path(folder) / "x.fmri").text == scan.text
+    try:
+        torchfmri.load_model("tiny")
+    except torchfmri.InspectionError as error:
+        assert "torchfmri[scan]" in str(error), error
+    else:
+        raise AssertionError("tiny was loaded without transformers")
+
+
 def check_missing_extra() -> None:
     """A plot without matplotlib says which extra to install."""
     inspector = torchfmri.Inspector(nn.Linear(2, 2))
@@ -71,7 +89,11 @@ def check_command_line() -> None:
 
 def main() -> None:
     """Run the checks, printing one line each."""
-    for check in (check_installation, check_inspection, check_missing_extra, check_command_line):
+    checks = (
+        *(check_installation, check_inspection, check_scan, check_missing_extra),
+        check_command_line,
+    )
+    for check in checks:
         check()
         print(f"   {check.__doc__}")
 

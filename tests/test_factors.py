@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchfmri._tokens import factors
 from torchfmri._tokens.factors import Index, Term
+from torchfmri._tokens.grams import summed_gram
 from torchfmri._tokens.sketch import Sketch
 
 LETTERS = "ijklmn"
@@ -130,17 +131,28 @@ def test_gram(drawn: Any) -> None:
     close(factors.gram(terms), whole @ whole.T, size_of(terms) ** 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gram_with_products_shared_between_parameters(dtype: torch.dtype) -> None:
-    """What was computed for one parameter is never taken for another's of the same shape."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gram_of_parameters_that_share_factors(dtype: torch.dtype) -> None:
+    """Inputs read by several, biases, vectors, row numbers: as parameter by parameter."""
     generator = torch.Generator().manual_seed(0)
-    shared: dict[Any, Any] = {}
-    for _ in range(8):
-        g, x = (torch.randn(80, 1, 16, generator=generator).to(dtype) for _ in range(2))
-        whole = dense_of(Term((g, x))).flatten(1)
-        found = factors.mirrored(factors.lower_gram([Term((g, x))], shared)).double()
-        assert float((found - whole @ whole.T).abs().max()) <= 1e-5 * float(whole.norm() ** 2)
-        del g, x
+
+    def draw(width: int) -> torch.Tensor:
+        return torch.randn(80, 1, width, generator=generator).to(dtype)
+
+    x, other, q, k, v, up = (draw(width) for width in (16, 8, 12, 7, 9, 300))
+    ids = factors.Index(torch.randint(5, (80, 1), generator=generator), 5)
+    parameters = [
+        [Term((q, x))], [Term((k, x))], [Term((k,))], [Term((v, x))], [Term((x, up))],
+        [Term((up,))], [Term((up,))], [Term((other, q))], [Term((draw(6),))], [Term((ids, v))],
+        [Term((q, x)), Term((draw(12), x))],
+    ]  # fmt: skip
+    whole = torch.cat([sum(map(dense_of, terms)).flatten(1) for terms in parameters], 1)
+    expected = whole @ whole.T
+    found = factors.mirrored(summed_gram(parameters)).double()
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    assert float((found - expected).abs().max()) <= tolerance * float(whole.norm() ** 2)
+    less = factors.mirrored(summed_gram(parameters[1:])).double()  # so the comparison can fail
+    assert float((less - expected).abs().max()) > 1e-3 * float(expected.abs().max())
 
 
 @few
@@ -246,15 +258,15 @@ def test_chunks_change_nothing(drawn: Any, entries: int) -> None:
     """The same with room for a few entries at a time."""
     shape, terms = drawn
     expected = whole_of(terms)
-    before = factors._ENTRIES
+    before = factors.MOST_ENTRIES
     try:
-        factors._ENTRIES = entries
+        factors.MOST_ENTRIES = entries
         close(factors.gram(terms), expected @ expected.T, size_of(terms) ** 2)
         close(factors.squares(terms), expected.square().sum(1), size_of(terms) ** 2)
         direction = torch.randn(shape, dtype=torch.float64)
         close(factors.dots(terms, direction), expected @ direction.flatten(), 10 * size_of(terms))
     finally:
-        factors._ENTRIES = before
+        factors.MOST_ENTRIES = before
 
 
 @few

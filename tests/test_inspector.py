@@ -106,7 +106,7 @@ def test_exclude_and_types() -> None:
         ({"what": [3]}, r"Cannot watch 3"),
         ({"what": ""}, r"Cannot watch ''"),
         ({"per": "unit"}, r"per='unit'.*per='channel'"),
-        ({"pattern": "encoderr"}, r"No layer matches 'encoderr' among 3 layers"),
+        ({"pattern": "encoderr"}, r"No layer matches 'encoderr' .* with inspector\.layers\(\)"),
         ({"pattern": nn.Conv2d}, r"No layer matches 'Conv2d'"),
         ({"pattern": 3}, r"pattern.*not 3"),
         ({"pattern": "0", "exclude": "0"}, r"excluded"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -88,8 +89,9 @@ def test_nothing_found_names_the_nearest() -> None:
     assert error.count == 9
     assert "No layer matches 'encoderr' among 9 layers" in str(error)
     assert "Nearest: 'encoder'" in str(error)
-    assert "inspector.layers()" in str(error)
+    assert str(error).endswith("List them with torchfmri.Inspector(model).layers().")
     assert isinstance(error, LookupError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_type_not_found_names_the_types_there_are() -> None:

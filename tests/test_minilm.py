@@ -229,7 +229,10 @@ def test_statistics_kept_and_statistics_of_kept_tensors_agree(
             assert reduced[name].statistics(what) == record.statistics(what), (name, what)
 
 
-def test_the_table_shows_every_layer_and_what_is_missing(inspected: Inspection) -> None:
+def test_the_table_shows_every_layer_and_what_is_missing(
+    inspected: Inspection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     table = inspected.table("activations", fold=False)
     assert table.count("2x") + table.count("4x") + table.count("1x") >= len(
         [each for each in inspected.values() if each.calls]

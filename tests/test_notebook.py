@@ -1,6 +1,8 @@
-"""The notebook runs, and is kept without what running it adds."""
+"""The notebooks run, and are kept without what running them adds."""
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,11 +11,12 @@ nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
-NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "notebooks" / "inspect.ipynb"
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
 
 
-def test_notebook_is_kept_without_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_notebook_is_kept_without_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -22,20 +25,24 @@ def test_notebook_is_kept_without_outputs() -> None:
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
 
 
-def test_notebook_runs_and_shows_what_it_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """The notebook after it has been run, and all its outputs."""
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses its own
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     client = nbclient.NotebookClient(
         notebook,
         timeout=300,
         kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.output_type == "error"]
+    return notebook, outputs
+
+
+def test_inspecting_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook, outputs = run("inspect.ipynb", tmp_path, monkeypatch)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     plots = [cell for cell in notebook.cells if "inspector.plot_" in cell.source]
     assert len(pictures) == len(plots) == 5
@@ -45,3 +52,17 @@ def test_notebook_runs_and_shows_what_it_promises(
     assert any("all zero" in table for table in tables)
     text = "".join(output.get("text", "") for output in outputs)
     assert "First difference: activations of 'conv3'" in text
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_scanning_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook, outputs = run("scan.ipynb", tmp_path, monkeypatch)
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    plots = [cell for cell in notebook.cells if "scan.plot_" in cell.source]
+    assert len(pictures) == len(plots) == 3
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "The capital of France is Paris." in text
+    assert "' France'" in text  # the token of the question that the answer depends on most
+    tables = [output.data for output in outputs if "text/html" in output.get("data", {})]
+    assert len(tables) == 2
+    assert tables[1]["text/plain"].startswith("<Scan: 1 sequence of tiny")

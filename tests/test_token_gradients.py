@@ -357,6 +357,77 @@ def test_voxels_of_attention_projections_are_heads() -> None:
     assert tokens["up.weight"].norm(by="voxel").shape == (1, 2, 1)
 
 
+@of(CASES)
+def test_norms_by_voxel_alone(case: Case) -> None:
+    """As with factors, and together the norm of the whole; here two units are a voxel."""
+    truth = _truth(case.name)
+    _, factors = watched(case, voxel=2)
+    for dtype, tolerance in ((torch.float64, case.tolerance), (torch.float32, SINGLE)):
+        _, tokens = watched(case, dtype, keep="voxels", voxel=2)
+        assert tokens.names == list(truth)
+        for name, by in truth.items():
+            assert set(by) == _grids(tokens, name), name
+            for grid, whole in by.items():
+                found, full = on(tokens, grid, name), on(factors, grid, name)
+                assert_close(found.norm(by="voxel"), full.norm(by="voxel"), tolerance, name)
+                assert_close(found.norm(by="voxel").norm(dim=2), norms(whole), tolerance, name)
+                assert_close(found.norm(), norms(whole), tolerance, name)
+                with pytest.raises(InspectionError, match="only norms by voxel were kept"):
+                    found.norm(by="output")
+            row = tokens.coverage()[name]
+            assert row.residual is not None
+            assert row.residual <= (1e-4 if dtype == torch.float32 else max(1e-11, case.tolerance))
+
+
+@pytest.mark.parametrize("keep", ["factors", "voxels"])
+@pytest.mark.parametrize("name", SIDES)
+def test_voxels_of_a_chosen_size(name: str, keep: str) -> None:
+    """Against the gradients in full, summed over neighbours of the output side."""
+    case = next(each for each in CASES if each.name == name)
+    _, tokens = watched(case, keep=keep, voxel=2)
+    for parameter, by in _truth(name).items():
+        ((grid, whole),) = by.items()
+        first = not parameter.endswith("weight") or whole.ndim == 3
+        outputs = (0,) if first or (name, parameter) == ("tied", "mlp.weight") else SIDES[name][0]
+        units = _by(whole, outputs)
+        expected = torch.stack([each.norm(dim=-1) for each in units.split(2, -1)], -1)
+        assert_close(on(tokens, grid, parameter).norm(by="voxel"), expected, 1e-12, parameter)
+
+
+def test_voxels_of_heads_and_experts_stay_what_they_are() -> None:
+    case = next(each for each in MODELS if each.name == "router")
+    _, tokens = watched(case, keep="voxels", voxel=1)
+    expected = _by(_truth("router")["up"][2, 4], (0,))
+    assert_close(tokens["up"].norm(by="voxel"), expected, 1e-12)
+    model = nn.ModuleDict({"q_proj": nn.Linear(4, 6)}).double()
+    model.config = SimpleNamespace(hidden_size=6, num_attention_heads=3)  # type: ignore[assignment]
+    with torchfmri.token_gradients(model, keep="voxels", voxel=5) as tokens:
+        loss_of(model["q_proj"](numbers(1, 2, 4))).backward()
+    assert tokens["q_proj.weight"].norm(by="voxel").shape == (1, 2, 3)
+    with pytest.raises(InspectionError, match="voxel=0"):
+        torchfmri.token_gradients(model, voxel=0)
+
+
+def test_voxels_of_padded_positions_and_of_several_passes() -> None:
+    """Padding counts as zero, shorter passes are filled up: as with factors."""
+    torch.manual_seed(0)
+    found = []
+    model = _Encoder().double()
+    for keep in ("factors", "voxels"):
+        with torchfmri.token_gradients(model, keep=keep, voxel=2) as tokens:  # type: ignore[arg-type]
+            for width in (5, 3):
+                mask = torch.arange(width).expand(2, width) < torch.tensor([[width], [2]])
+                ids = torch.arange(2 * width).view(2, width) % 7
+                loss_of(model(ids, attention_mask=mask.long())).backward()
+        found.append({name: tokens[name] for name in tokens.names})
+        model.zero_grad()
+    for name, factors in found[0].items():
+        voxels = found[1][name].norm(by="voxel")
+        assert voxels.shape[:2] == (4, 5)
+        assert not voxels[1, 2:].any()
+        assert_close(voxels, factors.norm(by="voxel"), 1e-12, name)
+
+
 # -- several parameters --------------------------------------------------------------------------
 
 
@@ -1249,7 +1320,7 @@ class _Owner(nn.Module):
         return F.dropout(x * self.scale, 0.2)
 
 
-@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("keep", ["factors", "norms", "voxels"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant: bool, keep: str) -> None:
     def build(kind: bool | None) -> nn.Module:
@@ -1262,7 +1333,7 @@ def test_checkpointing(reentrant: bool, keep: str) -> None:
         model = build(kind)
         torch.manual_seed(5)
         with torchfmri.token_gradients(
-            model, keep=keep if kind is not None else "factors"
+            model, keep=keep if kind is not None else "factors", voxel=2
         ) as tokens:
             loss_of(model(x)).backward()
         found[kind] = tokens
@@ -1272,6 +1343,8 @@ def test_checkpointing(reentrant: bool, keep: str) -> None:
     for name in found[None]:
         plain, ours = found[None][name], found[reentrant][name]
         assert_close(ours.norm(), plain.norm(), 1e-12, name)
+        if keep != "norms":
+            assert_close(ours.norm(by="voxel"), plain.norm(by="voxel"), 1e-12, name)
         if keep == "factors":
             assert_close(ours.materialise(), plain.materialise(), 1e-12, name)
 

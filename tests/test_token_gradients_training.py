@@ -167,13 +167,14 @@ def test_checkpoints_of_torch(how: str, keep: str) -> None:
     assert_same_norms(norms_of(expected), norms_of(found), 1e-12)
 
 
+@pytest.mark.parametrize("keep", ["norms", "voxels"])
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_norms_do_not_keep_what_a_checkpoint_lets_go(how: str) -> None:
+def test_norms_do_not_keep_what_a_checkpoint_lets_go(how: str, keep: Any) -> None:
     """After the forward pass nothing from inside a checkpoint is alive; without one it is."""
     torch.manual_seed(0)
     model = Blocks(CHECKPOINTS[how])
     ids = torch.randint(20, (2, 5))
-    with torchfmri.token_gradients(model, keep="norms") as found:
+    with torchfmri.token_gradients(model, keep=keep) as found:
         loss = model(ids)
         gc.collect()
         assert model.inside
@@ -223,14 +224,15 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("keep", ["norms", "voxels"])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_norms_are_all_that_is_left(name: str) -> None:
+def test_norms_are_all_that_is_left(name: str, keep: str) -> None:
     """After the block a few numbers per token and parameter, and nothing of the pass."""
     model = build(name, last_attention(name), torch.float32)
     batch = ARCHITECTURES[name].batch()
     measured(model, batch)
     before = live_bytes()
-    kept = measured(model, batch, keep="norms")
+    kept = measured(model, batch, keep=keep)  # here 64 units are all there are: one voxel
     count = sum(each.grad is not None for each in model.parameters())
     numbers = count * BATCH * LENGTH * 8
     assert live_bytes() - before < 6 * numbers

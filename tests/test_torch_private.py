@@ -270,3 +270,23 @@ def test_bytes_of_the_gradient_at_a_node() -> None:
     parts = x.split((1, 3), 1)[0].grad_fn
     assert _torch_private.gradient_bytes(parts) == 9 * 4  # the larger of two outputs
     assert _torch_private.gradient_bytes(object()) == 0
+
+
+def test_node_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: found.append(_torch_private.current_node()))
+    y.exp().backward()
+    assert _torch_private.current_node() is None
+    assert [each.name() for each in found] == ["MulBackward0"]
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    assert _torch_private.current_node() is None
+
+
+def test_modules_compiled_in_place() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not _torch_private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert _torch_private.is_compiled_in_place(module)
+    assert not _torch_private.is_compiled_in_place(object())

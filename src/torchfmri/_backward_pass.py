@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,11 +69,27 @@ def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
             "that optimizer. Use checkpoint(..., use_reentrant=False), or inspect your own step "
             "with `with inspector.recording():`."
         )
-    spare = [(leaf, leaf.grad) for leaf in leaves.values() if leaf.is_leaf]
+    with spared_grad(leaves.values()):
+        torch.autograd.backward(loss)
+
+
+@contextmanager
+def spared_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Put every `.grad` aside while the block runs its own backward passes."""
+    spare = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
     try:
         for leaf, _ in spare:
             leaf.grad = None
-        torch.autograd.backward(loss)
+        yield
     finally:
         for leaf, gradient in spare:
             leaf.grad = gradient
+
+
+def acts_on_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether a plain `backward()` would set something off besides filling `.grad`.
+
+    An optimizer in the backward pass would step, and data-parallel processes would talk.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed or any(has_post_accumulate_hooks(each) for each in parameters)

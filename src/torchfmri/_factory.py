@@ -45,12 +45,17 @@ def load_subject(spec: str) -> Subject:
     Raises:
         InspectionError: There is no such file, module or function, or it returns something else.
     """
+    return _subject_of(find_factory(spec)(), spec)
+
+
+def find_factory(spec: str) -> Callable[[], Any]:
+    """The function named by `spec`, not called yet; as for `load_subject`."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise InspectionError(f"{spec!r} names no function. Write {FORM}.")
     is_file = place.endswith(".py") or Path(place).is_file()
     module = _load_file(Path(place)) if is_file else _load_module(place)
-    return _subject_of(_find_factory(module, name, place)(), spec)
+    return _function_of(module, name, place)
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -94,14 +99,14 @@ def _make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _find_factory(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
+def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
     found: Callable[[], Any] | None = getattr(module, name, None)
     if callable(found) and not isinstance(found, nn.Module):
         return found
     if found is not None:
         raise InspectionError(
             f"{name!r} in {place} is a {type(found).__name__}, not a function. Write a function "
-            f"without arguments that returns (model, data, loss)."
+            f"without arguments that returns it."
         )
     own = [
         each

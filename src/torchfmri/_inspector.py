@@ -13,6 +13,8 @@ from torch import nn
 
 from torchfmri._attachment import compiled_code_as_eager, switched_off
 from torchfmri._backward_pass import run_backward
+from torchfmri._diagnosis.inspected import diagnose_inspection
+from torchfmri._diagnosis.report import Diagnosis
 from torchfmri._forward_pass import Loss, arguments_for, loss_of, thawed
 from torchfmri._inspection import Inspection
 from torchfmri._layers import Pattern, find_layers, leaf_layers, named_layers, runnable, unwrap
@@ -98,7 +100,8 @@ class Inspector:
         Raises:
             LayerNotFoundError: Nothing matches; the error names the nearest layers.
         """
-        return find_layers(named_layers(self.model), pattern, exclude)
+        layers = named_layers(self.model)
+        return find_layers(layers, pattern, exclude, hint="inspector.layers()")
 
     def watch(
         self,
@@ -282,6 +285,17 @@ class Inspector:
         if self._inspection is None:
             raise InspectionError("Nothing was inspected yet. Call inspector.run_inspection(data).")
         return self._inspection
+
+    def diagnose(self) -> Diagnosis:
+        """What the latest inspection tells about what is wrong; print it to read it.
+
+        Only what was watched is judged: activations for sizes and dead layers, gradients and
+        parameter_gradients for what vanishes. `torchfmri.diagnose` trains a copy and sees more.
+
+        Raises:
+            InspectionError: Nothing was inspected yet.
+        """
+        return diagnose_inspection(self.inspection, self.model)
 
     @property
     def captured_data(self) -> dict[str, dict[str, Any]]:

@@ -56,12 +56,16 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(
-    layers: dict[str, nn.Module], pattern: Pattern, exclude: Pattern | None = None
+    layers: dict[str, nn.Module],
+    pattern: Pattern,
+    exclude: Pattern | None = None,
+    *,
+    hint: str = "torchfmri.Inspector(model).layers()",
 ) -> list[str]:
     """The names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
     The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
-    children.
+    children. `hint` says where the names are listed, should a pattern select nothing.
 
     Raises:
         LayerNotFoundError: A pattern selects nothing.
@@ -71,7 +75,7 @@ def find_layers(
     for single in _as_list(pattern):
         found = _match(layers, single)
         if not found:
-            raise _not_found(layers, single)
+            raise _not_found(layers, single, hint)
         chosen.update(found)
     for single in _as_list(exclude) if exclude is not None else ():
         chosen.difference_update(_match(layers, single))
@@ -140,11 +144,13 @@ def _match(layers: dict[str, nn.Module], pattern: str | type[nn.Module]) -> list
     return match_names(pattern, names)
 
 
-def _not_found(layers: dict[str, nn.Module], pattern: str | type[nn.Module]) -> LayerNotFoundError:
+def _not_found(
+    layers: dict[str, nn.Module], pattern: str | type[nn.Module], hint: str
+) -> LayerNotFoundError:
     names = [name for name in layers if name]
     if isinstance(pattern, type):
         kinds = sorted({type(module).__name__ for module in layers.values()})
         return LayerNotFoundError(
-            pattern.__name__, nearest_names(pattern.__name__, kinds), len(names)
+            pattern.__name__, nearest_names(pattern.__name__, kinds), len(names), hint
         )
-    return LayerNotFoundError(pattern, nearest_names(pattern, names), len(names))
+    return LayerNotFoundError(pattern, nearest_names(pattern, names), len(names), hint)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -16,13 +17,20 @@ from torch.optim import Optimizer
 
 from torchfmri import _distributed
 from torchfmri._attachment import switched_off
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.live import LiveDiagnosis
+from torchfmri._diagnosis.structure import describe
 from torchfmri._history import History, Series, Step
 from torchfmri._history_table import history_table
+from torchfmri._incidents.aftermath import Subject
+from torchfmri._incidents.hold import Hold
+from torchfmri._incidents.incident import Incident
+from torchfmri._incidents.options import Incidents, check_action, check_incidents
 from torchfmri._layers import Pattern, find_layers, leaf_layers, named_layers, unwrap
 from torchfmri._optimizer_steps import Concerns, OptimizerSteps, check_optimizers
 from torchfmri._step_hooks import StepHooks
 from torchfmri._watched_step import WHAT, Plan, StepSink, WatchedStep
-from torchfmri.exceptions import InspectionError
+from torchfmri.exceptions import InspectionError, NonFiniteError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
 
@@ -59,6 +67,11 @@ class Monitor:
         scaler: The GradScaler, if one is used: gradients are then reported unscaled.
         max_bytes: How many bytes of CUDA tensors may be referenced before they are reduced; by
             default one 64th of the device's memory.
+        on_nonfinite: What to do before the optimizer applies a NaN or infinite loss or gradient:
+            "raise" a NonFiniteError, "skip" the step, or "continue" with a warning. Looked at in
+            every step, whatever `every` is; by default not at all.
+        incidents: A folder to write such steps to, or `Incidents` for more options; with it
+            on_nonfinite is "continue" by default.
 
     Example:
         >>> import torch
@@ -90,6 +103,8 @@ class Monitor:
         loss: nn.Module | None = None,
         scaler: Any = None,
         max_bytes: int | None = None,
+        on_nonfinite: str | None = None,
+        incidents: str | Path | Incidents | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
@@ -113,6 +128,13 @@ class Monitor:
         self._sink = StepSink(self._plan, self._history, self.failed)
         self._hooks = StepHooks(model, loss, self._plan, self._sink, self._enter_model)
         self._optimizer_steps = OptimizerSteps(model, check_optimizers(optimizer), self)
+        action = check_action(on_nonfinite) or ("continue" if incidents is not None else None)
+        subject = Subject(
+            model, loss, scaler, self._history_of_incident, self.failed, self._unwatched
+        )
+        self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
+        given = check_optimizers(optimizer)
+        self._live = LiveDiagnosis(lambda: describe(model, given or None))
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "attached" if self._attached else "not attached"
@@ -141,6 +163,8 @@ class Monitor:
         self._attached = False
         self._optimizer_steps.detach()
         self._abandon()
+        if self._hold is not None:
+            self._hold.detach()
 
     def __enter__(self) -> Monitor:
         return self.attach()
@@ -170,23 +194,35 @@ class Monitor:
         try:
             if active:
                 self._safely(self._begin)
-            if self._sink.step is not None:
+            hold = self._hold if active and not self._stopped else None
+            if self._sink.step is not None or hold is not None:
                 self._safely(self._optimizer_steps.attach)
-            yield MonitoredStep(self._sink.step)
+            yield MonitoredStep(self._sink.step, hold)
+            if hold is not None and not self._stopped:
+                self._safely(hold.end)
         except BaseException:
             self._abandon()
             raise
         finally:
             self._in_step = False
             self._optimizer_steps.detach()
+            if self._hold is not None:
+                self._hold.detach()
         if active and not self._stopped:
             self._safely(self._end)
 
     def loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the step that is under way; with several, their mean is kept."""
-        MonitoredStep(self._sink.step).loss(loss)
+        MonitoredStep(self._sink.step, self._hold).loss(loss)
+
+    def batch(self, batch: Any) -> None:
+        """Tell the batch of the step that is under way, to be kept if the step is an incident."""
+        MonitoredStep(self._sink.step, self._hold).batch(batch)
 
     def _begin(self) -> None:
+        if self._hold is not None:
+            self._hold.attach()
+            self._hold.begin(self._number)
         if self._number % self.every == 0:
             self._sink.step = WatchedStep(self._number, self._plan, self._sink)
             self._hooks.attach()
@@ -222,6 +258,8 @@ class Monitor:
         """Run our own code; a failure of it detaches the monitor and is only warned of."""
         try:
             act()
+        except NonFiniteError:  # this one the user asked for
+            raise
         except Exception as error:
             self.failed(error)
 
@@ -255,11 +293,59 @@ class Monitor:
             scale = getattr(optimizer, "grad_scale", None)
             self._safely(lambda: step.read_gradients(concerns, scale))
             self._safely(step.collector.flush)  # what follows writes into what was referenced
+        if self._hold is not None and not self._stopped:
+            self._safely(lambda: self._check(optimizer))
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Hold the step if it is not finite."""
+        assert self._hold is not None
+        known = len(self._hold.incidents)
+        try:
+            left_out = self._hold.check(optimizer)
+        except NonFiniteError:
+            if self._attached:  # the user may go on after the error
+                self._begin()
+            else:  # a trainer may never come back to end the step
+                self._abandon()
+                self._optimizer_steps.detach()
+                self._hold.detach()
+            raise
+        if self._sink.step is not None and len(self._hold.incidents) > known:
+            self._sink.step.was_held(left_out)
+
+    def _history_of_incident(self, ends: bool) -> History:
+        """The history, with the step under way if it ends here."""
+        if ends:
+            if self._sink.step is not None:
+                self._sink.step.was_held(left_out=True)
+            self._put_away()
+        return self.history
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Let the model be called again without that counting as part of the step."""
+        step, self._sink.step = self._sink.step, None
+        try:
+            with self._hold.resting() if self._hold is not None else nullcontext():
+                yield
+        finally:
+            self._sink.step = step
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The steps with a NaN or infinite loss or gradient, as far as `on_nonfinite` looks."""
+        if self._hold is None:
+            return []
+        hold = self._hold
+        self._safely(lambda: hold.read_pending(wait=True))
+        return list(hold.incidents)
 
     def after_update(self, is_last: bool) -> None:
         """The optimizer has stepped; called by its hooks."""
         if self._sink.step is not None:
             self._safely(self._sink.step.after_update)
+        if self._hold is not None:
+            self._safely(self._hold.after_update)
         if self._attached and is_last:
             self._safely(self._end)
             self._safely(self._begin if self._attached else lambda: None)
@@ -276,11 +362,27 @@ class Monitor:
         while self._unread and (wait or self._unread[0].ready()):
             step, found = self._unread.popleft().read()
             self._history.append(step, found)
+            self._safely(partial(self._live.add, step, self._history.series))
             for write in list(self._writers):
                 try:
                     write(step, found)
                 except Exception as error:
                     self.failed(error)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong so far, the worst first, each with what follows from it."""
+        self._drain(wait=True)
+        return self._live.findings([each.finding for each in self.incidents])
+
+    def new_findings(self) -> list[Finding]:
+        """What was found since this was last asked; for callbacks, which ask at every step.
+
+        Steps are looked at every now and then (at the latest after eight), so a finding may
+        name a step before the current one. Waits for nothing.
+        """
+        held = [] if self._hold is None else [each.step for each in self._hold.incidents]
+        return self._live.take_fresh(held)
 
     def add_writer(self, write: Writer) -> None:
         """Have `write(step, statistics by series)` called for each watched step once it is read.
@@ -349,8 +451,8 @@ def check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
 class MonitoredStep:
     """One step of the loop, as `with monitor.step() as step:` gives it."""
 
-    def __init__(self, step: WatchedStep | None) -> None:
-        self._step = step
+    def __init__(self, step: WatchedStep | None, hold: Hold | None = None) -> None:
+        self._step, self._hold = step, hold
 
     @property
     def watched(self) -> bool:
@@ -361,6 +463,13 @@ class MonitoredStep:
         """Tell the loss of this step; with several (micro-batches), their mean is kept."""
         if self._step is not None:
             self._step.was_told_loss(loss)
+        if self._hold is not None:
+            self._hold.tell_loss(loss)
+
+    def batch(self, batch: Any) -> None:
+        """Tell the batch of this step, to be kept if the step turns out to be an incident."""
+        if self._hold is not None:
+            self._hold.tell_batch(batch)
 
 
 def _check_whats(what: str | Sequence[str]) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchfmri.exceptions import InspectionError
+from torchfmri.exceptions import InspectionError, NonFiniteError
 
 Concerns = Callable[[Tensor], bool]
 """Whether a parameter is to be looked at when this optimizer steps."""
@@ -26,7 +26,7 @@ class Listener(Protocol):
         """The optimizer is about to step; gradients may still have to be computed."""
 
     def has_gradients(self, concerns: Concerns, optimizer: Optimizer) -> None:
-        """The gradients are as the optimizer finds them."""
+        """The gradients are as the optimizer finds them; NonFiniteError keeps it from stepping."""
 
     def after_update(self, is_last: bool) -> None:
         """The weights have changed; whether this is the last of the optimizers."""
@@ -72,6 +72,8 @@ class OptimizerSteps:
             if len(args) > 1:
                 return (args[0], watched, *args[2:]), kwargs
             return args, {**kwargs, "closure": watched}
+        except NonFiniteError:  # meant for the user: the optimizer is not to step
+            raise
         except Exception as error:
             self._listener.failed(error)
             return None

@@ -43,6 +43,17 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
                 written(name)
 
 
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the random generators as they were."""
+    restore = _save_generators()
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
 def copy_of_data(value: Any) -> Any:
     """`value` with every tensor copied and detached, so that a run cannot write into the original.
 
@@ -92,7 +103,8 @@ def _save_generators() -> list[Callable[[], None]]:
 
 def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
     restore: list[Callable[[], None]] = []
-    held: dict[int, Any] = {id(each): each for each in _renormalised(model)}
+    renormalised = {id(each): each for each in _renormalised(model)}
+    held: dict[int, Any] = dict(renormalised)
     for name, module in model.named_modules():
         if any(is_lazy(parameter) for parameter in module._parameters.values()):
             raise InspectionError(
@@ -102,24 +114,33 @@ def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
         restore.append(_save_attributes(module))
         for value in [*module._buffers.values(), *module.__dict__.values()]:
             _collect(value, held)
+    empty = [each for each in held.values() if not isinstance(each, Tensor) and not each]
+    restore.append(lambda: _empty_again(empty))
     for value in held.values():
-        if isinstance(value, nn.Parameter) and value.requires_grad and not _is_among(value, model):
+        if (
+            isinstance(value, nn.Parameter)
+            and value.requires_grad
+            and id(value) not in renormalised
+        ):
             continue  # somebody else's parameter, reached through a plain attribute
         if isinstance(value, Tensor):
             restore.append(_save_tensor(value))
-        elif not isinstance(value, tuple):
+        elif value and not isinstance(value, tuple):
             restore.append(_save_content(value))
     return restore
+
+
+def _empty_again(containers: list[Any]) -> None:
+    """Most containers of a model are empty, such as the places for hooks: quickly seen to."""
+    for each in containers:
+        if each:
+            each.clear()
 
 
 def _renormalised(model: nn.Module) -> list[Tensor]:
     """The weights of embeddings that write into them in each forward pass."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return [each.weight for each in model.modules() if isinstance(each, kinds) and each.max_norm]
-
-
-def _is_among(parameter: nn.Parameter, model: nn.Module) -> bool:
-    return any(parameter is each for each in _renormalised(model))
 
 
 def _collect(value: Any, held: dict[int, Any]) -> None:

@@ -298,8 +298,21 @@ class _Tap:
     ) -> None:
         if self._wanted is not None and not self._wanted(self._layer):
             return
-        if self._light is not None and self._went_light(arguments, keywords, output):
-            return
+        light = self._light
+        # What is short is written out here: this runs at every call, and never in warm caches.
+        if (
+            light is not None
+            and type(output) is Tensor
+            and output.requires_grad
+            and output._base is None
+            and not (arguments and arguments[0] is output)
+            and current_backward() == NO_BACKWARD
+            and not is_transformed(output)
+        ):
+            listener = light(self._layer, arguments, keywords, output)
+            if listener is not None:
+                output.register_hook(listener)  # type: ignore[no-untyped-call]
+                return
         frames = self._frames.get(threading.get_ident()) if self._frames else None
         frame = frames.pop() if frames else self._new_frame()
         elements = self._readable("activations", flatten(output))
@@ -328,21 +341,6 @@ class _Tap:
         if frame.edges:
             inputs = flatten_arguments(arguments, keywords)
             self._tap_inputs(module, call, frame, elements, inputs)
-
-    def _went_light(self, arguments: Arguments, keywords: Keywords, output: object) -> bool:
-        """Whether the short way was taken: nothing about the call asks for more."""
-        if type(output) is not Tensor or not output.requires_grad or output._base is not None:
-            return False
-        if (arguments and arguments[0] is output) or current_backward() != NO_BACKWARD:
-            return False
-        assert self._light is not None
-        if is_transformed(output):
-            return False
-        listener = self._light(self._layer, arguments, keywords, output)
-        if listener is None:
-            return False
-        output.register_hook(listener)  # type: ignore[no-untyped-call]
-        return True
 
     def _readable(self, what: str, elements: list[Element]) -> list[Element]:
         """The elements that can be read afterwards; the others are reported."""

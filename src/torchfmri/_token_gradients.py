@@ -9,6 +9,7 @@ from torch import nn
 from torchfmri._layers import Pattern, named_layers
 from torchfmri._tokens.gradients import TokenGradients
 from torchfmri._tokens.loss_gradients import TokenLossGradients
+from torchfmri._tokens.parameter import VOXEL
 from torchfmri._tokens.plan import find_parameters
 from torchfmri.exceptions import InspectionError
 
@@ -21,8 +22,9 @@ def token_gradients(
     pattern: Pattern = "*",
     per: Literal["position"] = "position",
     *,
-    keep: Literal["factors", "norms"] | None = None,
+    keep: Literal["factors", "norms", "voxels"] | None = None,
     max_bytes: int = MAX_BYTES,
+    voxel: int = VOXEL,
 ) -> TokenGradients: ...
 
 
@@ -42,8 +44,9 @@ def token_gradients(
     pattern: Pattern = "*",
     per: str = "position",
     *,
-    keep: Literal["factors", "norms"] | None = None,
+    keep: Literal["factors", "norms", "voxels"] | None = None,
     max_bytes: int = MAX_BYTES,
+    voxel: int = VOXEL,
 ) -> TokenGradients | TokenLossGradients:
     """A context manager around a forward and a backward pass: gradients token by token.
 
@@ -57,8 +60,11 @@ def token_gradients(
         pattern: Names of parameters or layers (wildcards), a module type, or a list of these.
         per: "position" or "token_loss".
         keep: "factors", from which everything can be asked, or "norms": numbers per token alone,
-            at no memory to speak of. By default factors per position and norms per token loss.
+            at no memory to speak of. "voxels", per position only, are norms by voxel of output
+            units, (b, s, voxels), from which the others follow. By default factors per position
+            and norms per token loss.
         max_bytes: How much the factors may keep in memory.
+        voxel: How many neighbouring output units are one voxel, where it is no head or expert.
 
     Returns:
         The token gradients, to be read after the block: `tokens["0.weight"].norm()`.
@@ -68,7 +74,9 @@ def token_gradients(
         InspectionError: The matching parameters require no gradient, or an option is wrong.
     """
     if per == "position":
-        return TokenGradients(model, pattern, keep=keep or "factors", max_bytes=max_bytes)
+        return TokenGradients(
+            model, pattern, keep=keep or "factors", max_bytes=max_bytes, voxel=voxel
+        )
     if per == "token_loss":
         parameters, _ = find_parameters(named_layers(model), pattern)
         return TokenLossGradients(model, parameters, max_bytes, keep or "norms")

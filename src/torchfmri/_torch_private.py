@@ -153,6 +153,23 @@ def gradient_bytes(node: Any) -> int:
     return max(sizes, default=0)
 
 
+def is_compiled_in_place(module: Any) -> bool:
+    """Whether `module.compile()` was called, so that its own calls run compiled code.
+
+    Without the symbol: False, and hooks on it may have it compiled again.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def current_node() -> Any:
+    """The node of the autograd graph whose backward is running in this thread, or None.
+
+    Without the symbol it is not known.
+    """
+    read = getattr(torch._C, "_current_autograd_node", None)
+    return read() if read is not None else None
+
+
 def function_of(node: Any) -> Any:
     """The class of the custom autograd.Function that made a node, or None.
 

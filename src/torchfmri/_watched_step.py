@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -304,6 +305,12 @@ class WatchedStep:
 
     # -- the end -----------------------------------------------------------------------------
 
+    def was_held(self, left_out: bool) -> None:
+        """Take note that the step is not finite, and whether the optimizer is to leave it out."""
+        self._step.scalars["nonfinite"] = 1.0
+        if left_out:
+            self._step.scalars["optimizer_skipped"] = 1.0
+
     def finish(self, skipped: bool = False) -> None:
         """Start fetching the numbers; waits for nothing."""
         self.padding_of.clear()
@@ -328,6 +335,8 @@ class WatchedStep:
         if losses:
             share = 1 if self._shares and not self._told else len(losses)
             self._step.loss = sum(losses) / share
+            if not math.isfinite(self._step.loss):  # nan alone would read as "not seen"
+                self._step.scalars["nonfinite"] = 1.0
         for names, _ in self._moved:
             norms = np.array(next(numbers)).reshape(2, -1)
             self._step.parameters += tuple(names)

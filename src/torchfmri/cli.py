@@ -18,9 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__, _demo
+from torchfmri._checkup import command as _diagnose_command
 from torchfmri._costs import commands as _cost_commands
+from torchfmri._incidents import command as _replay_command
+from torchfmri._scanning import command as _scan_command
 from torchfmri._verification import command as _verify_command
 from torchfmri.exceptions import InspectionError
+from torchfmri.routing import command as _routing_command
 
 Result = tuple[dict[str, Any], str, int]
 
@@ -39,9 +43,15 @@ class Command(NamedTuple):
 COMMANDS = (
     Command(
         "demo",
-        "inspect a small real model: a table, a picture and a page",
+        "scan a real language model while it answers: a table, a picture and a page",
         _demo.add_arguments,
         _demo.run,
+    ),
+    Command(
+        "scan",
+        "watch a language model while it answers: every token, every layer, exact gradients",
+        _scan_command.add_arguments,
+        _scan_command.run,
     ),
     Command(
         "cost",
@@ -60,6 +70,24 @@ COMMANDS = (
         "prove that the backward pass of every layer is right, or name the first that is not",
         _verify_command.add_arguments,
         _verify_command.run,
+    ),
+    Command(
+        "diagnose",
+        "train a copy for some steps, and say what is wrong, where, why and what to do",
+        _diagnose_command.add_arguments,
+        _diagnose_command.run,
+    ),
+    Command(
+        "replay",
+        "run a step again that turned NaN, and name sample, layer, operation and line",
+        _replay_command.add_arguments,
+        _replay_command.run,
+    ),
+    Command(
+        "routing",
+        "train sparse routing from token gradients, and compare what it learns from",
+        _routing_command.add_arguments,
+        _routing_command.run,
     ),
 )
 
@@ -103,7 +131,8 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         return CLEAN
     try:
         data, text, code = options.run(options)
-        print(json.dumps(_finite(data), indent=2, allow_nan=False) if options.json else text)
+        if data or text:  # of several processes only the first has something to say
+            print(json.dumps(_finite(data), indent=2, allow_nan=False) if options.json else text)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone, as in `torchfmri demo | head`; nothing is left to be flushed.

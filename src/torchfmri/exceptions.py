@@ -3,7 +3,9 @@
     InspectionError (RuntimeError)            anything that an inspection cannot do
     ├── LayerNotFoundError (KeyError)         a name or pattern that no layer has
     ├── MemoryLimitError (MemoryError)        max_bytes would be exceeded
-    └── UnsupportedLayerError (NotImplementedError)   token gradients that cannot be had
+    ├── NonFiniteError (ArithmeticError)      a step whose loss or gradients are NaN or infinite
+    ├── UnsupportedLayerError (NotImplementedError)   token gradients that cannot be had
+    └── ScanFormatError (ValueError)          a folder that is no scan, or a damaged one
     ExplainedError (class of the original)    an error of the user's own code, with its explanation
 
 Catch `InspectionError` for all but the last of them. Errors raised by the model itself pass
@@ -28,21 +30,31 @@ class LayerNotFoundError(InspectionError, KeyError):
         pattern: What was asked for, as the user wrote it.
         nearest: Names of the layers that come closest, best first.
         count: How many layers there are to choose from.
+        hint: Where they are listed.
     """
 
-    def __init__(self, pattern: object, nearest: Sequence[str] = (), count: int = 0) -> None:
+    def __init__(
+        self,
+        pattern: object,
+        nearest: Sequence[str] = (),
+        count: int = 0,
+        hint: str = "inspector.layers()",
+    ) -> None:
         self.pattern = pattern
         self.nearest = tuple(nearest)
         self.count = count
+        self.hint = hint
         message = f"No layer matches {pattern!r} among {count} layers."
         if self.nearest:
             message += f" Nearest: {', '.join(repr(name) for name in self.nearest)}."
-        super().__init__(message + " List them with inspector.layers().")
+        super().__init__(f"{message} List them with {hint}.")
 
     __str__ = Exception.__str__  # that of KeyError quotes the message
 
-    def __reduce__(self) -> tuple[type[LayerNotFoundError], tuple[object, tuple[str, ...], int]]:
-        return (type(self), (self.pattern, self.nearest, self.count))
+    def __reduce__(
+        self,
+    ) -> tuple[type[LayerNotFoundError], tuple[object, tuple[str, ...], int, str]]:
+        return (type(self), (self.pattern, self.nearest, self.count, self.hint))
 
 
 class UnsupportedLayerError(InspectionError, NotImplementedError):
@@ -60,6 +72,34 @@ class UnsupportedLayerError(InspectionError, NotImplementedError):
 
     def __reduce__(self) -> tuple[type[UnsupportedLayerError], tuple[str, str, str]]:
         return (type(self), (self.parameter, self.layer, self.reason))
+
+
+class NonFiniteError(InspectionError, ArithmeticError):
+    """A step has a NaN or infinite loss or gradient; the optimizer has not applied it.
+
+    Attributes:
+        finding: What is wrong, where and why.
+        step: The number of the step.
+        folder: Where the incident was written; None if nowhere.
+    """
+
+    def __init__(self, finding: Any, step: int, folder: Any = None) -> None:
+        self.finding, self.step, self.folder = finding, step, folder
+        message = f"{finding.text} {finding.advice}"
+        if folder is not None:
+            message += f" Written to {str(folder)!r}: `torchfmri replay` runs it again."
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[Any, int, Any]]:
+        return (type(self), (self.finding, self.step, self.folder))
+
+
+class FindingWarning(RuntimeWarning):
+    """A Monitor in a trainer has found something; the message is the finding in words."""
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """A step had a NaN or infinite loss or gradient; training goes on."""
 
 
 class MemoryLimitError(InspectionError, MemoryError):
@@ -141,3 +181,19 @@ def _explained_class(original: type[BaseException]) -> type[ExplainedError]:
         (ExplainedError, original),
         {"original": original, "__module__": "torchfmri", "__doc__": ExplainedError.__doc__},
     )
+
+
+class ScanFormatError(InspectionError, ValueError):
+    """A file or folder is no scan, or one that is damaged or hostile.
+
+    Attributes:
+        path: The file or folder that was read, relative to the scan where it is part of one.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path!r} is no readable scan: {reason}")
+        self.path, self.reason = path, reason
+
+    def __reduce__(self) -> tuple[type[ScanFormatError], tuple[str, str]]:
+        return ScanFormatError, (self.path, self.reason)

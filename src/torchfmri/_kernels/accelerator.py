@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import lru_cache
 from types import ModuleType
 
 _allowed = True
@@ -26,6 +27,16 @@ def compiled() -> ModuleType | None:
             # Not installed, or built for another NumPy: the result is the same, only slower.
             _missing = True
     return _module if _allowed else None
+
+
+def compiled_rows() -> ModuleType | None:
+    """The module of compiled passes over rows, likewise."""
+    return None if compiled() is None else _rows()
+
+
+@lru_cache(maxsize=1)
+def _rows() -> ModuleType:
+    return importlib.import_module("torchfmri._kernels.compiled_rows")
 
 
 def accelerator_name() -> str:

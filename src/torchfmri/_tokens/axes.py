@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -65,6 +66,7 @@ class Grid:
         return tensor.flatten(2).mT.reshape(self.b * self.s, 1, tensor.shape[1])
 
 
+@lru_cache(maxsize=1024)
 def features_last(
     lead: tuple[int, ...], model: tuple[int, int] | None, strides: tuple[int, ...] = ()
 ) -> Grid:

@@ -164,9 +164,9 @@ class Checks:
         self._pairs[name, like.device, like.dtype] = found
         return found
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter."""
-        return self._infos[name].shape
+    def info(self, name: str) -> ParameterInfo:
+        """What is known of a parameter."""
+        return self._infos[name]
 
     def vector(self, length: int, side: int, like: Tensor) -> Tensor:
         """A fixed random vector of this length, one per side of a matrix."""
@@ -176,6 +176,12 @@ class Checks:
     def narrow_vector(self, length: int, side: int, like: Tensor) -> Tensor:
         """The same in the dtype of `like`, which holds its numbers exactly."""
         return _fixed(length, side, like.device, like.dtype)
+
+    def block_vector(self, length: int, side: int, like: Tensor) -> tuple[int, Tensor]:
+        """Of such a vector the part that is not zero: where it begins, and it."""
+        whole = self.narrow_vector(length, side, like)
+        part = block(length) if side == OUTPUT else slice(None)
+        return part.start or 0, whole[part].contiguous()
 
     def received(self, name: str) -> bool:
         """Whether any gradient reached the parameter."""

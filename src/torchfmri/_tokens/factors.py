@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 # Intermediate results of the operations below stay under this many entries at a time.
-_ENTRIES = 1 << 24
-_SHARED = 4  # Gram matrices of factors that are kept for the next parameter
+MOST_ENTRIES = 1 << 24
 
 
 class Index(NamedTuple):
@@ -39,7 +38,6 @@ class Index(NamedTuple):
 
 
 Factor: TypeAlias = "Tensor | Index"
-Shared: TypeAlias = dict[object, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +239,7 @@ def _in_chunks(first: Term, second: Term) -> Iterator[tuple[Term, Term]]:
 
 
 def slices(count: int, entries: int) -> Iterator[slice]:
-    step = max(1, _ENTRIES // max(1, entries))
+    step = max(1, MOST_ENTRIES // max(1, entries))
     for start in range(0, max(1, count), step):  # one, if empty, where there are no tokens
         yield slice(start, start + step)
 
@@ -313,7 +311,7 @@ def _restored(term: Term, whole: Tensor) -> Tensor:
 
 def gram(terms: Sequence[Term]) -> Tensor:
     """<G_s, G_t> for every pair of tokens, (t, t)."""
-    return mirrored(lower_gram(terms, {}))
+    return mirrored(lower_gram(terms))
 
 
 def mirrored(lower: Tensor) -> Tensor:
@@ -321,19 +319,14 @@ def mirrored(lower: Tensor) -> Tensor:
     return lower.tril().add_(lower.tril(-1).T)
 
 
-def lower_gram(terms: Sequence[Term], shared: Shared) -> Tensor:
-    """The Gram matrix of a parameter's gradients, (t, t), of which the lower half is right.
-
-    Args:
-        terms: Terms of one parameter.
-        shared: Products of tensors that were factors of the parameter before, and may be again.
-    """
+def lower_gram(terms: Sequence[Term]) -> Tensor:
+    """The Gram matrix of a parameter's gradients, (t, t), of which the lower half is right."""
     terms = common_axes([term.precise() for term in terms])
     total: Tensor | None = None
     for k, one in enumerate(terms):
         for other in terms[k:]:
             if one is other:
-                each = _own_gram(one, shared)
+                each = _own_gram(one)
             else:
                 each = _gram(one, other)
                 each = each + each.T
@@ -342,36 +335,29 @@ def lower_gram(terms: Sequence[Term], shared: Shared) -> Tensor:
     return total
 
 
-def _own_gram(term: Term, shared: Shared) -> Tensor:
+def _own_gram(term: Term) -> Tensor:
     """The Gram matrix of one term: a product of those of its factors."""
-    if term.rows > 1 or term.tokens**2 > _ENTRIES:
+    if term.rows > 1 or term.tokens**2 > MOST_ENTRIES:
         return _gram(term, term)
     product: Tensor | None = None
     for factor in term.factors:
         if isinstance(factor, Index):
             each = _across(factor, factor)
         else:
-            key = (factor.data_ptr(), factor.shape, factor.stride(), factor.dtype)
-            # The factor stays with its product: freed, its address could be another's.
-            each = shared.pop(key)[1] if key in shared else _lower_squared(factor[:, 0])
-            shared[key] = (factor, each)
-            while len(shared) > _SHARED:  # the oldest
-                shared.pop(next(iter(shared)))
+            each = factor.new_zeros(term.tokens, term.tokens)
+            add_lower_square(each, factor[:, 0])
         product = each if product is None else product * each
     assert product is not None
     return product
 
 
-def _lower_squared(rows: Tensor) -> Tensor:
-    """The product rows @ rows.T, symmetric, so that most of its upper half is left out."""
+def add_lower_square(whole: Tensor, rows: Tensor) -> None:
+    """Add rows @ rows.T to a matrix, most of its upper half left out: it is symmetric."""
     count = len(rows)
-    if count < 64:
-        return rows @ rows.T
-    whole = rows.new_zeros(count, count)
-    ends = [count * k // 4 for k in range(5)]
+    pieces = 1 if count < 64 else 2 if rows.shape[1] < 192 else 4
+    ends = [count * k // pieces for k in range(pieces + 1)]
     for start, end in pairwise(ends):
-        torch.mm(rows[start:end], rows[:end].T, out=whole[start:end, :end])
-    return whole
+        whole[start:end, :end].addmm_(rows[start:end], rows[:end].T)
 
 
 def _gram(first: Term, second: Term) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from torchfmri._tokens import factors
 from torchfmri._tokens.factors import Index, Term
 from torchfmri._tokens.parameter import ParameterInfo
+from torchfmri._tokens.reduced import SQUARES, Reduced
 from torchfmri._tokens.sketch import Sketch
+from torchfmri._tokens.voxels import voxel_squares
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 MAX_BYTES = 1 << 32
@@ -63,17 +65,13 @@ class TokenGradient:
         rule: str,
         *,
         terms: Sequence[Term] | None = None,
-        squares: Tensor | None = None,
+        reduced: Reduced | None = None,
         mask: Tensor | None = None,
-        probes: Callable[[], Tensor] | None = None,
     ) -> None:
-        self._info, self._grid, self.rule = info, grid, rule
-        self.mask = mask
-        self._flat = None if mask is None else mask.flatten()
-        self._squares = squares if self._flat is None or squares is None else squares * self._flat
-        self._all = None if terms is None else list(terms)
-        self._counted: list[Term] | None = None
-        self._probes = probes
+        self._info, self._grid, self.rule, self.mask = info, grid, rule, mask
+        self._all, self.reduced = terms, reduced
+        self._counted: Sequence[Term] | None = None
+        self._squares: Tensor | None = None
 
     # -- what it is --------------------------------------------------------------------------
 
@@ -93,7 +91,8 @@ class TokenGradient:
         return sum(term.bytes for term in self._all or ())
 
     def __repr__(self) -> str:
-        kept = "norms" if self._all is None else "factors"
+        norms = "voxels" if self._is_by_voxel else "norms"
+        kept = norms if self._all is None else "factors"
         return (
             f"TokenGradient({self.name!r}, shape={tuple(self.shape)}, rule={self.rule!r}, "
             f"keep={kept!r})"
@@ -110,19 +109,42 @@ class TokenGradient:
         """
         if by is None:
             return self.squares().sqrt().view(self._grid)
-        squares = self._unit_squares(by)
         if by == "voxel":
-            squares = _grouped(squares, self._info.voxel)
-        return squares.sqrt().view(*self._grid, -1)
+            return self._voxel_squares().sqrt().view(*self._grid, -1)
+        return self._unit_squares(by).sqrt().view(*self._grid, -1)
 
     def squares(self) -> Tensor:
         """The squared norms, (t,)."""
         if self._squares is None:
-            self._squares = factors.squares(self._terms("norm()"))
+            if self.reduced is None:
+                self._squares = factors.squares(self.terms("norm()"))
+            else:
+                found = self._counted_squares(self.reduced)
+                self._squares = found if found.ndim == 1 else found.sum(1)
         return self._squares
 
+    def numbers(self) -> Reduced:
+        """What its squared norms follow from; padded positions may count in them."""
+        return self.reduced or Reduced(SQUARES, (self.squares(), self.squares()))
+
+    def _voxel_squares(self) -> Tensor:
+        if self.reduced is not None and self._is_by_voxel:
+            return self._counted_squares(self.reduced)
+        return voxel_squares(self.terms("norm(by='voxel')"), self._info)
+
+    @property
+    def _is_by_voxel(self) -> bool:
+        return self.reduced is not None and self.reduced.tensors[0].ndim == 2
+
+    def _counted_squares(self, reduced: Reduced) -> Tensor:
+        """The squares that were kept, with zeros for padded positions."""
+        squares = reduced.squares()
+        if self.mask is None:
+            return squares
+        return squares * self.mask.view(-1, *[1] * (squares.ndim - 1))
+
     def _unit_squares(self, by: str) -> Tensor:
-        sides = {"output": self._info.output, "voxel": self._info.output, "input": self._info.input}
+        sides = {"output": self._info.output, "input": self._info.input}
         if by not in sides:
             raise InspectionError(f"norm(by={by!r}): choose 'output', 'input' or 'voxel'.")
         side = sides[by]
@@ -132,7 +154,7 @@ class TokenGradient:
                 "norm(by='output') gives one number per entry."
             )
         steps = side.steps(self._info.shape)
-        return factors.marginal_squares(self._terms(f"norm(by={by!r})"), *steps)
+        return factors.marginal_squares(self.terms(f"norm(by={by!r})"), *steps)
 
     def weighted_norm(self, weights: Tensor) -> Tensor:
         """sqrt(sum of weights * G^2) for weights of the parameter's shape, (b, s).
@@ -140,13 +162,13 @@ class TokenGradient:
         With 1 / v of Adam as weights it is the length of the step that a token asks for.
         """
         self._check_shape("weighted_norm", weights)
-        squared = factors.squared_terms(self._terms("weighted_norm()"))
+        squared = factors.squared_terms(self.terms("weighted_norm()"))
         return factors.dots(squared, weights).clamp_min(0).sqrt().view(self._grid)
 
     def dot(self, direction: Tensor) -> Tensor:
         """The inner product of each token's gradient with one direction, (b, s)."""
         self._check_shape("dot", direction)
-        return factors.dots(self._terms("dot()"), direction).view(self._grid)
+        return factors.dots(self.terms("dot()"), direction).view(self._grid)
 
     def project(self, k: int, seed: int = 0) -> Tensor:
         """Each token's gradient under a random linear map to k numbers, (b, s, k).
@@ -155,7 +177,7 @@ class TokenGradient:
         batches can be compared; inner products are kept on average.
         """
         sketch = Sketch(self.name, self._info.shape, k, seed)
-        parts = [_sketched(sketch, term.precise()) for term in self._terms("project()")]
+        parts = [_sketched(sketch, term.precise()) for term in self.terms("project()")]
         return torch.stack(parts).sum(0).view(*self._grid, k)
 
     def topk(self, k: int) -> TopEntries:
@@ -163,7 +185,7 @@ class TokenGradient:
         entries = math.prod(self._info.shape)
         if not 1 <= k <= entries:
             raise InspectionError(f"topk({k}): {self.name!r} has {entries:,} entries.")
-        terms = self._terms("topk()")
+        terms = self.terms("topk()")
         if len(terms) == 1 and terms[0].rows == 1 and _tensors(terms[0]) == 2:
             values, places = _outer_topk(terms[0].precise(), k)
         else:
@@ -182,11 +204,7 @@ class TokenGradient:
 
     def gram(self) -> Tensor:
         """The inner product of every two tokens' gradients, (b * s, b * s)."""
-        return factors.gram(self._terms("gram()"))
-
-    def lower_gram(self, shared: factors.Shared) -> Tensor:
-        """The same with its lower half alone, and with products that parameters have in common."""
-        return factors.lower_gram(self._terms("gram()"), shared)
+        return factors.gram(self.terms("gram()"))
 
     def sum(self, mask: Tensor | None = None) -> Tensor:
         """The gradients of some tokens added up, of the parameter's shape.
@@ -194,7 +212,7 @@ class TokenGradient:
         Args:
             mask: (b, s), booleans or weights; without it all tokens that are no padding.
         """
-        terms = self._terms("sum()")
+        terms = self.terms("sum()")
         if mask is not None:
             if tuple(mask.shape) != self._grid:
                 raise InspectionError(
@@ -206,7 +224,7 @@ class TokenGradient:
 
     def squared_sum(self) -> Tensor:
         """The squares of all tokens' gradients added up entry by entry: the diagonal Fisher."""
-        squared = factors.squared_terms(self._terms("squared_sum()"))
+        squared = factors.squared_terms(self.terms("squared_sum()"))
         return factors.total(squared).reshape(self._info.shape)
 
     # -- in full -----------------------------------------------------------------------------
@@ -220,7 +238,7 @@ class TokenGradient:
             if not -length <= index < length:
                 raise IndexError(f"{name} = {index} is out of range: the tokens are {self._grid}.")
             token = token * length + index % length
-        terms = [term.at(slice(token, token + 1)) for term in self._terms("[b, s]")]
+        terms = [term.at(slice(token, token + 1)) for term in self.terms("[b, s]")]
         return factors.dense(terms).view(self._info.shape)
 
     def materialise(self, max_bytes: int = MAX_BYTES) -> Tensor:
@@ -229,7 +247,7 @@ class TokenGradient:
         Raises:
             MemoryLimitError: They would need more than `max_bytes`.
         """
-        terms = self._terms("materialise()")
+        terms = self.terms("materialise()")
         needed = math.prod(self.shape) * max(4, factors.dtype_of(terms[0]).itemsize)
         if needed > max_bytes:
             raise MemoryLimitError(
@@ -239,30 +257,31 @@ class TokenGradient:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _terms(self, wanted: str) -> list[Term]:
+    def terms(self, wanted: str) -> Sequence[Term]:
         """The terms, without padded positions."""
         if self._all is None:
+            kept = "norms by voxel" if self._is_by_voxel else "norms"
             raise InspectionError(
-                f"{wanted} of {self.name!r} needs its factors, and only norms were kept. "
+                f"{wanted} of {self.name!r} needs its factors, and only {kept} were kept. "
                 "Write token_gradients(model, ..., keep='factors')."
             )
         if self._counted is None:
             self._counted = self._all
-            if self._flat is not None and not bool(self._flat.all()):
-                self._counted = [term.scaled(self._flat) for term in self._all]
+            if self.mask is not None:
+                self._counted = [term.scaled(self.mask.flatten()) for term in self._all]
         return self._counted
 
     def total(self) -> Tensor:
         """The sum over every position, padding included: what autograd has added up."""
-        self._terms("total()")
+        self.terms("total()")
         assert self._all is not None
         return factors.total(self._all).reshape(self._info.shape).to(self._info.dtype)
 
     def probes(self, vectors: tuple[Tensor, ...]) -> Tensor:
         """Every position's gradient between two vectors, padding included, (t,)."""
-        if self._probes is not None:
-            return self._probes()
-        self._terms("probes()")
+        if self.reduced is not None:
+            return self.reduced.probes()
+        self.terms("probes()")
         assert self._all is not None
         return factors.probe(self._all, self._info.shape, vectors)
 
@@ -272,13 +291,6 @@ class TokenGradient:
                 f"{method}(): {self.name!r} has the shape {self._info.shape}, what was given "
                 f"has {tuple(tensor.shape)}."
             )
-
-
-def _grouped(squares: Tensor, size: int) -> Tensor:
-    """Sums over groups of `size` neighbours; the last group may be smaller."""
-    missing = -squares.shape[1] % size
-    whole = torch.nn.functional.pad(squares, (0, missing))
-    return whole.view(len(squares), -1, size).sum(-1)
 
 
 def _tensors(term: Term) -> int:

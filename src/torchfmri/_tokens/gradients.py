@@ -21,10 +21,10 @@ from torchfmri._taps import Taps, Target
 from torchfmri._tokens.capture import Capture
 from torchfmri._tokens.coverage import Coverage, CoverageRow
 from torchfmri._tokens.gradient import TokenGradient
-from torchfmri._tokens.parameter import head_size
+from torchfmri._tokens.parameter import VOXEL, head_size
 from torchfmri._tokens.plan import Stacks, describe_all, find_parameters, watched_modules
 from torchfmri._tokens.record import Axis
-from torchfmri._tokens.runs import joined
+from torchfmri._tokens.runs import Masks, joined
 from torchfmri._tokens.selection import TokenSelection
 from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
 
@@ -52,15 +52,18 @@ class TokenGradients:
         *,
         keep: str = "factors",
         max_bytes: int = 1 << 34,
+        voxel: int = VOXEL,
     ) -> None:
-        if keep not in ("factors", "norms"):
-            raise InspectionError(f"keep={keep!r}: choose 'factors' or 'norms'.")
+        if keep not in ("factors", "norms", "voxels"):
+            raise InspectionError(f"keep={keep!r}: choose 'factors', 'norms' or 'voxels'.")
+        if not isinstance(voxel, int) or voxel < 1:
+            raise InspectionError(f"voxel={voxel!r}: give a number of units, 1 or more.")
         self._model = unwrap(model)
         self._layers = named_layers(model)
         self._keep = keep
         self._parameters, self._aliases = find_parameters(self._layers, pattern)
         head = head_size(getattr(self._model, "config", None))
-        self._infos = describe_all(self._parameters, self._layers, head)
+        self._infos = describe_all(self._parameters, self._layers, head, voxel)
         self._watched = watched_modules(self._layers, self._parameters, self._aliases)
         self._padding = Padding(self._layers.values())
         self._capture = Capture(
@@ -72,10 +75,11 @@ class TokenGradients:
         ]
         capture = self._capture
         self._taps = Taps(targets, capture, capture.wants, capture.take_light, capture.called)
-        capture.at_end = self._taps.at_end_of_backward
+        capture.arrivals.at_end = self._taps.at_end_of_backward
         self._handles: list[Any] = []
         self._stack: contextlib.ExitStack | None = None
         self._found: dict[str, dict[Axis, TokenGradient]] = {}
+        self._masks: Masks = {}
         self._fresh: set[str] = set()
 
     # -- attaching ---------------------------------------------------------------------------
@@ -86,7 +90,7 @@ class TokenGradients:
         self._fresh = {name for name, each in self._parameters.items() if each.grad is None}
         with contextlib.ExitStack() as stack:
             stack.callback(self._capture.forget)
-            stack.callback(self._capture.broadcasts.detach)
+            stack.callback(self._capture.passes.broadcasts.detach)
             stack.enter_context(compiled_code_as_eager())
             stack.callback(self._remove_handles)
             self._add_handles()
@@ -110,29 +114,31 @@ class TokenGradients:
         capture, handles = self._capture, self._handles
         model = self._model
         if not isinstance(model, torch.jit.ScriptModule):
-            hook = Hook(capture.model_is_called, model)
+            hook = Hook(capture.passes.model_is_called, model)
             handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-            after = Hook(capture.model_returns, model)
+            after = Hook(capture.passes.model_returns, model)
             handles.append(model.register_forward_hook(after))
-        handles += capture.checks.attach(self._parameters, capture.failed)
+        handles += capture.account.checks.attach(self._parameters, capture.failed)
         for watched in self._watched.values():
             module, layer = watched.module, watched.layer
             if watched.rule is None:
-                hook = Hook(partial(capture.owner_begins, layer))
+                hook = Hook(partial(capture.owners.begins, layer))
                 handles.append(
                     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
                 )
         stacks = Stacks(self._layers)
         if stacks.encoder:
             module = self._layers[stacks.encoder]
-            handles.append(module.register_forward_hook(Hook(capture.encoder_has_run, module)))
+            handles.append(
+                module.register_forward_hook(Hook(capture.passes.encoder_has_run, module))
+            )
             for name in (stacks.encoder, stacks.decoder):
-                begins = Hook(partial(capture.stack_begins, name.rpartition(".")[2]))
+                begins = Hook(partial(capture.passes.stack_begins, name.rpartition(".")[2]))
                 module = self._layers[name]
                 handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
 
     def _remove_handles(self) -> None:
-        for handles in (self._handles, self._capture.handles):
+        for handles in (self._handles, self._capture.arrivals.handles):
             while handles:
                 handles.pop().remove()
 
@@ -141,12 +147,12 @@ class TokenGradients:
     @property
     def names(self) -> list[str]:
         """The parameters that received a gradient, in model order."""
-        return [name for name in self._parameters if self._capture.received(name)]
+        return [name for name in self._parameters if self._capture.account.received(name)]
 
     @property
     def notes(self) -> dict[str, list[str]]:
         """Reservations about what was captured, each with the layers that it concerns."""
-        return {text: list(layers) for text, layers in self._capture.notes.items()}
+        return {text: list(layers) for text, layers in self._capture.account.notes.items()}
 
     def __repr__(self) -> str:
         return (
@@ -186,14 +192,14 @@ class TokenGradients:
         if name in self._found:
             return self._found[name]
         capture = self._capture
-        if name in capture.reasons:
-            raise capture.reasons[name]
-        if not capture.received(name):
+        if name in capture.account.reasons:
+            raise capture.account.reasons[name]
+        if not capture.account.received(name):
             raise InspectionError(
                 f"No gradient reached {name!r}: run forward and backward inside the `with` block, "
                 "and check that the loss depends on it."
             )
-        parts = capture.parts(name)
+        parts = capture.arrivals.parts(name)
         if not parts:
             raise UnsupportedLayerError(
                 name,
@@ -201,7 +207,7 @@ class TokenGradients:
                 "its gradient came through no call of a layer (a weight penalty in the loss, or a "
                 "use outside of the model): it is unattributed.",
             )
-        self._found[name] = joined(self._infos[name], parts)
+        self._found[name] = joined(self._infos[name], parts, self._masks)
         return self._found[name]
 
     def _known(self, name: str) -> str:
@@ -245,13 +251,15 @@ class TokenGradients:
         Raises:
             InspectionError: They have different token axes; the error names them.
         """
-        names = match_names(pattern, self.names)
+        known = self.names
+        names = match_names(pattern, known)
         if not names:
-            raise LayerNotFoundError(pattern, nearest_names(pattern, self.names), len(self.names))
-        found: dict[str, dict[str, TokenGradient]] = defaultdict(dict)
+            raise LayerNotFoundError(pattern, nearest_names(pattern, known), len(known))
+        by_axis: dict[Axis, dict[str, TokenGradient]] = defaultdict(dict)
         for name in names:
             for axis, each in self._gradients(name).items():
-                found[str(axis)][name] = each
+                by_axis[axis][name] = each
+        found = {str(axis): several for axis, several in by_axis.items()}
         if len(found) == 1:
             return TokenSelection(*next(iter(found.items())))
         text = "; ".join(
@@ -298,7 +306,7 @@ class TokenGradients:
         rule = " + ".join(dict.fromkeys(each.rule for each in found.values()))
         axes = tuple(str(axis) for axis in found)
         residual, check = self._residual(name, list(found.values()))
-        note = self._capture.checks.unread.get(name, "")
+        note = self._capture.account.checks.unread.get(name, "")
         if residual is None and not note:
             note = "nothing to compare with: the gradient reached the parameter unseen (sharded?)"
         if residual is not None and residual > self._tolerance(name):
@@ -307,7 +315,7 @@ class TokenGradients:
 
     def _residual(self, name: str, found: list[TokenGradient]) -> tuple[float | None, str]:
         """How far the tokens' sum is from autograd's gradient, and how that was compared."""
-        brought = self._capture.checks.brought(name)
+        brought = self._capture.account.checks.brought(name)
         gradient = self._whole_gradient(name)
         if gradient is not None and self._keep == "factors":
             total = sum((each.total() for each in found), start=torch.zeros_like(gradient))
@@ -317,7 +325,7 @@ class TokenGradients:
             return _length(total.to(gradient) - gradient) / scale, "sum"
         if brought is None:
             return None, ""
-        vectors = self._capture.checks.vectors(name, found[0].norm())
+        vectors = self._capture.account.checks.vectors(name, found[0].norm())
         probes = torch.cat([each.probes(vectors).double() for each in found])
         sizes = torch.cat([each.norm().flatten() for each in found])
         scale = max(float(brought.abs()), _length(sizes), torch.finfo(torch.float32).tiny)
@@ -326,21 +334,21 @@ class TokenGradients:
     def _whole_gradient(self, name: str) -> Tensor | None:
         """`.grad`, if it holds what the block brought and nothing else."""
         gradient = self._parameters[name].grad
-        brought = self._capture.checks.brought(name)
+        brought = self._capture.account.checks.brought(name)
         is_ours = name in self._fresh and gradient is not None and not gradient.is_sparse
         if gradient is None or brought is None or not is_ours:
             return None
-        if self._capture.versions.get(name) != gradient._version:
+        if self._capture.arrivals.versions.get(name) != gradient._version:
             return None
         # DDP has averaged it over the processes: then it is not what this one brought.
-        here = float(self._capture.checks.between(name, gradient.detach()))
+        here = float(self._capture.account.checks.between(name, gradient.detach()))
         rounding = 1e-2 if gradient.itemsize < 4 else 1e-4
         near = abs(here - float(brought)) <= rounding * max(abs(here), abs(float(brought)))
         return gradient.detach() if near else None
 
     def _tolerance(self, name: str) -> float:
         """Above this a residual is more than rounding."""
-        if self._infos[name].dtype.itemsize < 4 or self._capture.is_narrow(name):
+        if self._infos[name].dtype.itemsize < 4 or self._capture.account.is_narrow(name):
             return 5e-2
         return 1e-6 if self._infos[name].dtype == torch.float64 else 1e-3
 

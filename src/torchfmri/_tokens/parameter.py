@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-_VOXEL = 64  # neighbouring units, where no head or expert says otherwise
+VOXEL = 64  # neighbouring units, where no head or expert says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +53,45 @@ class ParameterInfo:
 
 
 def describe(
-    name: str, layer: str, key: str, module: nn.Module, parameter: nn.Parameter, head: int | None
+    name: str,
+    module: nn.Module,
+    parameter: nn.Parameter,
+    head: int | None = None,
+    units: int = VOXEL,
 ) -> ParameterInfo:
     """What is known of a parameter from its module.
 
     Args:
         name: Its dotted name.
-        layer: The layer that owns it.
-        key: Its name in that module.
-        module: That module.
+        module: The module that owns it.
         parameter: The parameter.
         head: The size of an attention head, if it is known (`head_size`).
+        units: How many neighbouring units are one voxel where no head or expert is.
     """
-    shape = tuple(parameter.shape)
-    output, inputs = _sides(module, shape)
-    voxel = _voxel(layer, shape, output, head)
-    return ParameterInfo(name, layer, key, shape, parameter.dtype, output, inputs, voxel)
+    classes = type(module).__mro__
+    return _described(name, classes, tuple(parameter.shape), parameter.dtype, head, units)
 
 
-def _sides(module: nn.Module, shape: tuple[int, ...]) -> tuple[Side, Side | None]:
+@lru_cache(maxsize=8192)  # a training loop asks for the same ones at every step
+def _described(
+    name: str,
+    classes: tuple[type, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    head: int | None,
+    units: int,
+) -> ParameterInfo:
+    layer, _, key = name.rpartition(".")
+    output, inputs = _sides(classes, shape)
+    voxel = _voxel(layer, shape, output, head, units)
+    return ParameterInfo(name, layer, key, shape, dtype, output, inputs, voxel)
+
+
+def _sides(classes: tuple[type, ...], shape: tuple[int, ...]) -> tuple[Side, Side | None]:
     """Which axes are output units and which are input units."""
-    kinds = {each.__name__ for each in type(module).__mro__}
     if len(shape) < 2:
         return Side(0, len(shape)), None
+    kinds = {each.__name__ for each in classes}
     if kinds & {"Embedding", "EmbeddingBag"} or (kinds & {"Conv1D"} and len(shape) == 2):
         return Side(1, 2), Side(0, 1)
     if kinds & {"_ConvTransposeNd"}:
@@ -86,8 +103,8 @@ def _sides(module: nn.Module, shape: tuple[int, ...]) -> tuple[Side, Side | None
     return Side(len(shape) - 1, len(shape)), None
 
 
-def _voxel(layer: str, shape: tuple[int, ...], output: Side, head: int | None) -> int:
-    """Heads in attention projections, experts where experts are rows, else 64 units."""
+def _voxel(layer: str, shape: tuple[int, ...], output: Side, head: int | None, size: int) -> int:
+    """Heads in attention projections, experts where experts are rows, else neighbours."""
     units = output.length(shape)
     if output.last - output.first == 2:
         return shape[output.last - 1]
@@ -95,7 +112,7 @@ def _voxel(layer: str, shape: tuple[int, ...], output: Side, head: int | None) -
     queries = projection in ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
     if head and queries and units % head == 0:
         return head
-    return min(_VOXEL, max(1, units))
+    return min(size, max(1, units))
 
 
 def head_size(config: Any) -> int | None:

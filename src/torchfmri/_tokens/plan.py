@@ -83,13 +83,15 @@ def _matched(
 
 
 def describe_all(
-    parameters: Mapping[str, nn.Parameter], layers: Mapping[str, nn.Module], head: int | None
+    parameters: Mapping[str, nn.Parameter],
+    layers: Mapping[str, nn.Module],
+    head: int | None,
+    units: int,
 ) -> dict[str, ParameterInfo]:
-    infos = {}
-    for name, parameter in parameters.items():
-        layer, _, key = name.rpartition(".")
-        infos[name] = describe(name, layer, key, layers[layer], parameter, head)
-    return infos
+    return {
+        name: describe(name, layers[name.rpartition(".")[0]], parameter, head, units)
+        for name, parameter in parameters.items()
+    }
 
 
 def watched_modules(

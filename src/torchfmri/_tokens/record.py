@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torchfmri._padding import TokenMask
 from torchfmri._tokens import rules
 from torchfmri._tokens.axes import Grid, features_last, features_second
 from torchfmri._tokens.factors import Term
+from torchfmri._tokens.reduced import Reduced
 from torchfmri._tokens.rules import Rule
 from torchfmri._torch_private import NO_BACKWARD, current_backward
 from torchfmri.exceptions import InspectionError
@@ -43,8 +44,7 @@ class Watched:
     reads_weights: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """Which tokens: the pass of the model, encoder or decoder, and how many there are."""
 
     run: int
@@ -56,38 +56,50 @@ class Axis:
         return f"{self.stack} {text}" if self.stack else text
 
 
-@dataclass(slots=True)
-class Part:
+class Part(NamedTuple):
     """What one call, or one re-run, adds to the token gradients of one parameter.
 
     Attributes:
         axis: Which tokens.
         rule: How it was found.
         mask: Which positions are padding.
-        terms: The factors; None where norms alone were kept.
-        squares: (t,), the squared norms; None until asked for.
-        probes: Computes the gradients between the check's random vectors, (t,); likewise.
+        terms: The factors; None where numbers alone were kept.
+        reduced: Those numbers; None where the factors were kept.
     """
 
     axis: Axis
     rule: str
     mask: TokenMask | None
     terms: list[Term] | None
-    squares: Tensor | None = None
-    probes: Callable[[], Tensor] | None = None
-
-
-# Squared norms, (t,), and what computes the probes, by the parameter's name.
-Numbers: TypeAlias = Callable[[], dict[str, tuple[Tensor, Callable[[], Tensor]]]]
+    reduced: Reduced | None = None
 
 
 class Record:
-    """One call of a layer with a rule; a hook on the call's output."""
+    """One call of a layer with a rule; a hook on the call's output.
 
-    __slots__ = (
-        "_arrived", "_spread", "backward", "g", "is_replayed", "mask", "model", "numbers", "run",
-        "settings", "shape", "stack", "strides", "version", "watched", "x",
-    )  # fmt: skip
+    Attributes:
+        watched: The layer.
+        run: The number of the pass; `model` is what the model was handed, (b, s).
+        mask: Which positions are padding.
+        stack: Whose tokens they are, the encoder's or the decoder's.
+        x: What the call read, at this `version` and with these `strides` (where they matter).
+        is_replayed: A checkpoint computes the call again, and brings x then.
+        settings: What the rule asks the module for.
+        g: The gradient of the output, of this `shape`, from this `backward` pass.
+        reduced: Numbers instead of both, by the parameter's name in the module.
+    """
+
+    x: Any = None
+    version = 0
+    strides: tuple[int, ...] = ()
+    is_replayed = False
+    settings: Any = None
+    g: Tensor | None = None
+    shape: tuple[int, ...] | None = None  # None: no gradient has come
+    is_narrow = False
+    backward = NO_BACKWARD
+    reduced: dict[str, Reduced] | None = None
+    _spread: Tensor | None = None
 
     def __init__(
         self,
@@ -99,15 +111,6 @@ class Record:
     ) -> None:
         self.watched, self.run, self.model, self.mask = watched, run, model, mask
         self.stack, self._arrived = watched.stack, arrived
-        self.x: Any = None
-        self.version, self.is_replayed = 0, False
-        self.g: Tensor | None = None
-        self.shape: tuple[int, ...] = ()
-        self.strides: tuple[int, ...] = ()
-        self.backward = NO_BACKWARD
-        self.numbers: Numbers | None = None
-        self.settings: Any = watched.module
-        self._spread: Tensor | None = None
 
     def __call__(self, gradient: Tensor) -> None:
         self._arrived(self, gradient, current_backward())
@@ -140,7 +143,7 @@ class Record:
     def without_tail(self, gradient: Tensor) -> Tensor:
         """The gradient of a causal convolution without what it computed beyond the sequence."""
         model = self.model
-        if self.watched.rule is not rules.convolution or model is None or gradient.ndim != 3:
+        if model is None or gradient.ndim != 3:
             return gradient
         b, _, length = gradient.shape
         if b != model[0] or length <= model[1] or bool(gradient[..., model[1] :].any()):
@@ -151,31 +154,29 @@ class Record:
 
     def grid(self) -> Grid:
         """The tokens of this call."""
-        module = self.watched.module
-        if self.watched.rule in rules.CHANNELS_SECOND:
-            return features_second(self.shape, rules.spatial_axes(module))
-        if self.watched.rule is rules.embedding and "relative" in self.watched.layer:
-            return Grid(1, self.shape[0], (0, 1))  # (query, key, heads): the query's position
-        normalised = getattr(module, "normalized_shape", (0,))
-        features = len(normalised) if isinstance(normalised, tuple) else 1
-        return features_last(self.shape[: len(self.shape) - features], self.model, self.strides)
+        rule, module, shape = self.watched.rule, self.watched.module, self.shape
+        assert shape is not None
+        if rule in rules.CHANNELS_SECOND:
+            return features_second(shape, rules.spatial_axes(module))
+        if rule is rules.embedding and "relative" in self.watched.layer:
+            return Grid(1, shape[0], (0, 1))  # (query, key, heads): the query's position
+        features = 1
+        if rule is rules.layer_norm or rule is rules.rms_norm:
+            features = len(module.normalized_shape)  # type: ignore[arg-type]
+        return features_last(tuple(shape[: len(shape) - features]), self.model, self.strides)
 
     # -- factors -----------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, Part]:
-        """What the call adds to its parameters, by their names in the module."""
+    def terms(self) -> dict[str, Term]:
+        """The factors of its parameters, by their names in the module."""
         rule = self.watched.rule
         assert rule is not None
         assert self.g is not None
         self.check_input()
-        grid = self.grid()
+        settings = self.watched.module if self.settings is None else self.settings
         with torch.no_grad(), torch.autocast(self.g.device.type, enabled=False):
-            terms = rule(self.settings, self.x, self.g, grid)
-        return {
-            key: Part(self._axis(terms[key].tokens, grid), rule.__name__, self.mask, [terms[key]])
-            for key in self.watched.parameters
-            if key in terms
-        }
+            found = rule(settings, self.x, self.g, self.grid())
+        return {key: found[key] for key in self.watched.parameters if key in found}
 
     def check_input(self) -> None:
         """Refuse an input that is not there, or that somebody has written into since."""
@@ -192,18 +193,24 @@ class Record:
                 "gone. Let the model write into a copy."
             )
 
-    # -- norms alone -------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------
 
-    def reduced_parts(self) -> dict[str, Part] | None:
-        """The parts, if the call was reduced to numbers."""
-        if self.numbers is None:
-            return None
+    def parts(self) -> dict[str, Part]:
+        """What the call adds to its parameters, by their names in the module."""
         assert self.watched.rule is not None
-        grid, rule = self.grid(), self.watched.rule.__name__
+        name = self.watched.rule.__name__
+        if self.reduced is not None:
+            grid = self.grid()
+            return {
+                key: Part(self._axis(each.tensors[1].shape[0], grid), name, self.mask, None, each)
+                for key, each in self.reduced.items()
+                if key in self.watched.parameters
+            }
+        terms = self.terms()
+        grid = self.grid()
         return {
-            key: Part(self._axis(len(found[0]), grid), rule, self.mask, None, *found)
-            for key, found in self.numbers().items()
-            if key in self.watched.parameters
+            key: Part(self._axis(term.tokens, grid), name, self.mask, [term])
+            for key, term in terms.items()
         }
 
     def _axis(self, tokens: int, grid: Grid) -> Axis:

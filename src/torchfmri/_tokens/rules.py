@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -298,12 +299,17 @@ def rule_of(module: nn.Module) -> Rule | None:
     if isinstance(module, nn.PReLU) and module.num_parameters > 1:
         return prelu_per_channel
     if forward.__module__.startswith("torch.nn.modules"):
-        return next((rule for kind, rule in RULES.items() if isinstance(module, kind)), None)
+        return _rule_of_class(type(module))  # type: ignore[arg-type]
     if forward.__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D":
         return conv1d_of_transformers
     if type(module) not in _NEUTRAL:
         _NEUTRAL[type(module)] = _neutral_weight(module)
     return own_rms_norm if _NEUTRAL[type(module)] is not None else None
+
+
+@lru_cache(maxsize=4096)
+def _rule_of_class(kind: type[nn.Module]) -> Rule | None:
+    return next((rule for base, rule in RULES.items() if issubclass(kind, base)), None)
 
 
 # Rules that ask for a state of the module which may be another when the result is read.
@@ -331,8 +337,8 @@ def _parameters_are_plain(module: nn.Module) -> bool:
 
     Parametrizations and the older weight_norm put a computed tensor in the parameter's place.
     """
-    plain = all(name in module._parameters for name in ("weight",) if hasattr(module, name))
-    return plain and not hasattr(module, "parametrizations")
+    plain = "weight" in module._parameters or not hasattr(module, "weight")
+    return plain and "parametrizations" not in module._modules
 
 
 def _neutral_weight(module: nn.Module) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,23 +19,29 @@ from torchfmri._tokens.factors import Factor, Index, Term
 from torchfmri._tokens.gradient import TokenGradient
 from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.record import Axis, Part
+from torchfmri._tokens.reduced import SQUARES, Reduced
 from torchfmri.exceptions import InspectionError
 
+Masks: TypeAlias = dict[object, "Tensor | None"]
 
-def joined(info: ParameterInfo, parts: Sequence[Part]) -> dict[Axis, TokenGradient]:
-    """The token gradients of a parameter on each of its token axes."""
-    if len(parts) == 1 and parts[0].mask is None:
+
+def joined(info: ParameterInfo, parts: Sequence[Part], masks: Masks) -> dict[Axis, TokenGradient]:
+    """The token gradients of a parameter on each of its token axes.
+
+    Args:
+        info: The parameter.
+        parts: What its uses brought.
+        masks: Masks of parameters before, which may be those of this one too.
+    """
+    if len(parts) == 1:
         (part,) = parts
-        axis = Axis(0, part.axis.stack, part.axis.grid)
-        found = TokenGradient(
-            info,
-            axis.grid,
-            part.rule,
-            terms=part.terms,
-            squares=part.squares,
-            probes=part.probes,
-        )
-        return {axis: found}
+        _, stack, grid = part.axis
+        mask = None if part.mask is None else _mask(grid, [[part]], masks)
+        return {
+            Axis(0, stack, grid): TokenGradient(
+                info, grid, part.rule, terms=part.terms, reduced=part.reduced, mask=mask
+            )
+        }
     by_axis: dict[Axis, list[Part]] = defaultdict(list)
     for part in parts:
         by_axis[part.axis].append(part)
@@ -50,57 +56,57 @@ def joined(info: ParameterInfo, parts: Sequence[Part]) -> dict[Axis, TokenGradie
     result: dict[Axis, TokenGradient] = {}
     for (stack, _), axes in passes.items():
         grid = (sum(each.grid[0] for each in axes), max(each.grid[1] for each in axes))
-        result[Axis(0, stack, grid)] = _token_gradient(info, grid, [by_axis[each] for each in axes])
+        passed = [by_axis[each] for each in axes]
+        mask = _mask(grid, passed, masks)
+        result[Axis(0, stack, grid)] = _token_gradient(info, grid, passed, mask)
     return result
 
 
 def _token_gradient(
-    info: ParameterInfo, grid: tuple[int, int], passes: list[list[Part]]
+    info: ParameterInfo, grid: tuple[int, int], passes: list[list[Part]], mask: Tensor | None
 ) -> TokenGradient:
     names = " + ".join(dict.fromkeys(part.rule for parts in passes for part in parts))
-    mask = _mask(grid, passes)
-    probes = partial(_all_probes, passes, grid[1]) if _have(passes, "probes") else None
-    if not _have(passes, "terms"):
-        squares = torch.cat(
-            [_spread(_only_squares(parts), parts[0].axis, grid[1]) for parts in passes]
-        )
-        return TokenGradient(info, grid, names, squares=squares, mask=mask, probes=probes)
+    if any(part.terms is None for parts in passes for part in parts):
+        numbers = [
+            (_spread(reduced.squares(), axis, grid[1]), _spread(reduced.probes(), axis, grid[1]))
+            for reduced, axis in ((_only(parts), parts[0].axis) for parts in passes)
+        ]
+        squares, probes = map(torch.cat, zip(*numbers, strict=True))
+        reduced = Reduced(SQUARES, (squares, probes))
+        return TokenGradient(info, grid, names, reduced=reduced, mask=mask)
     terms = [[term for part in parts for term in part.terms or ()] for parts in passes]
     axes = [parts[0].axis for parts in passes]
     return TokenGradient(info, grid, names, terms=_joined_terms(terms, axes, grid), mask=mask)
 
 
-def _have(passes: list[list[Part]], what: str) -> bool:
-    return all(getattr(part, what) is not None for parts in passes for part in parts)
-
-
-def _only_squares(parts: list[Part]) -> Tensor:
-    """The squared norms of a pass, in which all uses were reduced together."""
-    if len(parts) > 1 or parts[0].squares is None:
+def _only(parts: list[Part]) -> Reduced:
+    """The numbers of a pass, in which all uses were reduced together."""
+    if len(parts) > 1 or parts[0].reduced is None:
         raise InspectionError(
             f"Several calls were reduced one by one ({', '.join(part.rule for part in parts)}), so "
             "their cross terms are missing. Write token_gradients(..., keep='factors')."
         )
-    return parts[0].squares
-
-
-def _all_probes(passes: list[list[Part]], length: int) -> Tensor:
-    """The probes of all passes, (t,)."""
-    found = []
-    for parts in passes:
-        several = torch.stack([part.probes() for part in parts if part.probes is not None])
-        found.append(_spread(several.sum(0), parts[0].axis, length))
-    return torch.cat(found)
+    return parts[0].reduced
 
 
 def _spread(numbers: Tensor, axis: Axis, length: int) -> Tensor:
-    """Numbers per token of a pass, (t,), filled up to a common length."""
+    """Numbers per token of a pass, (t, ...), filled up to a common length."""
     missing = length - axis.grid[1]
-    return F.pad(numbers.view(axis.grid), (0, missing)).reshape(-1) if missing else numbers
+    if not missing:
+        return numbers
+    whole = numbers.view(*axis.grid, *numbers.shape[1:])
+    return F.pad(whole, (*[0, 0] * (numbers.ndim - 1), 0, missing)).flatten(0, 1)
 
 
-def _mask(grid: tuple[int, int], passes: list[list[Part]]) -> Tensor | None:
+def _mask(grid: tuple[int, int], passes: list[list[Part]], masks: Masks) -> Tensor | None:
     """Which positions count, (b, s); None where all do."""
+    key = (grid, *((parts[0].axis, id(parts[0].mask)) for parts in passes))
+    if key not in masks:
+        masks[key] = _new_mask(grid, passes)
+    return masks[key]
+
+
+def _new_mask(grid: tuple[int, int], passes: list[list[Part]]) -> Tensor | None:
     found: list[Tensor | None] = []
     for parts in passes:
         axis, padding = parts[0].axis, parts[0].mask

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from torchfmri._patterns import match_names, nearest_names
-from torchfmri._tokens.factors import Shared, mirrored
+from torchfmri._tokens.factors import mirrored
 from torchfmri._tokens.gradient import TokenGradient
+from torchfmri._tokens.grams import summed_gram
+from torchfmri._tokens.reduced import summed_squares
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 
@@ -50,20 +54,20 @@ class TokenSelection:
 
     def norm(self) -> Tensor:
         """The norm of each token's gradient over all the parameters, (b, s)."""
-        several = list(self._gradients.values())
-        squares = torch.stack([each.squares() for each in several])
-        return (
-            squares.sum(0, dtype=torch.float64).sqrt().to(squares.dtype).view(several[0].shape[:2])
-        )
+        by_mask: dict[int, list[TokenGradient]] = defaultdict(list)
+        for each in self._gradients.values():
+            by_mask[id(each.mask)].append(each)
+        parts = []
+        for same in by_mask.values():
+            total, dtype = summed_squares([each.numbers() for each in same])
+            parts.append((total if same[0].mask is None else total * same[0].mask.flatten(), dtype))
+        squares = torch.stack([each for each, _ in parts]).sum(0)
+        dtype = reduce(torch.promote_types, (each for _, each in parts))
+        return squares.sqrt_().to(dtype).view(next(iter(self._gradients.values())).shape[:2])
 
     def gram(self) -> Tensor:
         """The inner product of every two tokens' gradients, (b * s, b * s)."""
-        shared: Shared = {}  # q, k and v multiply the same x
-        several = iter(self._gradients.values())
-        total = next(several).lower_gram(shared)
-        for each in several:
-            total = total + each.lower_gram(shared)
-        return mirrored(total)
+        return mirrored(summed_gram(each.terms("gram()") for each in self._gradients.values()))
 
     def project(self, k: int, seed: int = 0) -> Tensor:
         """Each token's gradient under a random linear map to k numbers, (b, s, k)."""

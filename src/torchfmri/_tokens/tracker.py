@@ -433,6 +433,8 @@ def _same_samples(operands: list[Tags], name: str) -> bool:
     if len(operands) != 2 or name == "mv":
         return True
     one, other = operands
+    if other.numbers.ndim < 2:  # where groups end: of a single token even that has a token
+        return True
     rows, columns = one.numbers[..., :1], other.numbers[..., :1, :]
     nobody = (rows < 0) | (columns < 0)
     lengths = max(1, one.grid[1]), max(1, other.grid[1])

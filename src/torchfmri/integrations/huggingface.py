@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
-from torchfmri.exceptions import InspectionError
+from torchfmri.exceptions import InspectionError, NonFiniteWarning
+from torchfmri.integrations.findings import first_nonfinite_step, warn_of_findings
 
 try:
     from transformers import TrainerCallback
@@ -21,11 +23,13 @@ except ImportError as error:
 class MonitorCallback(TrainerCallback):
     """Follows a Trainer: each optimizer step is one step, however many micro-batches it takes.
 
-    Evaluation and prediction are not watched. The loss is the one that the model returns.
+    Evaluation and prediction are not watched. The loss is the one that the model returns. What is
+    found wrong is said at once, as a `FindingWarning`.
 
     Args:
         *writers: As for `Monitor.add_writer`.
-        **options: As for `Monitor`: watch, what, every, histogram, history, max_bytes.
+        **options: As for `Monitor`: watch, what, every, histogram, history, max_bytes,
+            on_nonfinite, incidents.
 
     Attributes:
         monitor: The Monitor; None until training begins.
@@ -36,6 +40,7 @@ class MonitorCallback(TrainerCallback):
         self._writers = [check_writer(each) for each in writers]
         self._options = check_options(options)
         self._step: AbstractContextManager[MonitoredStep] | None = None
+        self._warned = False
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
@@ -59,6 +64,23 @@ class MonitorCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The optimizer has stepped."""
         self._leave(finished=True)
+        if self.monitor is not None:
+            warn_of_findings(self.monitor)
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say so, once, if the Trainer's log hides a loss that is not finite."""
+        if self._warned or self.monitor is None or not args.logging_nan_inf_filter:
+            return
+        step = first_nonfinite_step(self.monitor)
+        if step is not None:
+            self._warned = True
+            warnings.warn(
+                f"torchfmri: the loss of step {step} was not finite, but the Trainer's "
+                "log does not show it: logging_nan_inf_filter=True leaves such losses out. Set it "
+                "to False in TrainingArguments.",
+                NonFiniteWarning,
+                stacklevel=2,
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove what may be left."""

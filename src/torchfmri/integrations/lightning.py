@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchfmri._monitor import Monitor, Writer, check_options, check_writer
+from torchfmri.integrations.findings import warn_of_findings
 
 try:
     from lightning.pytorch import Callback
@@ -20,11 +21,12 @@ class MonitorCallback(Callback):
     """Follows a Lightning Trainer: each optimizer step is one step.
 
     With several optimizers the last one ends a step. Validation is not watched. The loss is what
-    `training_step` returns.
+    `training_step` returns. What is found wrong is said at once, as a `FindingWarning`.
 
     Args:
         *writers: As for `Monitor.add_writer`.
-        **options: As for `Monitor`: watch, what, every, histogram, history, scaler, max_bytes.
+        **options: As for `Monitor`: watch, what, every, histogram, history, scaler, max_bytes,
+            on_nonfinite, incidents.
 
     Attributes:
         monitor: The Monitor; None until training begins.
@@ -46,10 +48,24 @@ class MonitorCallback(Callback):
                 self.monitor.add_writer(write)
         self.monitor.attach()
 
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """See the batch, to be kept if the step is an incident."""
+        if self.monitor is not None:
+            self.monitor.batch(batch)
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """See the loss, which Lightning has divided by the number of micro-batches."""
         if self.monitor is not None:
             self.monitor.loss(loss.detach() * trainer.accumulate_grad_batches)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Say what was found."""
+        if self.monitor is not None:
+            warn_of_findings(self.monitor)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach."""

@@ -20,6 +20,8 @@ MEANING = {
     "input_gradients": "dL/d input, through the layer's own call",
     "parameters": "value of the parameters",
     "parameter_gradients": "dL/d parameter",
+    "activation_rate": "share of tokens that reach a unit",
+    "selectivity": "spread over tasks of a unit's activation rate",
 }
 _LINEAR_UP_TO = 30.0
 _DECADES_SHOWN = 6

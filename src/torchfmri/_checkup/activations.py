@@ -1,0 +1,117 @@
+"""Nonlinearities: where they are flat, told from the layer or from the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TANH_FLAT = 0.97
+"""tanh' is below 6 % of its maximum there."""
+SIGMOID_FLAT = 1e-2
+"""Share of the largest slope, 1/4."""
+
+RECTIFIERS = frozenset({"relu", "relu6", "gelu", "silu"})
+"""Functions with a side on which a unit is off; off for every sample is dead."""
+SQUASHERS = frozenset({"tanh", "sigmoid", "hardtanh"})
+"""Functions with two flat ends."""
+
+_MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu", nn.ReLU6: "relu6", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid", nn.Hardtanh: "hardtanh", nn.Softmax: "softmax",
+    nn.LogSoftmax: "log_softmax", nn.Softplus: "softplus",
+}  # fmt: skip
+_NODES = {
+    "ReluBackward0": "relu", "TanhBackward0": "tanh", "SigmoidBackward0": "sigmoid",
+    "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax",
+    "HardtanhBackward0": "hardtanh", "SoftplusBackward0": "softplus",
+    "ClampMinBackward0": "relu", "ThresholdBackward0": "relu",
+}  # fmt: skip
+_PASSING = (
+    "View", "Reshape", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Flatten",
+    "Expand", "Slice", "Select", "Alias", "NativeDropout",
+)  # fmt: skip
+
+
+_POOLING = ("Mean", "AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", "Max", "Amax")
+
+
+def function_of_module(module: nn.Module) -> str:
+    """The name of the function of an activation layer; "" for other layers."""
+    if isinstance(module, nn.RNN):
+        return str(module.nonlinearity)
+    return _MODULES.get(type(module), "")
+
+
+def function_behind(tensor: Tensor, most: int = 5) -> tuple[str, Any]:
+    """What function made a tensor, and the node before it; ("", the last node) if none did.
+
+    Pooling is looked through for relu, whose values are 0 after it only if all were.
+    """
+    node = tensor.grad_fn
+    pooled = False
+    for _ in range(most):
+        if node is None:
+            break
+        name = type(node).__name__ if node.__class__.__module__ == "builtins" else node.name()
+        if name in _NODES:
+            function = _NODES[name]
+            return (function, _before(node)) if function == "relu" or not pooled else ("", node)
+        if name.startswith(_POOLING):
+            pooled = True
+        elif not name.startswith(_PASSING) and not _is_masking(name, node):
+            break
+        node = _before(node)
+    return "", node
+
+
+def _is_masking(name: str, node: Any) -> bool:
+    """Whether it is the product with something that has no graph, as dropout makes it."""
+    inputs = [each for each, _ in node.next_functions if each is not None]
+    return name in ("MulBackward0", "DivBackward0") and len(inputs) == 1
+
+
+def _before(node: Any) -> Any:
+    return next((each for each, _ in node.next_functions if each is not None), None)
+
+
+def flat_values(function: str, x: Tensor | None, y: Tensor) -> Tensor | None:
+    """Where the function is flat, as booleans of y's shape; None where that cannot be told."""
+    if function == "relu":
+        return y == 0
+    if function == "relu6":
+        return (y == 0) | (y == 6)
+    if function == "tanh":
+        return y.abs() > TANH_FLAT
+    if function == "sigmoid":
+        return y * (1 - y) < SIGMOID_FLAT / 4
+    if function == "hardtanh":
+        return (y == y.max()) | (y == y.min())
+    if x is None or x.shape != y.shape:
+        return None
+    cut = _FLAT_BELOW.get(function)
+    return None if cut is None else x < cut
+
+
+_FLAT_BELOW = {"gelu": -4.0, "silu": -8.0}
+"""Slopes there: -5e-4 and -2e-3."""
+
+RANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "relu": ("0 and above", lambda y: y < 0),
+    "softplus": ("above 0", lambda y: y < 0),
+    "sigmoid": ("0 to 1", lambda y: (y < 0) | (y > 1)),
+    "softmax": ("0 to 1", lambda y: (y < 0) | (y > 1)),
+    "tanh": ("-1 to 1", lambda y: y.abs() > 1),
+    "hardtanh": ("-1 to 1", lambda y: y.abs() > 1),
+    "log_softmax": ("0 and below", lambda y: y > 0),
+}
+"""Function -> what it can return, and which targets lie outside."""
+
+
+def share_outside(function: str, target: Tensor) -> float:
+    """The share of the targets that a function cannot return."""
+    if function not in RANGES or not target.is_floating_point() or not target.numel():
+        return 0.0
+    return float(RANGES[function][1](target.detach()).to(torch.float32).mean())

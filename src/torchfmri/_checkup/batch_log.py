@@ -1,0 +1,148 @@
+"""What the batches of a run have in common: size, repeats, classes, padding."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._checkup.copies import Split
+from torchfmri._checkup.weights import rms
+from torchfmri._diagnosis.observation import DataFacts
+from torchfmri._elements import flatten
+from torchfmri._layers import named_layers
+
+LEAST_NUMBERS = 8
+"""Samples of fewer numbers repeat by chance (a truth table has four)."""
+LEAST_CLASSES_BATCH = 8
+_MOST_VALUES = 1 << 20
+
+
+@dataclass
+class BatchLog:
+    """Takes in batch after batch."""
+
+    rms: float = 0.0
+    samples: int = 0
+    _has_floats: bool = False
+    _target_rms: float = 0.0
+    _repeated: int = 0
+    _contradicting: int = 0
+    _compared: int = 0
+    _one_class: int = 0
+    _judged: int = 0
+    _classes: Counter[int] = field(default_factory=Counter)
+    _padded: int = 0
+    _positions: int = 0
+    _tokens: Counter[int] = field(default_factory=Counter)
+
+    def add(self, split: Split) -> None:
+        """Look at one batch."""
+        inputs = [each.tensor for each in flatten((split.arguments, dict(split.keywords)))]
+        target = split.target if isinstance(split.target, Tensor) else None
+        if target is None:
+            target = next((each for key, each in split.keywords.items() if key == "labels"), None)
+        floats = [each for each in inputs if each.is_floating_point() and each.numel()]
+        for each in floats:
+            self._has_floats = True
+            values = each.detach()[torch.isfinite(each.detach())].float()
+            if values.numel():
+                self.rms = max(self.rms, float(values.square().mean().sqrt()))
+        if inputs and inputs[0].ndim:
+            self.samples += inputs[0].shape[0]
+            self._compare(inputs[0], target)
+        if isinstance(target, Tensor):
+            if target.is_floating_point() and target.numel():
+                self._target_rms = max(self._target_rms, rms(target))
+            self._count_classes(target)
+            self._look_for_padding(split.keywords, target)
+
+    def _compare(self, first: Tensor, target: Tensor | None) -> None:
+        rows = first.detach().flatten(1) if first.ndim > 1 else first.detach()[:, None]
+        if len(rows) < 4 or rows.shape[1] < LEAST_NUMBERS or rows.numel() > _MOST_VALUES:
+            return
+        if bool(((rows != 0).sum(1) <= 1).all()):  # one-hot: one number per row
+            return
+        rows = rows.cpu()
+        rows = rows.float() if rows.dtype == torch.bfloat16 else rows
+        _, places, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
+        self._compared += len(rows)
+        again = counts[places] > 1
+        self._repeated += int(again.sum())
+        is_class = target is not None and not target.is_floating_point() and target.ndim == 1
+        if bool(again.any()) and is_class and target is not None and len(target) == len(rows):
+            for group in set(places[again].tolist()):
+                labels = target[(places == group).to(target.device)]
+                if len(set(labels.tolist())) > 1:
+                    self._contradicting += len(labels)
+
+    def _count_classes(self, target: Tensor) -> None:
+        if target.is_floating_point() or target.ndim != 1 or len(target) < LEAST_CLASSES_BATCH:
+            return
+        classes = target.detach().tolist()
+        self._judged += 1
+        self._one_class += len(set(classes)) == 1
+        self._classes.update(classes)
+
+    def _look_for_padding(self, keywords: Mapping[str, Any], target: Tensor) -> None:
+        """Count the positions after the end of a text that are among the targets."""
+        if target.is_floating_point() or target.ndim != 2 or target.shape[1] < 4:
+            return
+        rows = target.detach().cpu()
+        self._positions += rows.numel()
+        last = rows[:, -1]
+        token = int(last.mode().values)
+        is_token = rows == token
+        ends = is_token.flip(1).long().cumprod(1).flip(1).bool()
+        runs = ends.sum(1)
+        at_ends_only = bool((is_token & ~ends).sum() == 0)
+        ragged = len(set(runs.tolist())) > 1 and int((runs >= 2).sum()) * 2 >= len(runs)
+        if at_ends_only and ragged:
+            self._padded += int(ends.sum())
+            self._tokens[token] += 1
+
+    def _sorted_share(self) -> float:
+        """The share of batches of a single class, above what chance gives with these classes."""
+        if self._judged < 4:
+            return 0.0
+        seen = self._classes.total()
+        size = seen / self._judged
+        by_chance = math.fsum((count / seen) ** size for count in self._classes.values())
+        return max(0.0, self._one_class / self._judged - by_chance)
+
+    def facts(
+        self, model: nn.Module, reader: tuple[str, bool] | None, ignored: int | None
+    ) -> DataFacts:
+        """What it comes to; targets equal to `ignored` do not count in the loss."""
+        token = self._tokens.most_common(1)[0][0] if self._tokens else None
+        padded = self._padded / self._positions if self._positions and token != ignored else 0.0
+        return DataFacts(
+            self.rms if self._has_floats else None,
+            reader is not None and reader[1],
+            "" if reader is None else reader[0],
+            self._repeated / self._compared if self._compared else 0.0,
+            self._contradicting / self._compared if self._compared else 0.0,
+            self.samples,
+            self._sorted_share(),
+            len(self._classes),
+            padded,
+            token,
+            _padding_rows(model),
+            self._target_rms,
+        )
+
+
+def _padding_rows(model: nn.Module) -> dict[str, float]:
+    """Embedding -> rms of its padding row, where that is not 0."""
+    found = {}
+    for name, module in named_layers(model).items():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            rms = float(module.weight[module.padding_idx].detach().float().square().mean().sqrt())
+            if rms > 0 and math.isfinite(rms):
+                found[name] = rms
+    return found

@@ -1,0 +1,191 @@
+"""Copies of a model, its optimizers and its loss, and one training step on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfmri._layers import runnable
+from torchfmri._optimizer_steps import check_optimizers
+from torchfmri.exceptions import InspectionError
+
+OwnStep: TypeAlias = "Callable[[nn.Module, Any, Any], Any]"
+_TARGETS = ("target", "targets", "label", "labels", "y")
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a run works on; nothing of it is the user's.
+
+    Attributes:
+        model: A copy of the model.
+        optimizers: Copies that train the copy, with their state.
+        loss: A copy of the loss module, or the user's function, or None.
+        own_step: The user's own training step, or None.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    loss: Any
+    own_step: OwnStep | None = None
+
+
+class Lost(BaseException):
+    """Ends a step whose loss or gradients are not finite, before the weights are touched.
+
+    No error: it never leaves the package, and no `except Exception` of a user's step holds it up.
+    """
+
+
+def copy_all(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[..., Optimizer],
+    loss: Any,
+    own_step: OwnStep | None,
+) -> Copies:
+    """Copies of everything; the optimizers' copies hold the parameters of the model's copy.
+
+    Raises:
+        InspectionError: The model or an optimizer cannot be copied.
+    """
+    made = None
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
+        made, optimizer = optimizer, ()
+    given = check_optimizers(optimizer)
+    own_loss = loss if isinstance(loss, nn.Module) else None
+    memory: dict[int, Any] = {}
+    try:
+        twin, optimizers, twin_loss = copy.deepcopy((runnable(model), given, own_loss), memory)
+    except Exception as error:
+        raise InspectionError(
+            f"{type(model).__name__} cannot be copied ({error}), and a diagnosis runs on copies "
+            "only. Follow your own loop with torchfmri.Monitor and read monitor.findings instead."
+        ) from error
+    for original, twin_optimizer in zip(given, optimizers, strict=True):
+        _complete(original, twin_optimizer, memory)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    if made is not None:
+        optimizers = [made(twin.parameters())]
+    if not optimizers:
+        raise InspectionError("A diagnosis needs the optimizer (or a list of them).")
+    for each in optimizers if own_step is None else ():
+        if _needs_closure(each):
+            raise InspectionError(
+                f"{type(each).__name__}.step() needs a closure that computes the loss again. Hand "
+                "over your own step: diagnose(..., step=step), with optimizer.step(closure) in it."
+            )
+    return Copies(twin, optimizers, loss if own_loss is None else twin_loss, own_step)
+
+
+def _complete(original: Optimizer, twin: Optimizer, memory: dict[int, Any]) -> None:
+    """Give back the plain attributes that an optimizer's copy loses: LBFGS lists its parameters."""
+    for name, value in vars(original).items():
+        is_plain = value is None or isinstance(value, (bool, int, float, str))
+        is_tensors = isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
+        if not hasattr(twin, name) and (is_plain or is_tensors):
+            setattr(twin, name, copy.deepcopy(value, memory))
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step()` cannot be called without an argument, as that of LBFGS."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+@contextmanager
+def spared(model: nn.Module) -> Iterator[None]:
+    """Keep the user's gradients out of reach: a loss may refer to the model itself."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch in its parts.
+
+    Attributes:
+        arguments: Positional arguments of the model.
+        keywords: Keyword arguments of the model.
+        target: What the loss compares the output with; None where there is nothing.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    target: Any = None
+
+
+def split_batch(batch: Any, loss: Any) -> Split:
+    """Which part of a batch goes into the model and which into the loss.
+
+    (x, y) and (x1, x2, y) as a DataLoader yields them; a dict for a model that returns its own
+    loss, or with its target under "labels", "target" or "y"; a tensor alone, which is its own
+    target if the loss takes two arguments.
+    """
+    pairs = loss is not None and _wants_target(loss)
+    if isinstance(batch, Mapping):
+        keywords = dict(batch)
+        if not pairs:
+            return Split((), keywords)
+        name = next((name for name in _TARGETS if name in keywords), None)
+        if name is None:
+            raise InspectionError(
+                f"The batch has {', '.join(map(repr, keywords))}, and none of "
+                f"{', '.join(map(repr, _TARGETS))} for the loss. Use step= for your own step."
+            )
+        target = keywords.pop(name)
+        return Split((), keywords, target)
+    if isinstance(batch, (tuple, list)):
+        parts = tuple(batch)
+        if loss is None or not pairs or len(parts) < 2:
+            return Split(parts, {})
+        first = parts[0]
+        if len(parts) == 2 and isinstance(first, (tuple, list)):
+            return Split(tuple(first), {}, parts[1])
+        if len(parts) == 2 and isinstance(first, Mapping):
+            return Split((), first, parts[1])
+        return Split(parts[:-1], {}, parts[-1])
+    return Split((batch,), {}, batch if pairs else None)
+
+
+def loss_of(output: Any, target: Any, loss: Any) -> Tensor:
+    """The number to differentiate.
+
+    Raises:
+        InspectionError: There is none.
+    """
+    if loss is None:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        value = own if own is not None else output
+    else:
+        value = loss(output, target) if _wants_target(loss) else loss(output)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InspectionError(f"The loss must be one number, but it is {shape}. Take its mean().")
+    return value
+
+
+def _wants_target(loss: Any) -> bool:
+    """Whether a loss takes the output and something to compare it with."""
+    try:
+        parameters = signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters.values() if each.kind in kinds]
+    several = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters.values())
+    required = [each for each in positional if each.default is Parameter.empty]
+    return several or len(required) >= 2

@@ -1,0 +1,407 @@
+"""The run of a check-up: steps on copies, observed, as long as numbers are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchfmri._attachment import compiled_code_as_eager
+from torchfmri._checkup.activations import RANGES, function_behind, share_outside
+from torchfmri._checkup.batch_log import BatchLog
+from torchfmri._checkup.copies import Copies, Lost, Split, loss_of, split_batch
+from torchfmri._checkup.watcher import Watcher
+from torchfmri._checkup.weights import (
+    copied_tables,
+    has_equal_rows,
+    noise_scale,
+    relative_size,
+    rms,
+)
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.notes import Notes
+from torchfmri._diagnosis.observation import (
+    LossFacts,
+    Observation,
+    Reach,
+    RouterActivity,
+    StepFacts,
+    WeightFacts,
+)
+from torchfmri._diagnosis.structure import Structure, describe, parameters_of
+from torchfmri._diagnosis.trace import trace_of
+from torchfmri._elements import flatten
+from torchfmri._history import History
+from torchfmri._incidents.origin import find_origin
+from torchfmri._monitor import Monitor
+from torchfmri._snapshot import copy_of_data
+from torchfmri.exceptions import InspectionError
+
+
+@dataclass
+class _Log:
+    """What each step brought, as it came."""
+
+    clip: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    stale: list[bool] = field(default_factory=list)
+    rate: list[float] = field(default_factory=list)
+    stepped: list[bool] = field(default_factory=list)
+    cleared: list[bool] = field(default_factory=list)
+
+
+class Checkup:
+    """One run on copies.
+
+    Args:
+        original: The user's model, whose weights are those before the first step.
+        copies: What to run.
+        steps: How many steps at most.
+        notes: Takes down what fails in the watching itself.
+    """
+
+    def __init__(self, original: nn.Module, copies: Copies, steps: int, notes: Notes) -> None:
+        self._notes = notes
+        self._original, self._copies, self._steps = original, copies, steps
+        self._structure: Structure = describe(copies.model, copies.optimizers)
+        self._monitor = Monitor(copies.model, copies.optimizers, watch="*", history=steps + 1)
+        self._watcher = Watcher(copies.model, copies.optimizers, self._structure, notes)
+        self._batches = BatchLog()
+        self._log = _Log()
+        self._loss = LossFacts()
+        self._reach: Reach | None = None
+        self._origin: Finding | None = None
+        self._ignored: int | None = None
+        self._heads: list[Any] = []
+        self._value: Any = None
+        self._consumed: set[str] = set()
+        self._strange: dict[int, Tensor] = {}
+        self._loss_has_graph = True
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps were begun."""
+        return len(self._log.clip)
+
+    @property
+    def history(self) -> History:
+        """The statistics of all of them."""
+        return self._monitor.history
+
+    def observe(self, batches: Iterator[Any], check: Callable[[], None]) -> Observation:
+        """Run, and say what was seen; `check` is asked after each step."""
+        every = max(1, self._steps // 5)
+        with self._watcher.attached(), compiled_code_as_eager():
+            for number in range(self._steps):
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                batch = copy_of_data(batch)
+                detailed = number % every == 0 or number == self._steps - 1
+                goes_on = self._take_step(number, batch, detailed)
+                check()
+                if not goes_on:
+                    break
+            if len(self._monitor.history) < self.steps_taken - 1:
+                self._notes.add("The statistics of some steps are missing: see the warning.")
+        return self._observation()
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _take_step(self, number: int, batch: Any, detailed: bool) -> bool:
+        """Whether the run can go on."""
+        copies, watcher = self._copies, self._watcher
+        split = None if copies.own_step is not None else split_batch(batch, copies.loss)
+        with self._notes.guard("A batch"):
+            self._batches.add(_looked_at(batch, split))
+        state = torch.get_rng_state()
+        rate = max(
+            (group["lr"] for each in copies.optimizers for group in each.param_groups),
+            default=math.nan,
+        )
+        lost, value = False, None
+        with ExitStack() as stack:
+            stack.enter_context(suppress(Lost))
+            step = stack.enter_context(self._monitor.step())
+            stack.enter_context(watcher.observing(number, detailed, batch))
+            lost = True
+            value = self._own(batch) if split is None else self._plain(split)
+            if value is not None:
+                step.loss(value.detach() if isinstance(value, Tensor) else value)
+            lost = False
+        self._log.clip.append(watcher.clip)
+        self._log.norm.append(watcher.norm)
+        self._log.stale.append(watcher.stale)
+        self._log.stepped.append(watcher.stepped)
+        self._log.cleared.append(watcher.cleared)
+        self._log.rate.append(float(rate))
+        if number == 0:
+            with self._notes.guard("The loss"):
+                self._look_at_loss(split, value)
+        if number <= 1:
+            with self._notes.guard("What the loss depends on"):
+                self._look_for_leaves(number, value if self._value is None else self._value)
+        if detailed and watcher.last_detailed is not None:
+            self._heads += watcher.last_detailed.heads
+            self._consumed |= watcher.last_detailed.consumed
+        if (
+            not lost
+            and isinstance(value, Tensor)
+            and not bool(torch.isfinite(value.detach()).all())
+        ):
+            lost = True
+        updated = not lost and not self._weights_are_finite()
+        if lost or updated:
+            self._trace_back(number, batch, split, state, updated)
+            return False
+        return self._loss_has_graph
+
+    def _plain(self, split: Split) -> Tensor:
+        copies = self._copies
+        for optimizer in copies.optimizers:
+            optimizer.zero_grad()
+        value = self._forward(split)
+        self._value = value
+        if not value.requires_grad:
+            self._loss_has_graph = False
+            return value
+        if not bool(torch.isfinite(value.detach())):
+            raise Lost
+        value.backward()  # type: ignore[no-untyped-call]
+        for optimizer in copies.optimizers:
+            optimizer.step()
+        return value
+
+    def _forward(self, split: Split) -> Tensor:
+        output = self._copies.model(*split.arguments, **split.keywords)
+        return loss_of(output, split.target, self._copies.loss)
+
+    def _own(self, batch: Any) -> Any:
+        copies = self._copies
+        assert copies.own_step is not None
+        optimizers = copies.optimizers[0] if len(copies.optimizers) == 1 else copies.optimizers
+        value = copies.own_step(copies.model, batch, optimizers)
+        if value is not None and not isinstance(value, (Tensor, float, int)):
+            raise InspectionError(
+                f"step= should return the loss (or nothing), not {type(value).__name__}."
+            )
+        return value
+
+    def _weights_are_finite(self) -> bool:
+        return all(bool(torch.isfinite(each).all()) for each in self._copies.model.parameters())
+
+    def _trace_back(
+        self, number: int, batch: Any, split: Split | None, state: Tensor, updated: bool
+    ) -> None:
+        """Run the step again, operation by operation, without touching the weights."""
+        torch.set_rng_state(state)
+
+        def again() -> Any:
+            if split is not None:
+                return self._forward(split)
+            for optimizer in self._copies.optimizers:
+                optimizer.step = _no_step  # type: ignore[assignment,method-assign]
+            with suppress(Lost):
+                return self._own(batch)
+            return None
+
+        found = None
+        with self._notes.guard("The step that was not finite"):
+            found = find_origin(
+                again, self._copies.model, batch, step=number + int(updated), after_update=updated
+            )
+        if found is None and updated:
+            found = self._bad_update(number)
+        self._origin = found or Finding(
+            "nonfinite_loss", "alarm", (), "loss", number,
+            f"The loss or a gradient of step {number} was not finite, but was when the step ran "
+            "again: it depends on something that changes from run to run.",
+            "Look for random numbers with a generator of their own, and for memory that is read "
+            "before it is written (torch.empty).",
+        )  # fmt: skip
+
+    def _bad_update(self, number: int) -> Finding:
+        """Weights that the optimizer made, and that the next forward pass does not even read."""
+        bad = [
+            name
+            for name, each in parameters_of(self._copies.model).items()
+            if not bool(torch.isfinite(each.detach()).all())
+        ]
+        layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
+        return Finding(
+            "nonfinite_update", "alarm", layers, "optimizer", number + 1,
+            f"Loss and gradients of step {number} were finite, and {bad[0]!r} was not after "
+            "optimizer.step(): the optimizer made it.",
+            "Look at the settings of the optimizer: eps=0 divides 0 by 0 where a weight has no "
+            "gradient yet, and too high a learning rate overflows.",
+            {"parameters": len(bad)},
+        )  # fmt: skip
+
+    # -- the loss, once ----------------------------------------------------------------------
+
+    def _look_at_loss(self, split: Split | None, value: Any) -> None:
+        watch = self._watcher.last_detailed
+        value = value if self._value is None else self._value
+        output = self._watcher.output
+        tensors = [each.tensor for each in flatten(output) if each.tensor.is_floating_point()]
+        function = ""
+        if tensors:
+            function, _ = function_behind(tensors[0])
+            for log in self._watcher.units.values():
+                log.is_last = log.function == function and self._makes_output(log.layer, tensors[0])
+        target = None if split is None else split.target
+        outside = share_outside(function, target) if isinstance(target, Tensor) else 0.0
+        reach = RANGES[function][0] if function in RANGES else ""
+        if watch is not None and watch.outside > outside:
+            function, outside, reach = "a binary cross entropy", watch.outside, "0 to 1"
+        misread = None if watch is None else watch.misread
+        if misread is not None and watch is not None and watch.classes is None:
+            known = function in ("sigmoid", "softmax") or misread[0] != "logits"
+            misread = misread if known else None
+        called = [name for name in self._watcher.called if self._owns_matrix(name)]
+        self._loss = LossFacts(
+            watch.classes if watch else None,
+            watch.cross_entropy if watch else None,
+            misread,
+            watch.broadcast if watch else None,
+            watch.inner if watch else None,
+            float(value.detach()) if isinstance(value, Tensor) else math.nan,
+            function,
+            called[-1] if called else "",
+            relative_size(tensors[0], target) if tensors else math.nan,
+            outside,
+            reach,
+        )
+        self._ignored = watch.ignored if watch else None
+
+    def _makes_output(self, layer: str, output: Tensor) -> bool:
+        nodes = self._watcher._nodes
+        node = output.grad_fn
+        for _ in range(4):
+            if node is None:
+                return False
+            if nodes.get(node) == layer:
+                return True
+            node = next((each for each, _ in node.next_functions if each is not None), None)
+        return False
+
+    def _owns_matrix(self, layer: str) -> bool:
+        return any(
+            each.layer == layer and len(each.shape) >= 2 and "Embedding" not in each.kind
+            for each in self._structure.parameters.values()
+        )
+
+    def _look_for_leaves(self, number: int, value: Any) -> None:
+        """Leaves behind the loss that neither the model nor an optimizer nor the data has.
+
+        A tensor that a step makes for itself (to differentiate with respect to its input) is
+        another one at the next step; what stays is a weight.
+        """
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return
+        leaves = self._strange_leaves(value)
+        if number == 0:
+            self._strange = leaves
+        else:
+            self._strange = {key: each for key, each in self._strange.items() if key in leaves}
+
+    def _strange_leaves(self, value: Tensor) -> dict[int, Tensor]:
+        known = {id(each) for each in self._copies.model.parameters()}
+        for optimizer in self._copies.optimizers:
+            known |= {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if isinstance(self._copies.loss, nn.Module):
+            known |= {id(each) for each in self._copies.loss.parameters()}
+        inputs = set(self._watcher.inputs)
+        found: dict[int, Tensor] = {}
+        seen, waiting = set(), [value.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if not isinstance(leaf, Tensor) or id(leaf) in known:
+                pass
+            elif leaf.untyped_storage().data_ptr() not in inputs:
+                found[id(leaf)] = leaf
+            waiting += [each for each, _ in node.next_functions]
+        return found
+
+    def _unregistered(self) -> tuple[str, ...]:
+        return tuple(
+            f"a tensor of shape {tuple(each.shape)}"
+            for each in self._strange.values()
+            if self.steps_taken > 1 or isinstance(each, nn.Parameter)
+        )
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _observation(self) -> Observation:
+        watcher = self._watcher
+        units = [log.activity() for log in watcher.units.values()]
+        reach = Reach(
+            tuple(watcher.called),
+            frozenset(watcher.without_graph),
+            frozenset(self._consumed),
+            frozenset(name for name, kind in watcher.gradients.items() if kind != "none"),
+            self._unregistered(),
+            self._loss_has_graph,
+        )
+        place = {layer: index for index, layer in enumerate(watcher.called)}
+        routers = [
+            RouterActivity(name, experts, np.array(watcher.loads[name]))
+            for name, experts in self._structure.experts.items()
+            # What runs after those that it would choose from is a head, not a router.
+            if name in watcher.loads
+            and place.get(name, -1) < min(place.get(each, len(place)) for each in experts)
+        ]
+        return Observation(
+            trace_of(self._monitor.history), self._structure,
+            [each for each in units if each is not None], self._heads, routers, self._weights(),
+            reach, self._loss,
+            self._batches.facts(self._original, watcher.reader, self._ignored),
+            self._step_facts(), copied_tables(self._original), self._origin,
+        )  # fmt: skip
+
+    def _weights(self) -> dict[str, WeightFacts]:
+        before, after = parameters_of(self._original), parameters_of(self._copies.model)
+        found = {}
+        for name, start in before.items():
+            end = after[name].detach()
+            found[name] = WeightFacts(
+                rms(start), rms(end), has_equal_rows(start), has_equal_rows(end),
+                float((start.detach() != end).float().mean()) if end.numel() else 0.0,
+                self._watcher.gradients.get(name, "none"),
+            )  # fmt: skip
+        return found
+
+    def _step_facts(self) -> StepFacts:
+        log, watcher = self._log, self._watcher
+        half = {name: small / some for name, (small, some) in watcher.half.items() if some}
+        size = self._batches.samples / max(1, len(log.clip))
+        return StepFacts(
+            np.array(log.clip), np.array(log.norm), np.array(log.stale, bool), np.array(log.rate),
+            np.array(log.stepped, bool), half,
+            tuple(watcher.flushed) if any(half.values()) or watcher.flushed else (),
+            dict(watcher.spread), noise_scale(watcher.samples, size), np.array(log.cleared, bool),
+            dict(watcher.growth),
+        )  # fmt: skip
+
+
+def _no_step(*_: Any, **__: Any) -> None:
+    """Stands for an optimizer's step while a step is traced back."""
+
+
+def _looked_at(batch: Any, split: Split | None) -> Split:
+    """A batch in its parts; of a user's own step the last of several is taken for the target."""
+    if split is not None:
+        return split
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return Split(tuple(batch[:-1]), {}, batch[-1])
+    return Split((), dict(batch)) if isinstance(batch, dict) else Split((batch,), {})

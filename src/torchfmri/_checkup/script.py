@@ -1,0 +1,73 @@
+"""Diagnosis of a training script as it is: run it, and watch the model that it trains."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._layers import unwrap
+from torchfmri._monitor import Monitor
+from torchfmri.exceptions import InspectionError
+
+
+class _Enough(BaseException):
+    """Ends the script when it has trained for long enough."""
+
+
+def diagnose_script(path: Path, steps: int) -> Diagnosis:
+    """The findings of a Monitor on the first model that a script trains, for so many steps.
+
+    The script runs as `python path` would run it, in this process and with its own optimizer:
+    what it writes, it writes.
+
+    Raises:
+        InspectionError: There is no such file, or it trains nothing.
+    """
+    if not path.is_file():
+        raise InspectionError(f"There is no file {str(path)!r} here.")
+    monitors: list[Monitor] = []
+
+    def enough(*_: Any) -> None:
+        if len(monitors[0].history) >= steps:
+            raise _Enough
+
+    def entered(module: nn.Module, _: object) -> None:
+        trained = any(each.requires_grad for each in module.parameters())
+        if not monitors and torch.is_grad_enabled() and module.training and trained:
+            monitors.append(Monitor(module, on_nonfinite="continue").attach())
+
+    started = time.perf_counter()
+    kept = sys.argv, list(sys.path)
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))
+    handle = register_module_forward_pre_hook(entered)
+    stop = register_module_forward_pre_hook(lambda *_: enough() if monitors else None)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except _Enough:
+        pass
+    finally:
+        handle.remove()
+        stop.remove()
+        sys.argv, sys.path[:] = kept
+        for monitor in monitors:
+            monitor.detach()
+    if not monitors:
+        raise InspectionError(f"{path.name} has trained no model: no layer ran in training mode.")
+    monitor = monitors[0]
+    return Diagnosis(
+        type(unwrap(monitor.model)).__name__,
+        tuple(monitor.findings),
+        len(monitor.history),
+        {},
+        time.perf_counter() - started,
+        monitor.history,
+    )

@@ -1,0 +1,106 @@
+"""Which units of a layer were ever on, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchfmri._checkup.activations import flat_values
+from torchfmri._diagnosis.observation import UnitActivity
+
+LEAST_SAMPLES = 256
+LEAST_STEPS = 10
+DORMANT = 0.025
+"""Mean activity of a unit relative to its layer's (the dormant neuron of Sokar et al. 2023)."""
+_SUBSTANTIAL = 0.1
+
+
+@dataclass
+class UnitLog:
+    """What the units behind one nonlinearity did so far.
+
+    Attributes:
+        layer: Where it is.
+        source: What feeds it.
+        function: Its name.
+        channels_first: Whether units are axis 1, as after a convolution.
+    """
+
+    layer: str
+    source: str
+    function: str
+    channels_first: bool
+    is_last: bool = False
+    _on: dict[int, np.ndarray] = field(default_factory=dict)
+    _samples: dict[int, int] = field(default_factory=dict)
+    _size: dict[int, np.ndarray] = field(default_factory=dict)
+    _flat: dict[int, float] = field(default_factory=dict)
+
+    def add(self, step: int, x: Tensor | None, y: Tensor) -> None:
+        """Take in the values of one call."""
+        y = y.detach()
+        if y.ndim < 2 or not y.numel():
+            return
+        flat = flat_values(self.function, None if x is None else x.detach(), y)
+        if flat is None:
+            return
+        axis = 1 if self.channels_first else y.ndim - 1
+        others = [each for each in range(y.ndim) if each != axis]
+        on = (
+            (~flat).any(dim=others[0])
+            if len(others) == 1
+            else (~flat).movedim(axis, 0).flatten(1).any(1)
+        )
+        size = y.abs().float().mean(dim=others).cpu().numpy()
+        active = on.cpu().numpy()
+        samples = y.numel() // y.shape[axis]
+        share = float(flat.to(torch.float32).mean())
+        if step in self._on and len(self._on[step]) == len(active):
+            before = self._samples[step]
+            self._on[step] = self._on[step] | active
+            self._size[step] = (self._size[step] * before + size * samples) / (before + samples)
+            self._flat[step] = (self._flat[step] * before + share * samples) / (before + samples)
+            self._samples[step] = before + samples
+        else:
+            self._on[step], self._size[step] = active, size
+            self._flat[step], self._samples[step] = share, samples
+
+    def activity(self) -> UnitActivity | None:
+        """What it comes to; None where nothing was seen."""
+        steps = sorted(self._on)
+        if not steps:
+            return None
+        units = len(self._on[steps[-1]])
+        steps = [step for step in steps if len(self._on[step]) == units]
+        window = self._window(steps)
+        silent = ~np.logical_or.reduce([self._on[step] for step in window])
+        size = np.mean([self._size[step] for step in window], axis=0)
+        dormant = int((size < DORMANT * size.mean()).sum()) if size.mean() > 0 else units
+        return UnitActivity(
+            self.layer, self.source, self.function, units,
+            sum(self._samples[step] for step in window), len(window), int(silent.sum()),
+            self._first_silent(steps, silent), dormant, dict(self._flat), self.is_last,
+        )  # fmt: skip
+
+    def _window(self, steps: list[int]) -> list[int]:
+        """The last steps that make enough samples."""
+        samples = 0
+        for count, step in enumerate(reversed(steps), 1):
+            samples += self._samples[step]
+            if samples >= LEAST_SAMPLES and count >= LEAST_STEPS:
+                return steps[-count:]
+        return steps
+
+    def _first_silent(self, steps: list[int], silent: np.ndarray) -> int | None:
+        """From which step on those units that are silent now have been (nearly all of them)."""
+        if not silent.any():
+            return None
+        first = steps[-1]
+        for step in reversed(steps):
+            if self._on[step][silent].mean() > _SUBSTANTIAL:
+                break
+            first = step
+        return first

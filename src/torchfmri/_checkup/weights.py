@@ -1,0 +1,80 @@
+"""Sizes of weights, outputs and gradients: pure functions of tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._layers import named_layers
+
+
+def relative_size(output: Tensor, target: Any) -> float:
+    """Rms of the output / rms of the targets, where these are numbers of the same kind."""
+    if not isinstance(target, Tensor) or not target.is_floating_point() or not target.numel():
+        return math.nan
+    size = rms(target)
+    return rms(output) / size if size > 0 else math.nan
+
+
+def copied_tables(model: nn.Module) -> list[tuple[str, str]]:
+    """Embeddings and output layers that are two parameters with the same random values."""
+    layers = named_layers(model)
+    tables = [(name, each) for name, each in layers.items() if isinstance(each, nn.Embedding)]
+    heads = [(name, each) for name, each in layers.items() if isinstance(each, nn.Linear)]
+    return [
+        (name, other)
+        for name, table in tables
+        for other, head in heads
+        if head.weight is not table.weight
+        and head.weight.shape == table.weight.shape
+        and head.weight.requires_grad
+        and float(table.weight.detach().float().std()) > 0
+        and torch.equal(head.weight, table.weight)
+    ]
+
+
+def rms(parameter: Tensor) -> float:
+    """Root mean square; 0 of nothing."""
+    values = _real(parameter.detach()).float()
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def growth_in_time(output: Tensor, batch_first: bool) -> float:
+    """Rms of a recurrent layer's last output / of its first."""
+    steps = output.detach() if not batch_first else output.detach().transpose(0, 1)
+    first, last = rms(steps[0]), rms(steps[-1])
+    return last / first if first > 0 else math.nan
+
+
+def has_equal_rows(parameter: Tensor) -> bool:
+    """Whether all units have the same weights."""
+    if parameter.ndim < 2 or parameter.shape[0] < 2 or parameter.numel() == parameter.shape[0]:
+        return False
+    rows = _real(parameter.detach()).flatten(1).float()
+    largest = float(rows.abs().max())
+    return float((rows - rows[0]).abs().max()) <= 1e-6 * largest
+
+
+def noise_scale(samples: list[Tensor], batch: float) -> float:
+    """Batch size at which noise and mean of the gradient are equally large, from the first steps.
+
+    McCandlish et al. 2018, with steps for examples: n gradients of one batch size, unbiased.
+    """
+    used = [each for each in samples if each.shape == samples[0].shape]
+    if len(used) < 4:
+        return math.nan
+    stacked = torch.stack(used)
+    count = len(used)
+    mean = float(stacked.mean(0).square().sum())
+    each = float(stacked.square().sum(1).mean())
+    signal = (count * mean - each) / (count - 1)
+    noise = each - signal
+    return batch * noise / signal if signal > 0 else math.inf
+
+
+def _real(values: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    return torch.view_as_real(values) if values.is_complex() else values

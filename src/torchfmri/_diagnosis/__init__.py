@@ -1,0 +1,1 @@
+"""Diagnosis: what is wrong, where, when, why and what to do."""

@@ -1,0 +1,198 @@
+"""Where a signal becomes a finding: every threshold, with its reason.
+
+`python -m benchmarks diagnosis --thresholds` prints them beside what the healthy models and the
+planted faults of the repository measure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A threshold.
+
+    Attributes:
+        value: The threshold itself.
+        signal: What is compared with it, in words.
+        above: Whether a finding lies above it.
+        reason: Where it comes from: arithmetic, literature, or a measured separation.
+    """
+
+    value: float
+    signal: str
+    above: bool
+    reason: str
+
+    def __float__(self) -> float:
+        return self.value
+
+
+# -- the optimizer -------------------------------------------------------------------------------
+
+UPDATE_HIGH = Cut(
+    0.1, "update / weight per step, median over the matrices", True,
+    "a tenth of every weight replaced per step, while the loss does not fall; the rule of thumb is "
+    "1e-3, healthy runs have 2e-3 to 1.5e-2 and up to 0.1 while the loss falls",
+)  # fmt: skip
+UPDATE_REPLACED = Cut(
+    1.0, "update / weight of one step, median over the matrices", True,
+    "the update is as large as the weights: what was there is gone",
+)  # fmt: skip
+UPDATE_JUMP = Cut(
+    10.0, "update / weight over its median before (above 0.1, the loss not seen)", True,
+    "schedules change it by little from step to step; warm restarts stay below 0.1",
+)  # fmt: skip
+UPDATE_LOW = Cut(
+    1e-6, "update / weight per step, median over the matrices", False,
+    "a million steps to change a weight once; fine-tuning at lr 1e-6 still has 5e-5",
+)  # fmt: skip
+LOSS_NOT_BETTER = Cut(
+    0.95, "loss afterwards / loss before", True,
+    "a run that learns gets below it within a few steps of the size above",
+)  # fmt: skip
+DIVERGED = Cut(
+    10.0, "loss at the end / loss at the start", True,
+    "a loss that grew tenfold and stays there (each of the last third above all of the first); "
+    "adversarial losses rise two- to fivefold",
+)  # fmt: skip
+CLIPPED = Cut(
+    1e-2, "norm after clipping / before, on nine steps in ten", False,
+    "measured: 5e-5 where an explosion hides, 0.65 where clipping is in order",
+)  # fmt: skip
+DECAY = Cut(
+    0.01, "learning rate x weight decay, per step", True,
+    "1 % of every weight lost per step, whatever the gradient says: half in 69 steps; usual "
+    "settings are 1e-6 to 1e-3",
+)  # fmt: skip
+SHRUNK = Cut(
+    0.8, "size of the weights after the run / before", False, "the decay is seen to win",
+)  # fmt: skip
+UNMOVED = Cut(
+    0.01, "share of a matrix that the run changed at all", False,
+    "with gradients and a learning rate, weights that stay bit for bit were not reached by any "
+    "update",
+)  # fmt: skip
+SPIKE = Cut(
+    10.0, "norm of the gradients / median of the steps before", True,
+    "ten times the usual, together with the next",
+)  # fmt: skip
+SPIKE_RISE = Cut(
+    0.25, "rise of the loss above its median / first loss of the run", True,
+    "a quarter of all that there was to learn; a converged run has large factors of very little; "
+    "and twice as far out as any of the 50 steps before, for rare classes come back",
+)  # fmt: skip
+
+# -- flow ----------------------------------------------------------------------------------------
+
+DEPTH_RATIO = Cut(
+    1e-5, "smallest / largest rms of the matrices' gradients, falling towards the input", False,
+    "measured: 2e-8 in a stack of sigmoids, at least 9.8e-4 in healthy nets (a residual net whose "
+    "branches start at 0)",
+)  # fmt: skip
+DEPTH_TREND = Cut(
+    0.7, "correlation of log rms with depth", True, "a trend, not one layer that differs",
+)  # fmt: skip
+GROWTH_WARN = Cut(
+    100.0, "rms of the last / of the first of alike layers, growing along the depth", True,
+    "pre-norm nets grow as the square root of depth; doubling variances (x1.41 per layer) reach "
+    "100 after 14 layers",
+)  # fmt: skip
+GROWTH_ALARM = Cut(
+    1e3, "rms of the last / of the first of alike layers, growing along the depth", True,
+    "the first layers' share of the sum is below 0.1 %",
+)  # fmt: skip
+DEAD_INFORM = Cut(
+    0.1, "share of units that are off for every sample of a window", True,
+    "healthy small nets lose up to 16 % of their units without harm",
+)  # fmt: skip
+DEAD_WARN = Cut(
+    0.25, "share of units that are off for every sample of a window", True,
+    "measured: 1.0 with a bad bias; 0 in healthy nets, also where 77 % of the values are 0; a "
+    "remark where the loss falls to half all the same (few clusters, up to 0.41)",
+)  # fmt: skip
+DEAD_ALARM = Cut(0.5, "share of units that are off for every sample of a window", True, "half")
+DROPPED = Cut(
+    0.9, "share of the values that a dropout layer sets to 0", True,
+    "what is left is scaled tenfold, and the gradient's noise with it; 0.1 to 0.5 is usual",
+)  # fmt: skip
+FLAT_WARN = Cut(
+    0.25, "share of a hidden layer's values where its function is flat", True,
+    "|tanh| > 0.97 (6 % of its largest slope), sigmoid below 1 % of its largest slope",
+)  # fmt: skip
+FLAT_ALARM = Cut(
+    0.5, "share of a hidden layer's values where its function is flat", True,
+    "measured: 0.78 at faults; half of the values pass no gradient",
+)  # fmt: skip
+ENTROPY = Cut(
+    0.05, "entropy of attention / ln of the number of keys, in half of the heads", False,
+    "measured: 3e-5 where it collapsed, 0.97 in healthy models; counts together with the next",
+)  # fmt: skip
+LOGIT_WARN = Cut(
+    50.0, "largest attention logit", True,
+    "exp(-50) = 2e-22: one key has it all; capped at 50 in Gemma 2",
+)  # fmt: skip
+LOGIT_ALARM = Cut(
+    1e3, "largest attention logit", True,
+    "measured: 2.5e3 at faults, 2 in healthy models; runs above 1e4 diverge (Dehghani et al. 2023)",
+)  # fmt: skip
+SPREAD = Cut(
+    1e-3, "how much the last representation differs between samples / its size", False,
+    "nothing of the input is left in it",
+)  # fmt: skip
+EXPERTS = Cut(
+    1.2, "number of experts in use, exp of the entropy of the load", False,
+    "all tokens on one expert, for at least half of the steps; three idle experts of eight have 4 "
+    "to 5",
+)  # fmt: skip
+
+# -- init, loss, data ----------------------------------------------------------------------------
+
+INITIAL_LOSS = Cut(
+    3.0, "first cross entropy / ln of the number of classes", True,
+    "measured: 12 to 2e4 at faults, 1.0 to 1.2 in healthy models; 1 is what guessing costs",
+)  # fmt: skip
+GAIN = Cut(
+    4.0, "rms of a matrix x sqrt(fan in), together with a symptom", True,
+    "0.58 is PyTorch's default for Linear, 1.41 Kaiming's: outputs are so many times the inputs",
+)  # fmt: skip
+OUTPUT_SIZE = Cut(
+    10.0, "rms of the first output / rms of the targets", True, "a hundredfold first squared error",
+)  # fmt: skip
+INPUT_SIZE = Cut(
+    30.0, "rms of the input, where no norm layer reads it", True,
+    "initialisations assume about 1; raw pixels have 130, healthy data 0.3 to 3",
+)  # fmt: skip
+TARGET_SIZE = Cut(
+    100.0, "rms of the targets, where the loss does not fall by 5 %", True,
+    "the first outputs are about 1, and a step of Adam moves them by about its learning rate: tens "
+    "of thousands of steps to get there; healthy data 0.3 to 3",
+)  # fmt: skip
+REPEATED = Cut(
+    0.5, "share of samples that equal another one of their batch", True, "more copies than data",
+)  # fmt: skip
+ONE_CLASS = Cut(
+    0.5, "share of batches with a single class, where there are several, above chance", True,
+    "sorted data has such a batch at nearly every step, and shuffled data 0 more than chance gives "
+    "(2 x 0.5^8 with two classes and batches of 8; most batches where one class is rare)",
+)  # fmt: skip
+PADDING = Cut(0.1, "share of the targets that are padding", True, "a tenth of the loss")
+OUTSIDE = Cut(0.05, "share of the targets that the last function cannot return", True, "arithmetic")
+
+# -- precision -----------------------------------------------------------------------------------
+
+HEADROOM_WARN = Cut(
+    0.25, "largest float16 value / 65504", True, "two doublings from infinity",
+)  # fmt: skip
+HEADROOM_ALARM = Cut(0.5, "largest float16 value / 65504", True, "one doubling from infinity")
+UNDERFLOW_WARN = Cut(
+    0.3, "share of the non-zero float16 gradients below its normal range", True,
+    "below 6e-5 digits are lost one by one, and below 6e-8 all",
+)  # fmt: skip
+UNDERFLOW_ALARM = Cut(
+    0.7, "share of the non-zero float16 gradients below its normal range", True, "most of them",
+)  # fmt: skip
+
+CUTS: dict[str, Cut] = {name: each for name, each in globals().items() if isinstance(each, Cut)}
+"""All of them by name."""

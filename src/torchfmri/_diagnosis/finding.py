@@ -1,0 +1,64 @@
+"""A finding: what is wrong with a model or its training, where, when, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Severity: TypeAlias = Literal["alarm", "warn", "inform"]
+Phase: TypeAlias = Literal["data", "forward", "loss", "backward", "optimizer"]
+
+SEVERITIES: tuple[Severity, ...] = ("alarm", "warn", "inform")
+"""From the worst."""
+PHASES: tuple[Phase, ...] = ("data", "forward", "loss", "backward", "optimizer")
+"""In the order of a training step."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause, with what follows from it.
+
+    Attributes:
+        problem: Its short name, such as "dead_units".
+        severity: "alarm" (training cannot go well), "warn" (look at it), "inform".
+        layers: Where; empty where it is about no layer (the data, the loss, the optimizer).
+        phase: In which part of the training step it begins.
+        step: When it was first seen; None for what does not depend on a step.
+        text: What is wrong and why, in one or two sentences with the numbers.
+        advice: What to do.
+        evidence: The numbers behind it, by name.
+        consequences: Findings that follow from this one, so that they are not listed beside it.
+
+    Example:
+        >>> finding = Finding(
+        ...     "dead_units", "alarm", ("1",), "forward", 12,
+        ...     "All 64 units of '1' were 0 for 12 steps.", "Lower the learning rate.",
+        ... )
+        >>> finding.severity
+        'alarm'
+    """
+
+    problem: str
+    severity: Severity
+    layers: tuple[str, ...]
+    phase: Phase
+    step: int | None
+    text: str
+    advice: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    consequences: tuple[Finding, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as plain data, for JSON."""
+        return {
+            "problem": self.problem,
+            "severity": self.severity,
+            "layers": list(self.layers),
+            "phase": self.phase,
+            "step": self.step,
+            "text": self.text,
+            "advice": self.advice,
+            "evidence": dict(self.evidence),
+            "consequences": [each.to_dict() for each in self.consequences],
+        }

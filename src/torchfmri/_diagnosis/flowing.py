@@ -1,0 +1,324 @@
+"""Diagnoses of what flows: sizes along the depth, units off or flat, attention, experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.finding import Finding, Severity
+from torchfmri._diagnosis.observation import HeadActivity, Observation
+from torchfmri._diagnosis.signals import (
+    DepthProfile,
+    dead_shares,
+    experts_in_use,
+    flat_shares,
+    gains,
+    gradient_profile,
+    growths,
+    median,
+)
+from torchfmri._diagnosis.words import how_many, listed, percent
+from torchfmri._rows import plural
+
+_LEAST_STEPS = 5
+_SECOND = 1e-3
+_LEAST_VALUES = 1024
+_SMALL_GAIN = 0.2
+
+
+def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
+    """Gradients that get smaller layer by layer on their way to the input."""
+    profile = gradient_profile(seen)
+    if profile is None or not _vanishes(profile):
+        return
+    small = profile.rms < math.sqrt(cuts.DEPTH_RATIO.value) * profile.rms.max()
+    layers = tuple(
+        dict.fromkeys(
+            each.layer for each, is_small in zip(profile.parameters, small, strict=True) if is_small
+        )
+    )
+    per_layer = profile.ratio ** (1 / (len(profile.rms) - 1))
+    gain = median(list(gains(seen).values()))
+    why = ""
+    if gain < _SMALL_GAIN:
+        why = f" The weights are small: outputs are {gain:.2g} times their inputs."
+    yield Finding(
+        "vanishing_gradients", "alarm", layers, "backward", int(seen.trace.steps[0]),
+        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
+        f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
+        f"per layer: the first layers do not learn.{why}",
+        "Use an activation that is not flat (ReLU, GELU), normalisation or residual connections, "
+        "and an initialisation that keeps variances.",
+        {"ratio": profile.ratio, "factor_per_layer": per_layer, "trend": profile.trend},
+    )  # fmt: skip
+
+
+def exploding_gradients(seen: Observation) -> Iterator[Finding]:
+    """Gradients that get larger layer by layer on their way to the input."""
+    profile = gradient_profile(seen)
+    if profile is None or profile.trend > -cuts.DEPTH_TREND.value:
+        return
+    if profile.ratio >= cuts.DEPTH_RATIO.value or not len(seen.trace):
+        return
+    if profile.second_ratio >= _SECOND:
+        return
+    yield Finding(
+        "exploding_gradients", "alarm",
+        tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])), "backward",
+        int(seen.trace.steps[0]),
+        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
+        f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
+        "Use an initialisation that keeps variances, normalisation, or residual connections.",
+        {"ratio": 1 / profile.ratio, "trend": profile.trend},
+    )  # fmt: skip
+
+
+def activation_growth(seen: Observation) -> Iterator[Finding]:
+    """Outputs that grow from one alike layer to the next."""
+    worst = None
+    for growth in growths(seen):
+        if growth.trend < 0.9 or not growth.factor > cuts.GROWTH_WARN.value:
+            continue
+        # Of a block and the layers inside it the block is the one to name.
+        if worst is None or growth.layers[0].count(".") < worst.layers[0].count("."):
+            worst = growth
+    if worst is None:
+        return
+    severity = "alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn"
+    per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
+    yield Finding(
+        "activation_growth", severity, tuple(worst.layers), "forward", worst.step,  # type: ignore[arg-type]
+        f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to {worst.layers[-1]!r}, "
+        f"by {per_layer:.2g} per layer: what the first layers add is lost in the sum, and the next "
+        "doubling may overflow.",
+        "Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0).",
+        {"factor": worst.factor, "factor_per_layer": per_layer, "rms_last": float(worst.rms[-1])},
+    )  # fmt: skip
+
+
+def recurrent_growth(seen: Observation) -> Iterator[Finding]:
+    """Outputs of a recurrent layer that grow along the sequence."""
+    growth = {} if seen.steps is None else seen.steps.growth
+    large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN.value}
+    if not large:
+        return
+    layer, factor = max(large.items(), key=lambda each: each[1])
+    severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
+    yield Finding(
+        "activation_growth", severity, tuple(large), "forward", int(seen.trace.steps[0]),
+        f"From the first to the last step of a sequence the outputs of {layer!r} grow "
+        f"{factor:,.0f}-fold, and gradients with them on their way back.",
+        "Start the recurrent weights orthogonal with gain 1, use tanh instead of relu, or an LSTM "
+        "or GRU.",
+        {"factor": factor},
+    )  # fmt: skip
+
+
+def excessive_dropout(seen: Observation) -> Iterator[Finding]:
+    """Dropout that leaves next to nothing."""
+    large = {
+        layer: share
+        for layer, share in seen.structure.dropouts.items()
+        if share > cuts.DROPPED.value and seen.structure.modes.get(layer, True)
+    }
+    if not large:
+        return
+    layer, share = max(large.items(), key=lambda each: each[1])
+    yield Finding(
+        "excessive_dropout", "warn", tuple(large), "forward", None,
+        f"{layer!r} sets {percent(share)} of its input to 0 and multiplies the rest by "
+        f"{1 / (1 - share) if share < 1 else math.inf:,.0f}: hardly anything of a sample passes.",
+        "Set p to between 0.1 and 0.5; p is the share that is dropped, not the one that is kept.",
+        {"dropped_share": share},
+    )  # fmt: skip
+
+
+def dead_units(seen: Observation) -> Iterator[Finding]:
+    """Units behind a rectifier that were off for every sample of a window."""
+    shares = dead_shares(seen)
+    dead = [
+        each
+        for each in seen.units
+        if each.layer in shares and shares[each.layer] >= cuts.DEAD_INFORM.value
+    ]
+    if not dead or _signal_is_lost(seen):
+        return
+    worst = max(dead, key=lambda each: each.silent / each.units)
+    share = worst.silent / worst.units
+    layers = dict.fromkeys(
+        layer
+        for each in sorted(dead, key=lambda each: -each.silent / each.units)
+        for layer in (each.layer, each.source)
+        if layer
+    )
+    severity: Severity = "alarm" if share >= cuts.DEAD_ALARM.value else "inform"
+    died = worst.first_silent != 0  # what chance switched off at the start is no loss
+    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and not _learns(seen):
+        severity = "warn"
+    others = f" (and more in {plural(len(dead) - 1, 'other layer')})" if len(dead) > 1 else ""
+    yield Finding(
+        "dead_units", severity, tuple(layers), "forward", worst.first_silent,
+        f"{how_many(worst.silent, worst.units, 'units')} of {worst.layer!r} ({worst.function})"
+        f"{others} were off for each of {worst.samples:,} samples over {worst.steps} steps: no "
+        "gradient passed them.",
+        "Lower the learning rate, start biases at 0, keep inputs centred, or use LeakyReLU or "
+        "GELU.",
+        {"dead_share": share, "samples": worst.samples, "steps": worst.steps},
+    )  # fmt: skip
+
+
+def _learns(seen: Observation) -> bool:
+    """Whether the loss falls to less than half all the same."""
+    loss = seen.trace.loss
+    return median(loss[-len(loss) // 3 :]) < 0.5 * median(loss[:3])
+
+
+def dead_layer(seen: Observation) -> Iterator[Finding]:
+    """A whole layer that returns nothing but 0, seen by a Monitor."""
+    if seen.units or not len(seen.trace):
+        return
+    zero = seen.trace.matrix("activations", "zero_share")
+    counts = np.nan_to_num(seen.trace.matrix("activations", "count"))
+    for column, layer in enumerate(seen.trace.names("activations")):
+        dead = (zero[-_LEAST_STEPS:, column] == 1).all()
+        if "ReLU" not in seen.structure.kinds.get(layer, "") or not dead:
+            continue
+        if counts[-_LEAST_STEPS:, column].sum() < _LEAST_VALUES:
+            continue
+        off = np.flatnonzero(zero[:, column] != 1)
+        first = int(seen.trace.steps[int(off[-1]) + 1 if len(off) else 0])
+        yield Finding(
+            "dead_units", "alarm", (layer,), "forward", first,
+            f"{layer!r} returned 0 for everything since step {first}: no gradient passes it.",
+            "Lower the learning rate, start biases at 0, or use LeakyReLU or GELU.",
+            {"dead_share": 1.0},
+        )  # fmt: skip
+
+
+def saturated_units(seen: Observation) -> Iterator[Finding]:
+    """Hidden squashing functions that sit on their flat ends."""
+    shares = flat_shares(seen)
+    flat = [
+        each
+        for each in seen.units
+        if shares.get(each.layer, 0.0) > cuts.FLAT_WARN.value and len(each.flat) >= 2
+    ]
+    if not flat:
+        return
+    worst = max(flat, key=lambda each: shares[each.layer])
+    share = shares[worst.layer]
+    layers = tuple(
+        dict.fromkeys(layer for each in flat for layer in (each.layer, each.source) if layer)
+    )
+    first = next(step for step, value in worst.flat.items() if value > cuts.FLAT_WARN.value)
+    large = {
+        each.layer: gain
+        for each in seen.structure.matrices
+        if (gain := gains(seen).get(each.name, 0.0)) > cuts.GAIN.value and each.layer in layers
+    }
+    others = ""
+    if len(flat) > 1:
+        others = f" (and it is not alone: {listed([each.layer for each in flat])})"
+    why = "".join(
+        f" The weights of {layer!r} make outputs {gain:.2g} times their inputs."
+        for layer, gain in list(large.items())[:1]
+    )
+    severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
+    if severity == "warn" and _learns(seen):
+        severity = "inform"
+    yield Finding(
+        "saturated_units", severity, layers, "forward",
+        first,
+        f"{percent(share)} of the values of {worst.layer!r} lie on the flat ends of "
+        f"{worst.function}{others}"
+         f": hardly any gradient passes.{why}",
+        "Make what goes in smaller: initialise with Xavier, normalise inputs or add a norm layer.",
+        {"flat_share": share},
+    )  # fmt: skip
+
+
+def attention_collapse(seen: Observation) -> Iterator[Finding]:
+    """Attention whose logits have run away, so that each query sees a single key."""
+    by_layer: dict[str, list[HeadActivity]] = {}
+    for each in seen.heads:
+        by_layer.setdefault(each.layer, []).append(each)
+    found = []
+    for layer, records in by_layer.items():
+        for record in records:
+            largest = max(record.logit)
+            sharp = float(np.mean(np.array(record.entropy) < cuts.ENTROPY.value))
+            collapsed = sharp >= 0.5 and largest > cuts.LOGIT_WARN.value
+            if collapsed or largest > cuts.LOGIT_ALARM.value:
+                found.append((layer, record, sharp, largest))
+                break
+    if not found:
+        return
+    layer, record, sharp, largest = max(found, key=lambda each: each[3])
+    severity = "alarm" if largest > cuts.LOGIT_ALARM.value else "warn"
+    yield Finding(
+        "attention_collapse", severity, tuple(each[0] for each in found), "forward", record.step,  # type: ignore[arg-type]
+        f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its heads "
+        f"put all weight on one key (median entropy {median(record.entropy):.2g} of what is "
+        "possible).",
+        "Divide by sqrt(head width), initialise queries and keys smaller, or normalise them "
+        "(QK norm).",
+        {"largest_logit": largest, "sharp_heads": sharp, "entropy": median(record.entropy)},
+    )  # fmt: skip
+
+
+def representation_collapse(seen: Observation) -> Iterator[Finding]:
+    """A last representation in which all samples are the same."""
+    if seen.steps is None or seen.loss is None or not seen.loss.output_layer:
+        return
+    spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
+    if not spread < cuts.SPREAD.value:
+        return
+    yield Finding(
+        "representation_collapse", "alarm", (seen.loss.output_layer,), "forward",
+        int(seen.trace.steps[-1]) if len(seen.trace) else 0,
+        f"What goes into {seen.loss.output_layer!r} differs between samples by {percent(spread)} "
+        "of its size: the output hardly depends on the input.",
+        "Look for a layer that is saturated or dead, for a loss that a constant output satisfies, "
+        "or for a missing stop-gradient or contrast.",
+        {"spread": spread},
+    )  # fmt: skip
+
+
+def routing_collapse(seen: Observation) -> Iterator[Finding]:
+    """A router that sends everything to one expert."""
+    for router in seen.routers:
+        if len(router.experts) < 3 or len(router.load) < _LEAST_STEPS:
+            continue
+        used = np.array([experts_in_use(load) for load in router.load])
+        if (used < cuts.EXPERTS.value).mean() < 0.5 or used[-1] >= cuts.EXPERTS.value:
+            continue
+        favourite = int(router.load[-1].argmax())
+        first = int(np.flatnonzero(used < cuts.EXPERTS.value)[0])
+        share = float(router.load[-1].max())
+        yield Finding(
+            "routing_collapse", "alarm", (router.layer, router.experts[favourite]), "forward",
+            first,
+            f"The router {router.layer!r} sends {percent(share)} of the tokens to "
+            f"{router.experts[favourite]!r}: {len(router.experts) - 1} of {len(router.experts)} "
+            "experts are idle.",
+            "Add a load-balancing loss or noise to the router, and start its weights small.",
+            {"share": share, "experts_in_use": float(used[-1])},
+        )  # fmt: skip
+
+
+def _vanishes(profile: DepthProfile) -> bool:
+    return (
+        profile.trend >= cuts.DEPTH_TREND.value
+        and profile.ratio < cuts.DEPTH_RATIO.value
+        and profile.second_ratio < _SECOND
+    )
+
+
+def _signal_is_lost(seen: Observation) -> bool:
+    """Whether weights are so small that only biases are left: units are then on or off for all."""
+    profile = gradient_profile(seen)
+    small = median(list(gains(seen).values())) < _SMALL_GAIN
+    return profile is not None and small and _vanishes(profile)

@@ -1,0 +1,295 @@
+"""Diagnoses of data, initialisation, loss and precision: what goes in, and what is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.signals import gains, growths, initial_loss_ratio
+from torchfmri._diagnosis.words import listed, percent
+
+_LARGEST_HALF = 65504.0
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
+    """Inputs far larger than initialisations assume, with no norm layer to read them."""
+    data = seen.data
+    if data is None or data.rms is None or data.normalised or not data.reader:
+        return
+    if data.rms <= cuts.INPUT_SIZE.value:
+        return
+    yield Finding(
+        "unscaled_inputs", "warn", (data.reader,), "data", 0,
+        f"The inputs have an rms of {data.rms:,.0f}, and {data.reader!r} takes them as they are; "
+        "initial weights and learning rates assume about 1.",
+        "Subtract the mean and divide by the standard deviation of the training data (or put a "
+        "norm layer first).",
+        {"input_rms": data.rms},
+    )  # fmt: skip
+
+
+def unscaled_targets(seen: Observation) -> Iterator[Finding]:
+    """Targets that are so far away that the loss does not move."""
+    data, loss = seen.data, seen.trace.loss
+    if data is None or not data.target_rms > cuts.TARGET_SIZE.value or len(loss) < 10:
+        return
+    first, last = float(np.median(loss[:3])), float(np.median(loss[-3:]))
+    if not last > cuts.LOSS_NOT_BETTER.value * first:
+        return
+    yield Finding(
+        "unscaled_targets", "warn", (), "data", 0,
+        f"The targets have an rms of {data.target_rms:,.0f}, far from what a model returns at its "
+        f"start, and the loss went from {first:.3g} to {last:.3g} in {len(loss)} steps.",
+        "Subtract the mean of the targets and divide by their standard deviation, and undo it in "
+        "predictions (or predict the logarithm).",
+        {"target_rms": data.target_rms},
+    )  # fmt: skip
+
+
+def duplicate_samples(seen: Observation) -> Iterator[Finding]:
+    """Batches that consist of copies, or copies that have different targets."""
+    data = seen.data
+    if data is None or data.repeated <= cuts.REPEATED.value:
+        return
+    contradicting = data.contradicting > cuts.REPEATED.value / 2
+    yield Finding(
+        "contradictory_labels" if contradicting else "duplicate_samples", "warn", (), "data", 0,
+        f"{percent(data.repeated)} of the samples equal another one of the same batch"
+        + (
+            f", and {percent(data.contradicting)} are among copies with different targets."
+            if contradicting
+            else "."
+        ),
+        "Look at the dataset's __getitem__ (does it use its index?), the sampler and the "
+        "collate function.",
+        {"repeated_share": data.repeated, "contradicting_share": data.contradicting},
+    )  # fmt: skip
+
+
+def unshuffled_data(seen: Observation) -> Iterator[Finding]:
+    """Batches of a single class each, although there are several."""
+    data = seen.data
+    if data is None or data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
+        return
+    yield Finding(
+        "unshuffled_data", "alarm", (), "data", 0,
+        f"{percent(data.one_class_batches)} of the batches (more than chance gives) hold a single "
+        f"class, of {data.classes_seen} in all: the data comes sorted.",
+        "Shuffle: DataLoader(..., shuffle=True).",
+        {"one_class_batches": data.one_class_batches, "classes": data.classes_seen},
+    )  # fmt: skip
+
+
+def padding_in_loss(seen: Observation) -> Iterator[Finding]:
+    """Targets after the end of a text that count in the loss."""
+    data = seen.data
+    if data is None or data.padding <= cuts.PADDING.value:
+        return
+    yield Finding(
+        "padding_in_loss", "warn", (), "loss", 0,
+        f"{percent(data.padding)} of the targets are token {data.padding_token}, which only fills "
+        "up the ends of rows: the loss counts padding.",
+        f"Set those targets to -100, or use ignore_index={data.padding_token}.",
+        {"padding_share": data.padding, "token": data.padding_token},
+    )  # fmt: skip
+
+
+def padding_row(seen: Observation) -> Iterator[Finding]:
+    """An embedding whose padding row is not 0 and, by its nature, never learns."""
+    if seen.data is None or not seen.data.padding_rows:
+        return
+    rows = seen.data.padding_rows
+    yield Finding(
+        "padding_row", "warn", tuple(rows), "forward", None,
+        f"The padding row of {listed(list(rows))} is not 0 (rms {max(rows.values()):.2g}) and gets "
+        "no gradient: padding adds the same noise for ever.",
+        "Set it to 0 after initialising: embedding.weight.data[padding_idx] = 0.",
+        {"rms": max(rows.values())},
+    )  # fmt: skip
+
+
+# -- initialisation and loss ---------------------------------------------------------------------
+
+
+def init_too_large(seen: Observation) -> Iterator[Finding]:
+    """Matrices that multiply sizes, where that is seen to do harm."""
+    large = {name: gain for name, gain in gains(seen).items() if gain > cuts.GAIN.value}
+    if not large:
+        return
+    symptoms = []
+    ratio = initial_loss_ratio(seen)
+    if ratio > cuts.INITIAL_LOSS.value:
+        symptoms.append(f"the first loss is {ratio:.3g} times what guessing costs")
+    if seen.loss is not None and seen.loss.output_size > cuts.OUTPUT_SIZE.value:
+        symptoms.append(f"the first output is {seen.loss.output_size:,.0f} times its targets")
+    if any(each.factor > cuts.GROWTH_WARN.value for each in growths(seen)):
+        symptoms.append("outputs grow along the depth")
+    if seen.origin is not None and seen.origin.problem == "nonfinite_forward":
+        symptoms.append("the numbers did not stay finite")
+    if not symptoms:
+        return
+    facts = seen.structure.parameters
+    layers = tuple(dict.fromkeys(facts[name].layer for name in large))
+    worst = max(large, key=lambda name: large[name])
+    yield Finding(
+        "init_too_large", "alarm", layers, "forward", 0,
+        f"{worst!r} makes outputs {large[worst]:.3g} times its inputs (usual is 0.6 to 1.4), and "
+        f"so do {len(large)} matrices in all; {', '.join(symptoms)}.",
+        "Initialise with a standard deviation of 1/sqrt(fan in) (Kaiming, Xavier, or 0.02).",
+        {"gain": large[worst], "matrices": len(large), "initial_loss_ratio": ratio},
+    )  # fmt: skip
+
+
+def initial_loss(seen: Observation) -> Iterator[Finding]:
+    """A first cross entropy far above that of guessing."""
+    ratio = initial_loss_ratio(seen)
+    loss = seen.loss
+    if loss is None or not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
+        return
+    yield Finding(
+        "initial_loss", "alarm", (loss.output_layer,) if loss.output_layer else (), "loss", 0,
+        f"The first cross entropy is {loss.cross_entropy:.3g} nats, {ratio:.3g} times the "
+        f"{math.log(loss.classes):.2g} of guessing among {loss.classes} classes: the model begins "
+        "sure and wrong.",
+        "Make the output layer's weights smaller (or divide the logits); look at its input's size.",
+        {"cross_entropy": loss.cross_entropy, "ratio": ratio, "classes": loss.classes},
+    )  # fmt: skip
+
+
+def misread_output(seen: Observation) -> Iterator[Finding]:
+    """A loss that takes the output for something it is not."""
+    loss = seen.loss
+    if loss is None or loss.misread is None:
+        return
+    expected, found = loss.misread
+    cures = {
+        ("logits", "probabilities"): "Hand the logits over: the loss applies softmax (or sigmoid) "
+        "itself.",
+        ("logits", "probabilities over the batch"): "Remove the softmax, which besides runs over "
+        "the samples (dim=0) instead of the classes.",
+        ("log-probabilities", "probabilities"): "Take log_softmax, or cross_entropy of the logits.",
+        ("log-probabilities", "logits"): "Use cross_entropy instead of nll_loss, or log_softmax "
+        "before it.",
+    }
+    name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
+    yield Finding(
+        name, "alarm", (loss.output_layer,) if loss.output_layer else (), "loss", 0,
+        f"The loss takes {expected}, but the output is {found}"
+        + (": softmax or sigmoid is applied twice, which flattens the gradient."
+           if expected == "logits" else "."),
+        cures[loss.misread],
+    )  # fmt: skip
+
+
+def loss_broadcast(seen: Observation) -> Iterator[Finding]:
+    """A comparison of output and target that pairs every sample with every other."""
+    if seen.loss is None or seen.loss.broadcast is None:
+        return
+    one, other, result = seen.loss.broadcast
+    yield Finding(
+        "loss_broadcast", "alarm", (), "loss", 0,
+        f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
+        "compared with every target, and the best answer is their mean.",
+        "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
+        {"output": list(one), "target": list(other), "result": list(result)},
+    )  # fmt: skip
+
+
+def inverted_loss(seen: Observation) -> Iterator[Finding]:
+    """A loss with the wrong sign: it is made larger."""
+    loss = seen.loss
+    if loss is None or loss.inner is None or not loss.inner > 0 or not loss.value < 0:
+        return
+    if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
+        return
+    yield Finding(
+        "inverted_loss", "alarm", (), "loss", 0,
+        f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes the "
+        "error larger.",
+        "Remove the minus.",
+        {"loss": loss.value, "error": loss.inner},
+    )  # fmt: skip
+
+
+def unreachable_targets(seen: Observation) -> Iterator[Finding]:
+    """Targets that the last function of the model cannot return."""
+    loss = seen.loss
+    if loss is None:
+        return
+    layers = (loss.output_layer,) if loss.output_layer else ()
+    if loss.outside > cuts.OUTSIDE.value:
+        yield Finding(
+            "unreachable_targets", "alarm", layers, "loss", 0,
+            f"The model ends in {loss.output_function}, which has the range {loss.range}, but "
+            f"{percent(loss.outside)} of the targets lie outside.",
+            "Scale the targets into its range (masks of 0 and 255 by 1/255), or use another last "
+            "activation or loss.",
+            {"outside_share": loss.outside},
+        )  # fmt: skip
+    elif loss.output_function == "relu" and loss.classes is not None:
+        yield Finding(
+            "activation_before_loss", "warn", layers, "loss", 0,
+            "The logits go through relu before the cross entropy: no class can be made less likely "
+            "than one at 0, and units at 0 do not learn.",
+            "Remove the activation after the last layer.",
+        )  # fmt: skip
+
+
+# -- precision -----------------------------------------------------------------------------------
+
+
+def half_headroom(seen: Observation) -> Iterator[Finding]:
+    """float16 values about to overflow."""
+    trace = seen.trace
+    worst: tuple[float, str, int] = (0.0, "", 0)
+    for series, dtype in trace.dtypes.items():
+        if "float16" not in dtype or "bfloat16" in dtype or series.what != "activations":
+            continue
+        column = trace.column(series.layer, series.what, "abs_max") / _LARGEST_HALF
+        # A mask is filled with the lowest number itself.
+        column = np.where(column >= 1, math.nan, column)
+        if np.isfinite(column).any():
+            largest = float(np.nanmax(column))
+            above = np.flatnonzero(column > cuts.HEADROOM_WARN.value)
+            if largest > worst[0] and len(above):
+                worst = (largest, series.layer, int(trace.steps[above[0]]))
+    share, layer, step = worst
+    if share <= cuts.HEADROOM_WARN.value:
+        return
+    yield Finding(
+        "half_headroom", "alarm" if share > cuts.HEADROOM_ALARM.value else "warn", (layer,),
+        "forward", step,
+        f"{layer!r} returns values up to {share * _LARGEST_HALF:,.0f} in float16, {percent(share)} "
+        "of the largest there is.",
+        "Use bfloat16, or keep this layer in float32.",
+        {"headroom_used": share},
+    )  # fmt: skip
+
+
+def half_underflow(seen: Observation) -> Iterator[Finding]:
+    """float16 gradients too small to be numbers."""
+    if seen.steps is None or not (seen.steps.half_gradients or seen.steps.flushed):
+        return
+    shares = seen.steps.half_gradients
+    small = {name: share for name, share in shares.items() if share > cuts.UNDERFLOW_WARN.value}
+    flushed = [name for name in seen.steps.flushed if name not in shares]
+    if not small and not (flushed and shares):
+        return
+    worst = max(small.values(), default=1.0)
+    is_alarm = worst > cuts.UNDERFLOW_ALARM.value or bool(flushed)
+    layers = tuple(dict.fromkeys([*flushed, *small]))
+    yield Finding(
+        "half_underflow", "alarm" if is_alarm else "warn", layers, "backward", 0,
+        f"{percent(worst)} of the float16 gradients at {listed(layers)} lie below its normal range "
+        "(6e-5)" + (f", and those of {listed(flushed)} are all 0." if flushed else "."),
+        "Use a GradScaler, or bfloat16.",
+        {"subnormal_share": worst, "flushed": len(flushed)},
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Diagnosis while a model trains: from the rows of a Monitor's history, and next to free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.registry import LIVE, find, fold
+from torchfmri._diagnosis.structure import Structure
+from torchfmri._diagnosis.trace import Trace
+from torchfmri._history import Series, Step
+
+WINDOW = 64
+"""How many steps are looked at; enough for every diagnosis, and constant work."""
+EVERY = 8
+"""How many steps pass between two looks, unless numbers stop being finite."""
+
+
+class LiveDiagnosis:
+    """Findings of a run so far; a finding stays once it was made.
+
+    Args:
+        describe: Says what the model is; asked at the first step.
+    """
+
+    def __init__(self, describe: Callable[[], Structure]) -> None:
+        self._describe = describe
+        self._structure: Structure | None = None
+        self._trace = Trace(WINDOW)
+        self._known: dict[tuple[str, tuple[str, ...]], Finding] = {}
+        self._fresh: list[Finding] = []
+        self._waiting = 0
+        self._nonfinite = False
+
+    def add(self, step: Step, series: Sequence[Series]) -> None:
+        """Take in a step; looks at the last ones every now and then."""
+        if self._structure is None:
+            self._structure = self._describe()
+        self._trace.add(step, series)
+        self._waiting += 1
+        if self._waiting >= EVERY or (not self._nonfinite and self._has_just_turned()):
+            self._look()
+
+    def findings(self, origins: Sequence[Finding] = ()) -> list[Finding]:
+        """All findings so far, the worst first.
+
+        Args:
+            origins: What is known better than from statistics: steps that were traced back.
+        """
+        if self._waiting:
+            self._look()
+        found = list(self._known.values())
+        if origins:
+            found = [each for each in found if not each.problem.startswith("nonfinite")]
+        return fold([*found, *origins])
+
+    def take_fresh(self, held: Collection[int] = ()) -> list[Finding]:
+        """The findings that were made since this was last asked.
+
+        Args:
+            held: Steps that were held as not finite: what says so has been said.
+        """
+        fresh, self._fresh = self._fresh, []
+        return [
+            each
+            for each in fresh
+            if not (each.problem.startswith("nonfinite") and each.step in held)
+        ]
+
+    def _has_just_turned(self) -> bool:
+        """Whether the last step is the first with numbers that are not finite."""
+        for what in ("parameter_gradients", "parameters"):
+            counts = self._trace.matrix(what, "nonfinite")
+            if counts.size and np.nan_to_num(counts[-1]).any():
+                self._nonfinite = True
+                return True
+        return False
+
+    def _look(self) -> None:
+        self._waiting = 0
+        if self._structure is None:
+            return
+        for finding in find(Observation(self._trace, self._structure), LIVE):
+            for each in (finding, *finding.consequences):
+                key = (each.problem, each.layers)
+                named_before = any(problem == each.problem for problem, _ in self._known)
+                if key in self._known or (named_before and each.problem in _ONCE):
+                    continue
+                self._known[key] = each
+                self._fresh.append(each)
+
+
+_ONCE = frozenset(
+    {
+        "nonfinite_forward", "nonfinite_loss", "nonfinite_backward", "nonfinite_weights",
+        "vanishing_gradients", "exploding_gradients", "activation_growth", "loss_spike",
+    }
+)  # fmt: skip
+"""Problems of the whole run, whose layers may vary a little from look to look."""

@@ -1,0 +1,88 @@
+"""Where numbers that are not finite appeared first, as far as statistics tell.
+
+A replay of the step, operation by operation, tells more; this is what is left without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.signals import first_nonfinite
+
+_ADVICE = (
+    'Have the step traced back to its operation: Monitor(model, on_nonfinite="raise"), or '
+    "torchfmri.diagnose."
+)
+
+
+def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
+    """The first layer with NaN or infinity, if they reach a gradient, a weight or the loss."""
+    trace = seen.trace
+    if seen.origin is not None or not len(trace):
+        return
+    place = first_nonfinite(seen)
+    if place is None:
+        return
+    step = int(trace.steps[place])
+    unknown = Finding(
+        "nonfinite_backward", "alarm", (), "backward", step,
+        f"Gradients of step {step} are not finite.", _ADVICE,
+    )  # fmt: skip
+    looks = (_in_weights, _in_forward, _in_backward)
+    yield next((found for look in looks if (found := look(seen, place, step))), unknown)
+
+
+def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
+    weights = np.nan_to_num(seen.trace.matrix("parameters", "nonfinite"))
+    if not weights.size or not weights[place].any():
+        return None
+    name = seen.trace.names("parameters")[int(np.flatnonzero(weights[place])[0])]
+    return Finding(
+        "nonfinite_weights", "alarm", (name.rpartition(".")[0],), "optimizer", step,
+        f"Weights were not finite when step {step} began, {name!r} among them.", _ADVICE,
+        {"parameter": name},
+    )  # fmt: skip
+
+
+def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
+    """The first layer in the order of execution; -inf counts only where there is no other."""
+    known = seen.trace.names("activations")
+    place_of = {layer: index for index, layer in enumerate(seen.order)}
+    layers = sorted(known, key=lambda layer: place_of.get(layer, len(place_of)))
+    for field in ("harmful", "nonfinite"):
+        for layer in layers:
+            count = seen.trace.column(layer, "activations", field)[place]
+            if count > 0:
+                total = seen.trace.column(layer, "activations", "count")[place]
+                return Finding(
+                    "nonfinite_forward", "alarm", (layer,), "forward", step,
+                    f"At step {step} {layer!r} returned {count:,.0f} values of {total:,.0f} that "
+                    "are not finite, and no layer before it did.",
+                    _ADVICE, {"count": int(count)},
+                )  # fmt: skip
+    return None
+
+
+def _in_backward(seen: Observation, place: int, step: int) -> Finding | None:
+    """The last layer whose gradient is not finite: backward begins at the end."""
+    counts = np.nan_to_num(seen.trace.matrix("gradients", "nonfinite"))
+    if not counts.size or not counts[place].any():
+        return None
+    layers = seen.trace.names("gradients")
+    first = layers[int(np.flatnonzero(counts[place])[-1])]
+    if first == layers[-1]:
+        return Finding(
+            "nonfinite_loss", "alarm", (), "loss", step,
+            f"At step {step} the outputs of all layers were finite, and the gradient that came out "
+            "of the loss was not.",
+            _ADVICE,
+        )  # fmt: skip
+    return Finding(
+        "nonfinite_backward", "alarm", (first,), "backward", step,
+        f"At step {step} the gradient at {first!r} is not finite, those of later layers are.",
+        _ADVICE, {"count": int(counts[place][layers.index(first)])},
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""What was observed of a training run: the one thing that every diagnosis reads.
+
+A live Monitor fills the trace and the structure only; a check-up fills everything. A diagnosis
+that needs a part which is not there finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.structure import Structure
+from torchfmri._diagnosis.trace import Trace
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class UnitActivity:
+    """How the units behind one nonlinearity behaved.
+
+    Attributes:
+        layer: The layer of the nonlinearity, or the one that reads its result where it is a
+            function and no layer.
+        source: The layer whose output went into it; "" where that is not known.
+        function: "relu", "tanh", "sigmoid", ...
+        units: How many units.
+        samples: How many values of each were seen while `silent` was counted.
+        steps: In how many steps.
+        silent: How many units had slope 0 for every one of these samples.
+        first_silent: The first step from which on most of these were silent; None if none is.
+        dormant: How many had less than a 40th of the layer's mean activity.
+        flat: Step -> the share of values where the function is flat (see `activations.py`).
+        is_last: Whether it makes the output of the model.
+    """
+
+    layer: str
+    source: str
+    function: str
+    units: int
+    samples: int
+    steps: int
+    silent: int
+    first_silent: int | None
+    dormant: int
+    flat: Mapping[int, float]
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class HeadActivity:
+    """The attention of one layer at one step.
+
+    Attributes:
+        layer: The layer.
+        step: The step.
+        entropy: Of each head, relative to ln of the number of keys; mean over the queries.
+        logit: The largest |logit| of each head before the softmax.
+    """
+
+    layer: str
+    step: int
+    entropy: tuple[float, ...]
+    logit: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RouterActivity:
+    """How a router spread its tokens.
+
+    Attributes:
+        layer: The router.
+        experts: The layers it chooses from.
+        load: Step by expert: the share of the tokens whose first choice it is.
+    """
+
+    layer: str
+    experts: tuple[str, ...]
+    load: Floats
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """One parameter before and after the run.
+
+    Attributes:
+        rms: Before the first step.
+        last_rms: After the last one.
+        equal_rows: Whether all rows (units) were equal before the first step.
+        still_equal_rows: Whether they are equal after the last one.
+        moved: The share of its values that the run changed.
+        gradient: Whether a gradient ever arrived: "none", "zero" or "some".
+    """
+
+    rms: float
+    last_rms: float
+    equal_rows: bool
+    still_equal_rows: bool
+    moved: float
+    gradient: str
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far calls, and gradients, got.
+
+    Attributes:
+        called: The layers that ran, in the order of their first call.
+        without_graph: Those whose output had no graph although they have trainable parameters.
+        consumed: Those whose output something read.
+        reached: Those at whose output a gradient arrived.
+        unregistered: Leaf tensors behind the loss that the model does not list as parameters.
+        loss_has_graph: Whether the loss can be differentiated at all.
+    """
+
+    called: tuple[str, ...]
+    without_graph: frozenset[str]
+    consumed: frozenset[str]
+    reached: frozenset[str]
+    unregistered: tuple[str, ...]
+    loss_has_graph: bool
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What the loss does with the output, at the first step.
+
+    Attributes:
+        classes: Of a cross entropy; None where there is none.
+        cross_entropy: The mean over the targets that count, in nats; None likewise.
+        misread: What the output is taken for and what it is: ("logits", "probabilities").
+        broadcast: The two shapes that a comparison blew up, and the shape of the result.
+        inner: The value of the innermost loss (mean squared error, cross entropy), if there is one.
+        value: The loss itself.
+        output_function: What made the output: "relu", "sigmoid", "tanh", "softmax", or "".
+        output_layer: The last layer with parameters.
+        output_size: rms of the output / rms of the targets; nan where these are no numbers.
+        outside: The share of the targets that this function cannot return.
+        range: What it can return, in words.
+    """
+
+    classes: int | None = None
+    cross_entropy: float | None = None
+    misread: tuple[str, str] | None = None
+    broadcast: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
+    inner: float | None = None
+    value: float = float("nan")
+    output_function: str = ""
+    output_layer: str = ""
+    output_size: float = float("nan")
+    outside: float = 0.0
+    range: str = ""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What was seen in the batches.
+
+    Attributes:
+        rms: Of the floating-point inputs, largest over the batches; None where there are none.
+        normalised: Whether a norm layer is what reads the input.
+        reader: The layer that reads the input.
+        repeated: The share of samples that equal another of their batch, over all batches.
+        contradicting: The share of these that have another target.
+        samples: How many samples were seen.
+        one_class_batches: The share of batches (of at least 8) in which all targets are one class,
+            less what chance gives.
+        classes_seen: How many classes over all batches.
+        padding: The share of target positions that look like padding and count in the loss.
+        padding_token: Which token that is.
+        padding_rows: Embedding layer -> rms of its padding row, where that is not 0.
+        target_rms: Of floating-point targets, largest over the batches; 0 where there are none.
+    """
+
+    rms: float | None = None
+    normalised: bool = False
+    reader: str = ""
+    repeated: float = 0.0
+    contradicting: float = 0.0
+    samples: int = 0
+    one_class_batches: float = 0.0
+    classes_seen: int = 0
+    padding: float = 0.0
+    padding_token: int | None = None
+    padding_rows: Mapping[str, float] = field(default_factory=dict)
+    target_rms: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What happened between backward and the end of the step, by step.
+
+    Attributes:
+        clip: Norm of the gradients as the optimizer finds them / as backward left them.
+        norm: Norm of the gradients as backward left them.
+        stale: Whether gradients of the step before were still there when backward began.
+        learning_rate: The largest of the groups.
+        stepped: Whether the optimizer stepped.
+        half_gradients: Of float16 gradients, the share of non-zero values below its normal range.
+        flushed: Layers whose float16 gradient is exactly 0 behind one that is not.
+        spread: Layer -> how much its representation differs between samples / its size.
+        noise_scale: Batch size at which the noise of the gradient equals the gradient, in samples.
+        cleared: Whether gradients arrived and were gone when the optimizer stepped.
+        growth: Recurrent layer -> rms of its last output / of its first, at the first step.
+    """
+
+    clip: Floats
+    norm: Floats
+    stale: NDArray[np.bool_]
+    learning_rate: Floats
+    stepped: NDArray[np.bool_]
+    half_gradients: Mapping[str, float] = field(default_factory=dict)
+    flushed: tuple[str, ...] = ()
+    spread: Mapping[str, float] = field(default_factory=dict)
+    noise_scale: float = float("nan")
+    cleared: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    growth: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run as it was observed; parts that were not looked at are None or empty.
+
+    Attributes:
+        copied_tables: Embeddings and output layers that are two parameters of equal values.
+        origin: Where the first number that is not finite came from, if the run ended there.
+    """
+
+    trace: Trace
+    structure: Structure
+    units: Sequence[UnitActivity] = ()
+    heads: Sequence[HeadActivity] = ()
+    routers: Sequence[RouterActivity] = ()
+    weights: Mapping[str, WeightFacts] = field(default_factory=dict)
+    reach: Reach | None = None
+    loss: LossFacts | None = None
+    data: DataFacts | None = None
+    steps: StepFacts | None = None
+    copied_tables: Sequence[tuple[str, str]] = ()
+    origin: Finding | None = None
+
+    @property
+    def order(self) -> list[str]:
+        """The layers in the order in which they run, as far as that is known."""
+        if self.reach is not None:
+            return list(self.reach.called)
+        return list(self.structure.kinds)

@@ -1,0 +1,288 @@
+"""Signals: numbers of an observation that are compared with a cut, each with a physical meaning."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._diagnosis.cuts import GROWTH_WARN
+from torchfmri._diagnosis.observation import Floats, Observation, UnitActivity
+from torchfmri._diagnosis.structure import ParameterFacts
+
+_NEAR_ZERO = 0.05
+"""rms x sqrt(fan in) of weights that have yet to grow (adapters, branches that start at 0)."""
+_LEAST_LAYERS = 4
+_EQUAL = 1e-3
+_LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
+_DIGITS = re.compile(r"\d+")
+
+
+def median(values: Floats | Sequence[float]) -> float:
+    """The median of what is known; nan where nothing is."""
+    known = np.asarray(values, np.float64)
+    known = known[np.isfinite(known)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+def row_medians(values: Floats) -> Floats:
+    """The median of each row of what is known."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a row of nan has the median nan
+        found: Floats = np.nanmedian(values, axis=1)
+    return found
+
+
+def in_order(seen: Observation, found: Sequence[ParameterFacts]) -> list[ParameterFacts]:
+    """Parameters in the order in which their layers run."""
+    place = {layer: index for index, layer in enumerate(seen.order)}
+    return sorted(found, key=lambda each: place.get(each.layer, len(place)))
+
+
+def trained_matrices(seen: Observation) -> list[ParameterFacts]:
+    """The matrices that an optimizer may change, in the order in which they run."""
+    chosen = [each for each in seen.structure.matrices if each.optimized is not False]
+    return in_order(seen, chosen)
+
+
+def update_ratios(seen: Observation) -> Floats:
+    """Update / weight at each step: the median over the matrices that are not near 0."""
+    trace = seen.trace
+    names = {each.name: each for each in trained_matrices(seen)}
+    chosen = [name for name in trace.parameters if name in names]
+    if not chosen or not len(trace):
+        return np.full(len(trace), math.nan)
+    columns = [trace.parameters.index(name) for name in chosen]
+    ratios = trace.updates[:, columns].copy()
+    known = {name: index for index, name in enumerate(trace.names("parameters"))}
+    sizes = trace.matrix("parameters", "rms")
+    for column, name in enumerate(chosen):
+        if name in known:
+            gain = sizes[:, known[name]] * math.sqrt(names[name].fan_in)
+            ratios[gain < _NEAR_ZERO, column] = math.nan
+    return row_medians(ratios)
+
+
+@dataclass(frozen=True)
+class DepthProfile:
+    """How the gradients of the matrices change along the depth.
+
+    Attributes:
+        parameters: In the order in which they run.
+        rms: Of the gradient of each, the median over the steps.
+        trend: Rank correlation of rms with depth; positive: smaller towards the input.
+    """
+
+    parameters: list[ParameterFacts]
+    rms: Floats
+    trend: float
+
+    @property
+    def ratio(self) -> float:
+        """Smallest / largest."""
+        return float(self.rms.min() / self.rms.max())
+
+    @property
+    def second_ratio(self) -> float:
+        """Second smallest / largest: one layer that differs is no trend."""
+        return float(np.sort(self.rms)[1] / self.rms.max())
+
+
+def gradient_profile(seen: Observation) -> DepthProfile | None:
+    """The gradients of the trained matrices by depth; None where there are fewer than four."""
+    found = []
+    for each in trained_matrices(seen):
+        column = seen.trace.column(each.name, "parameter_gradients", "rms")
+        size = median(column[column > 0])
+        if math.isfinite(size):
+            found.append((each, size))
+    if len(found) < _LEAST_LAYERS:
+        return None
+    rms = np.array([each for _, each in found])
+    depth = np.arange(len(rms))
+    logs = np.log(rms)
+    ranks = logs.argsort().argsort()
+    trend = float(np.corrcoef(depth, ranks)[0, 1]) if logs.std() > 0 else 0.0
+    return DepthProfile([each for each, _ in found], rms, trend)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the outputs of alike layers grow along the depth.
+
+    Attributes:
+        layers: Alike layers in the order in which they run.
+        rms: Of each layer's output, at the step where it grew most.
+        step: Which one.
+        trend: Correlation of log rms with depth.
+    """
+
+    layers: list[str]
+    rms: Floats
+    step: int
+    trend: float
+
+    @property
+    def factor(self) -> float:
+        """Last / first."""
+        return float(self.rms[-1] / self.rms[0])
+
+
+def growths(seen: Observation) -> list[Growth]:
+    """The growth of each family of at least four alike layers."""
+    trace = seen.trace
+    if not len(trace):
+        return []
+    known = set(trace.names("activations"))
+    families: dict[tuple[str, str], list[str]] = {}
+    for layer in seen.order:
+        if layer in known:
+            key = (_DIGITS.sub("*", layer), seen.structure.kinds.get(layer, ""))
+            families.setdefault(key, []).append(layer)
+    found = []
+    for layers in families.values():
+        if len(layers) < _LEAST_LAYERS:
+            continue
+        rms = np.stack([trace.column(each, "activations", "rms") for each in layers], axis=1)
+        growth = _largest_growth(layers, rms, trace.steps)
+        if growth is not None:
+            found.append(growth)
+    return found
+
+
+def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) -> Growth | None:
+    usable = np.isfinite(rms).all(1) & (rms > 0).all(1)
+    if not usable.any():
+        return None
+    rows, numbers = rms[usable], steps[usable]
+    factors = rows[:, -1] / rows[:, 0]
+    # By the median, so that one spike is no growth; the first step where it is seen.
+    typical = float(np.median(factors))
+    place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN.value))[0])
+    logs = np.log(rows[place])
+    trend = float(np.corrcoef(np.arange(len(logs)), logs)[0, 1]) if logs.std() > 0 else 0.0
+    return Growth(layers, rows[place], int(numbers[place]), trend)
+
+
+def first_nonfinite(seen: Observation) -> int | None:
+    """The place of the first step whose gradients or weights are not finite; None if all are.
+
+    Of a forward pass alone the outputs are judged, where -inf may be a mask.
+    """
+    trace = seen.trace
+    harmed = [
+        trace.matrix(what, "nonfinite")
+        for what in ("parameter_gradients", "parameters")
+        if trace.names(what)
+    ] or [trace.matrix("activations", "harmful")]
+    bad = np.zeros(len(trace), bool)
+    for each in harmed:
+        bad |= np.nan_to_num(each).sum(1) > 0
+    return int(np.flatnonzero(bad)[0]) if bad.any() else None
+
+
+def bias_sums(seen: Observation) -> Iterator[tuple[Floats, Floats, Floats]]:
+    """Of each bias: sum of the gradient at its layer's output, sum of its own, and their size.
+
+    The gradient of a bias is the sum of the gradients at the layer's output, so the first two
+    are equal unless somebody has scaled or added to what backward left.
+    """
+    trace = seen.trace
+    for each in seen.structure.parameters.values():
+        if each.name.rpartition(".")[2] != "bias" or not each.trainable or len(each.shape) != 1:
+            continue
+        if each.kind not in ("Linear", "Conv1d", "Conv2d", "Conv3d", "LayerNorm"):
+            continue
+        arrived = trace.column(each.layer, "gradients", "total")
+        count = trace.column(each.layer, "gradients", "count")
+        size = trace.column(each.layer, "gradients", "rms") * np.sqrt(count)
+        yield arrived, trace.column(each.name, "parameter_gradients", "total"), size
+
+
+def stale_steps(seen: Observation) -> NDArray[np.bool_]:
+    """At which steps the optimizer found the gradients of that step and of the one before."""
+    votes = np.zeros(len(seen.trace))
+    judged = np.zeros(len(seen.trace))
+    for arrived, found, size in bias_sums(seen):
+        with np.errstate(invalid="ignore"):
+            added = np.abs(np.diff(found, prepend=math.nan) - arrived) < _EQUAL * size
+            alone = np.abs(found - arrived) < 0.05 * size
+            # Sums that cancel (the classes of a softmax) say nothing.
+            known = np.isfinite(found) & (np.abs(arrived) > 1e-2 * size)
+        votes += known & added & ~alone
+        judged += known
+    stale: NDArray[np.bool_] = (judged > 0) & (votes > 0.5 * judged)
+    return stale
+
+
+def clip_factors(seen: Observation) -> Floats:
+    """Norm of the gradients as the optimizer finds them / as backward left them, at each step.
+
+    Where only a Monitor watched, from the layers with a bias: its gradient is the sum of the
+    gradients at the layer's output, so the two should be equal.
+    """
+    if seen.steps is not None:
+        return seen.steps.clip
+    ratios = []
+    for arrived, found, size in bias_sums(seen):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.abs(found / arrived)
+        # Sums that cancel (the classes of a softmax) say nothing.
+        ratio[np.abs(arrived) < 1e-2 * size] = math.nan
+        ratios.append(ratio)
+    if not ratios:
+        return np.full(len(seen.trace), math.nan)
+    return row_medians(np.stack(ratios, axis=1))
+
+
+def gains(seen: Observation) -> dict[str, float]:
+    """Matrix -> rms x sqrt(fan in) before the first step."""
+    found = {}
+    for each in seen.structure.matrices:
+        if each.name in seen.weights:
+            found[each.name] = seen.weights[each.name].rms * math.sqrt(each.fan_in)
+    return found
+
+
+def experts_in_use(load: Floats) -> float:
+    """Exp of the entropy of the load over experts."""
+    shares = load[load > 0]
+    return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+def dead_shares(seen: Observation) -> Mapping[str, float]:
+    """Layer -> share of its units that were off for every sample of the window."""
+    return {
+        each.layer: each.silent / each.units
+        for each in seen.units
+        if each.function in ("relu", "relu6", "gelu", "silu") and _is_judged(each)
+    }
+
+
+def _is_judged(each: UnitActivity) -> bool:
+    """Whether enough was seen: many samples, or fewer where not one unit was ever on."""
+    if each.samples >= _LEAST_SAMPLES:
+        return True
+    return each.silent == each.units and each.samples >= _FEW_SAMPLES
+
+
+def flat_shares(seen: Observation) -> Mapping[str, float]:
+    """Hidden layer -> median share of values where its function is flat at both ends."""
+    return {
+        each.layer: median(list(each.flat.values()))
+        for each in seen.units
+        if each.function in ("tanh", "sigmoid", "hardtanh") and not each.is_last
+    }
+
+
+def initial_loss_ratio(seen: Observation) -> float:
+    """First cross entropy / ln of the number of classes; nan where there is none."""
+    loss = seen.loss
+    if loss is None or loss.classes is None or loss.cross_entropy is None or loss.classes < 2:
+        return math.nan
+    return loss.cross_entropy / math.log(loss.classes)

@@ -1,0 +1,203 @@
+"""What a model and its optimizers are, before anything runs: layers, parameters, who is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfmri._layers import named_layers, unwrap
+
+MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
+NORM_LAYERS = (
+    nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm,
+    *((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One parameter.
+
+    Attributes:
+        name: Its full name, such as "layers.0.weight".
+        layer: The layer that owns it.
+        kind: The class of that layer.
+        shape: Its shape.
+        trainable: Whether it asks for gradients.
+        optimized: Whether an optimizer has it; None where the optimizer is not known.
+        fan_in: How many numbers one unit adds up.
+    """
+
+    name: str
+    layer: str
+    kind: str
+    shape: tuple[int, ...]
+    trainable: bool
+    optimized: bool | None
+    fan_in: int
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it maps inputs to units; tables of embeddings and norms do not."""
+        return len(self.shape) >= 2 and min(self.shape[:2]) > 1 and "Embedding" not in self.kind
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model and its optimizers, in model order.
+
+    Attributes:
+        kind: The class of the model.
+        kinds: Layer -> the class of its module.
+        parameters: Parameter name -> facts; one that has two names is listed once.
+        aliases: Parameter name -> all layers that own it, where there are several.
+        strangers: How many tensors the optimizers hold that are no part of the model.
+        groups: Settings of the optimizers' groups: lr, weight_decay, and the parameters' names.
+        modes: Layer -> whether it is in training mode, for dropout and batch norms.
+        experts: Router layer -> the expert layers that it chooses from.
+        trains: Whether the model itself is in training mode.
+        dropouts: Dropout layer -> the share that it sets to 0.
+    """
+
+    kind: str
+    kinds: Mapping[str, str]
+    parameters: Mapping[str, ParameterFacts]
+    aliases: Mapping[str, tuple[str, ...]]
+    strangers: int
+    groups: Sequence[Mapping[str, Any]]
+    modes: Mapping[str, bool]
+    experts: Mapping[str, tuple[str, ...]]
+    trains: bool = True
+    dropouts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def matrices(self) -> list[ParameterFacts]:
+        """The trainable matrices, in model order."""
+        return [each for each in self.parameters.values() if each.is_matrix and each.trainable]
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their full names, each once, wrappers left out of the names."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for layer, module in named_layers(model).items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{layer}.{name}" if layer else name
+                found.setdefault(id(parameter), (full, parameter))
+    return dict(found.values())
+
+
+def describe(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> Structure:
+    """The structure of a model as it is now."""
+    layers = named_layers(model)
+    owned: dict[int, list[tuple[str, str, Tensor]]] = {}
+    for layer, module in layers.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{layer}.{name}" if layer else name
+                owned.setdefault(id(parameter), []).append((layer, full, parameter))
+    held = _held(optimizers)
+    facts = {}
+    aliases = {}
+    for identity, places in owned.items():
+        layer, full, tensor = places[0]
+        kind = type(layers[layer]).__name__
+        optimized = None if optimizers is None else identity in held
+        facts[full] = ParameterFacts(
+            full, layer, kind, tuple(tensor.shape), tensor.requires_grad, optimized,
+            _fan_in(layers[layer], tensor),
+        )  # fmt: skip
+        owners = tuple(dict.fromkeys(place[0] for place in places))
+        if len(owners) > 1:
+            aliases[full] = owners
+    names = {identity: places[0][1] for identity, places in owned.items()}
+    return Structure(
+        type(unwrap(model)).__name__,
+        {layer: type(module).__name__ for layer, module in layers.items()},
+        facts,
+        aliases,
+        len(held - set(owned)) if optimizers else 0,
+        _groups(optimizers or (), names),
+        {
+            layer: module.training
+            for layer, module in layers.items()
+            if _changes_in_training(module)
+        },
+        find_experts(layers),
+        unwrap(model).training,
+        {
+            layer: module.p
+            for layer, module in layers.items()
+            if isinstance(module, nn.modules.dropout._DropoutNd)
+        },
+    )
+
+
+def _held(optimizers: Sequence[Optimizer] | None) -> set[int]:
+    return {
+        id(parameter)
+        for optimizer in optimizers or ()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "optimizer": type(optimizer).__name__,
+            "lr": float(group.get("lr", math.nan)),
+            "weight_decay": float(group.get("weight_decay", 0.0) or 0.0),
+            "parameters": [names[id(each)] for each in group["params"] if id(each) in names],
+        }
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _fan_in(module: nn.Module, parameter: Tensor) -> int:
+    shape = tuple(parameter.shape)
+    if len(shape) < 2:
+        return 1
+    transposed = "Transpose" in type(module).__name__
+    first = shape[0] if transposed else shape[1]
+    return max(1, first * math.prod(shape[2:]))
+
+
+def _changes_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+
+
+def find_experts(layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Routers by what they look like: a layer with one output per member of a list beside it."""
+    found = {}
+    for name, module in layers.items():
+        lists = [
+            (key, child)
+            for key, child in module._modules.items()
+            if isinstance(child, nn.ModuleList) and _are_alike(child)
+        ]
+        for key, members in lists:
+            for other, child in module._modules.items():
+                if isinstance(child, nn.Linear) and child.out_features == len(members):
+                    prefix = f"{name}." if name else ""
+                    experts = tuple(f"{prefix}{key}.{number}" for number in range(len(members)))
+                    found[f"{prefix}{other}"] = experts
+    return found
+
+
+def _are_alike(members: nn.ModuleList) -> bool:
+    kinds = {type(each) for each in members}
+    return len(members) >= 2 and len(kinds) == 1

@@ -1,0 +1,22 @@
+"""How findings say numbers and names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def percent(share: float) -> str:
+    """A share as a percentage: "0.12 %", "45 %"."""
+    value = 100 * share
+    return f"{value:,.0f} %" if value >= 10 else f"{value:.2g} %"
+
+
+def listed(layers: Sequence[str], most: int = 3) -> str:
+    """Names in quotes, the first of them if there are many."""
+    shown = ", ".join(repr(each or "the model") for each in layers[:most])
+    return shown + (f" and {len(layers) - most} more" if len(layers) > most else "")
+
+
+def how_many(some: int, of: int, noun: str) -> str:
+    """In words: All 64 units, or 12 of 64 units."""
+    return f"All {of} {noun}" if some == of else f"{some} of {of} {noun}"

@@ -1,0 +1,196 @@
+"""What follows a non-finite step: its origin, its folder, an error or a warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._history import History
+from torchfmri._incidents.agreement import exchange, processes
+from torchfmri._incidents.content import readable
+from torchfmri._incidents.incident import (
+    Incident,
+    Part,
+    finding_from_dict,
+    free_folder,
+    write_part,
+    write_summary,
+)
+from torchfmri._incidents.options import Action, Incidents
+from torchfmri._incidents.redone_step import BadStep, coarse_finding, redo
+from torchfmri._incidents.seen_step import SeenStep
+from torchfmri._incidents.sentinel import are_finite
+from torchfmri._layers import unwrap
+from torchfmri._torch_private import gradient_scale
+from torchfmri.exceptions import NonFiniteError, NonFiniteWarning
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is held, and who is asked about it.
+
+    Attributes:
+        model: The model as it is trained.
+        loss: The loss module, or None.
+        scaler: The GradScaler, or None.
+        history: The Monitor's history; told whether the step ends here.
+        failed: Told of our own failures.
+        unwatched: While it is entered nobody watches the model: it is run again.
+    """
+
+    model: nn.Module
+    loss: nn.Module | None
+    scaler: Any
+    history: Callable[[bool], History]
+    failed: Callable[[Exception], None]
+    unwatched: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or a part of it, is compiled."""
+        kinds = {type(module).__name__ for module in self.model.modules()}
+        return "OptimizedModule" in kinds
+
+    def bad_gradients(self) -> dict[str, Tensor]:
+        """The gradients that are not finite by the names of their parameters, in model order."""
+        found = {}
+        for name, parameter in unwrap(self.model).named_parameters():
+            values = readable(parameter.grad) if parameter.grad is not None else None
+            if values is not None and not are_finite([values]):
+                found[name] = values
+        return found
+
+
+class Aftermath:
+    """Deals with non-finite steps, one after the other.
+
+    Args:
+        subject: What is held.
+        action: What to do about them.
+        options: What to keep of them.
+
+    Attributes:
+        incidents: What was found.
+    """
+
+    def __init__(self, subject: Subject, action: Action, options: Incidents) -> None:
+        self.incidents: list[Incident] = []
+        self._subject, self._action, self._options = subject, action, options
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.incidents) >= self._options.most
+
+    def look_into(self, number: int, seen: SeenStep, after_update: bool) -> None:
+        """Find the origin of what is wrong with a step, write it down, and tell.
+
+        Args:
+            number: Of the step.
+            seen: What is remembered of it.
+            after_update: Whether the optimizer stepped before, from finite gradients.
+
+        Raises:
+            NonFiniteError: If that is the action.
+        """
+        subject = self._subject
+        scale = 1.0 if subject.scaler is None else float(gradient_scale(subject.scaler))
+        step = BadStep(
+            number, seen.calls, seen.known_losses, subject.bad_gradients(), after_update, scale,
+            seen.told_batch,
+        )  # fmt: skip
+        finding = None
+        if self._options.origin and not self._is_full:
+            try:
+                with subject.unwatched():
+                    finding = redo(step, subject.model, subject.loss)
+            except Exception as error:  # the model's own, or ours: other processes wait for us
+                self._warn(f"Step {number} could not be run again: {type(error).__name__}: {error}")
+        exact = finding is not None
+        known = finding or coarse_finding(step, subject.model, subject.is_compiled)
+        self.report(number, seen, known, exact, after_update)
+
+    def report(
+        self, number: int, seen: SeenStep, finding: Finding, exact: bool, after_update: bool = False
+    ) -> None:
+        """Agree with the other processes on what it is, write it down, and tell.
+
+        Raises:
+            NonFiniteError: If that is the action.
+        """
+        rank, count = processes()
+        folder = None
+        if self._options.folder is not None and not self._is_full:
+            folder = free_folder(Path(self._options.folder), number)
+        whole, of_rank = finding, rank
+        if count > 1 and self._action != "continue":  # whoever continues waits for nobody
+            whole, of_rank, folder = _agree(finding, exact, folder)
+        incident = Incident(number, whole, self._action, folder, of_rank)
+        self.incidents.append(incident)
+        history = self._subject.history(self._action == "raise")
+        if folder is not None:
+            try:
+                part = self._part(rank, number, seen, finding, after_update)
+                write_part(folder, part, history, self._options.steps)
+                if rank == 0 or self._action == "continue":
+                    write_summary(folder, incident, count)
+            except Exception as error:  # a full disk must not be worse than the incident itself
+                self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+        if self._action == "raise":
+            raise NonFiniteError(whole, number, folder)
+        done = "is left out" if self._action == "skip" else "is applied all the same"
+        self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
+
+    def _part(
+        self, rank: int, number: int, seen: SeenStep, finding: Finding, after_update: bool
+    ) -> Part:
+        model, scaler = self._subject.model, self._subject.scaler
+        about = {
+            "action": self._action,
+            "model": type(unwrap(model)).__name__,
+            "training": model.training,
+            "compiled": self._subject.is_compiled,
+            "batch_was_written": any(call.was_written for call in seen.calls),
+            "after_update": after_update,
+            "scaler": None if scaler is None else dict(scaler.state_dict()),
+            "losses": [float(loss.detach()) for loss in seen.known_losses],
+            "norms": weight_norms(model),
+        }
+        weights = dict(unwrap(model).state_dict()) if self._options.weights else None
+        return Part(rank, number, finding, seen.kept_calls, seen.told_batch, about, weights)
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"torchfmri: {text}", NonFiniteWarning, stacklevel=2)
+
+
+def weight_norms(model: nn.Module) -> dict[str, float]:
+    """The norm of each parameter, to recognise the weights by."""
+    found = {}
+    for name, parameter in unwrap(model).named_parameters():
+        values = readable(parameter)
+        if values is not None:
+            found[name] = float(values.norm())
+    return found
+
+
+def _agree(finding: Finding, exact: bool, folder: Path | None) -> tuple[Finding, int, Path | None]:
+    """The finding of the process that knows the origin, its rank, and the folder of the first."""
+    own = {"finding": finding.to_dict(), "exact": exact, "folder": str(folder or "")}
+    everyone = exchange(own)
+    known = [each for each, one in enumerate(everyone) if one["exact"]]
+    data = [each for each, one in enumerate(everyone) if one["finding"]["phase"] == "data"]
+    rank = (known or data or [0])[0]
+    chosen = finding_from_dict(everyone[rank]["finding"])
+    whole = replace(
+        chosen,
+        text=f"In process {rank}: {chosen.text}",
+        evidence={**chosen.evidence, "rank": rank},
+    )
+    place = everyone[0]["folder"]
+    return whole, rank, Path(place) if place else None

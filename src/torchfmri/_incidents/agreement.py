@@ -1,0 +1,48 @@
+"""What all processes of a training run decide together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def processes() -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def any_is_bad(number: Tensor | None) -> bool:
+    """Whether `number` is not finite in any process; all of them must ask."""
+    _, count = processes()
+    if count == 1:
+        return number is not None and not bool(torch.isfinite(number))
+    flag = torch.zeros(()) if number is None else (~torch.isfinite(number)).float()
+    return _largest(flag) > 0
+
+
+def any_is_true(here: bool) -> bool:
+    """Whether `here` is true in any process; all of them must ask."""
+    return here if processes()[1] == 1 else _largest(torch.tensor(float(here))) > 0
+
+
+def exchange(value: Any) -> list[Any]:
+    """The `value` of each process, in the order of their ranks; all of them must take part."""
+    count = processes()[1]
+    if count == 1:
+        return [value]
+    found: list[Any] = [None] * count
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _largest(flag: Tensor) -> float:
+    # NCCL takes tensors on its own device only, gloo those of the CPU.
+    on_device = "nccl" in dist.get_backend() or "xccl" in dist.get_backend()
+    flag = flag.to(torch.device("cuda") if on_device else torch.device("cpu"))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return float(flag)

@@ -1,0 +1,219 @@
+"""Holds a step before the optimizer applies something non-finite.
+
+`raise` and `skip` hold: one number is read before the optimizer steps, and the processes agree.
+`continue` never waits for a device: the number is read once it has arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfmri._deferred import Deferred
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._incidents.aftermath import Aftermath, Subject
+from torchfmri._incidents.agreement import any_is_bad, any_is_true
+from torchfmri._incidents.incident import Incident
+from torchfmri._incidents.options import Action, Incidents
+from torchfmri._incidents.seen_step import SeenStep, StepWatch
+from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
+
+SKIPS = 16
+"""A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""
+
+
+class _Pending(NamedTuple):
+    """A step whose number is still on its way from the device."""
+
+    number: int
+    seen: SeenStep
+    total: Deferred
+
+
+class Hold:
+    """Looks at each step before the optimizer applies it.
+
+    Args:
+        subject: What is held.
+        action: What to do about a non-finite step.
+        options: What to keep of it.
+    """
+
+    def __init__(self, subject: Subject, action: Action, options: Incidents) -> None:
+        self._scaler, self._action = subject.scaler, action
+        self._aftermath = Aftermath(subject, action, options)
+        self._watch = StepWatch(
+            subject.model, subject.loss, subject.scaler, self._entered, subject.failed
+        )
+        self._number = 0
+        self._was_bad = self._updated_well = self._stepped = False
+        self._skips = 0
+        self._spared: list[tuple[Tensor, Tensor]] = []
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """What was found so far."""
+        return self._aftermath.incidents
+
+    # -- following the loop ------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Begin to see the model's calls; safe to call twice."""
+        self._watch.attach()
+
+    def detach(self) -> None:
+        """Take everything off again; safe to call twice."""
+        self._restore()
+        self._watch.detach()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Do not take calls of the model in this block for those of the step."""
+        self._watch.is_resting = True
+        try:
+            yield
+        finally:
+            self._watch.is_resting = False
+
+    def begin(self, number: int) -> None:
+        """A step begins."""
+        self._restore()
+        self._number, self._stepped = number, False
+        self._watch.step = SeenStep()
+
+    def tell_loss(self, loss: Any) -> None:
+        """The user's word for the loss."""
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._watch.step.told_losses.append(loss)
+
+    def tell_batch(self, batch: Any) -> None:
+        """The user's word for the batch."""
+        self._watch.tell_batch(batch)
+
+    def end(self) -> None:
+        """The step is over: where the optimizer has not stepped, the scaler has left it out.
+
+        Raises:
+            NonFiniteError: As `check`.
+        """
+        if not self._stepped and self._scaler is not None and self._watch.step.calls:
+            self._left_out_by_scaler()
+
+    def after_update(self) -> None:
+        """The optimizer has stepped."""
+        self._restore()
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def check(self, optimizer: Optimizer) -> bool:
+        """Look at the gradients as the optimizer finds them; True if it is to leave them out.
+
+        Raises:
+            NonFiniteError: They are not finite, and that is to be raised.
+        """
+        seen, self._stepped = self._watch.step, True
+        # A fused optimizer that divides by the scale itself also leaves such a step out itself.
+        leaves_out = getattr(optimizer, "grad_scale", None) is not None
+        gradients = [] if leaves_out else gradients_of(optimizer)
+        number = alarm(seen.known_losses, gradients)
+        if self._action == "continue" and number is not None and number.is_cuda:
+            seen.release_graphs()
+            self._pending.append(_Pending(self._number, seen, Deferred([number])))
+            self.read_pending(wait=False)
+            return False
+        bad = self._is_bad(number, [*seen.known_losses, *gradients])
+        if leaves_out and self._skips_again(_found_inf(optimizer)):
+            bad = True
+        if not bad:
+            self._skips = self._skips if leaves_out else 0
+            self._was_bad, self._updated_well = False, True
+            return False
+        self._happened(seen)
+        if self._action == "skip":
+            self._spare(optimizer)
+        else:
+            self._updated_well = False
+        return self._action == "skip"
+
+    def read_pending(self, wait: bool) -> None:
+        """Look at the steps whose numbers have arrived since; all of them with `wait`."""
+        while self._pending and (wait or self._pending[0].total.ready()):
+            number, seen, total = self._pending.popleft()
+            if math.isfinite(total.read()[0][0]):
+                self._was_bad = False
+            elif not self._was_bad:
+                self._was_bad = True
+                self._aftermath.report(number, seen, _late_finding(number, seen), exact=False)
+
+    def _is_bad(self, number: Tensor | None, tensors: list[Tensor]) -> bool:
+        """Whether these are not finite, here or (where steps are held) in another process."""
+        if self._action == "continue":
+            return number is not None and not number.isfinite() and not are_finite(tensors)
+        return any_is_bad(number) and any_is_true(not are_finite(tensors))
+
+    def _entered(self) -> None:
+        if self._watch.was_skipped() and not self._stepped:
+            try:
+                self._left_out_by_scaler()
+            finally:
+                self._watch.step = SeenStep()
+
+    def _left_out_by_scaler(self) -> None:
+        """A step that the GradScaler left out is ordinary, unless its loss is bad or it goes on."""
+        seen = self._watch.step
+        bad = self._skips_again(True) or not are_finite(seen.known_losses)
+        if bad if self._action == "continue" else any_is_true(bad):
+            self._happened(seen)
+
+    def _skips_again(self, skipped: bool) -> bool:
+        self._skips = self._skips + 1 if skipped else 0
+        return self._skips >= SKIPS
+
+    def _happened(self, seen: SeenStep) -> None:
+        goes_on = self._was_bad and self._action == "continue"
+        self._was_bad = True
+        if not goes_on:
+            self._aftermath.look_into(self._number, seen, self._updated_well)
+
+    # -- leaving a step out ------------------------------------------------------------------
+
+    def _spare(self, optimizer: Optimizer) -> None:
+        """Take the gradients away until the optimizer has passed: it skips what has none."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._spared.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _restore(self) -> None:
+        while self._spared:
+            parameter, gradient = self._spared.pop()
+            parameter.grad = gradient
+
+
+def _found_inf(optimizer: Optimizer) -> bool:
+    """Whether the GradScaler told a fused optimizer to leave the step out."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and bool(found > 0)
+
+
+def _late_finding(number: int, seen: SeenStep) -> Finding:
+    of_loss = not are_finite(seen.known_losses)
+    what = "The loss" if of_loss else "A gradient"
+    return Finding(
+        "nonfinite_loss" if of_loss else "nonfinite_backward",
+        "alarm",
+        (),
+        "loss" if of_loss else "backward",
+        number,
+        f"{what} of step {number} was not finite. It was noticed after the update, so its origin "
+        "is not known.",
+        "With on_nonfinite='skip' or 'raise' a step is held and looked into.",
+    )

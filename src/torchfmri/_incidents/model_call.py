@@ -1,0 +1,185 @@
+"""One call of a model in a training step: enough of it to run it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._elements import flatten
+from torchfmri._incidents.random_state import RandomState, random_state
+from torchfmri._layers import runnable
+from torchfmri._snapshot import copy_of_data
+
+
+class Autocast(NamedTuple):
+    """The state of autocast for one type of device."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cached: bool
+
+
+class Output(NamedTuple):
+    """Stands for a tensor that the model returned, in the arguments of the loss.
+
+    Attributes:
+        path: Where in the output.
+        shape: The loss may have got it in another shape.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class ModelCall:
+    """What a model was called with, by reference, and the state around it.
+
+    Attributes:
+        arguments: The positional arguments.
+        keywords: The keyword arguments.
+        random: What the random generators were about to draw.
+        autocast: As it was around the call.
+        versions: Of the tensors among the arguments, to see whether they were written to since.
+        outputs: Path -> storage of what was returned, until the loss has been seen.
+        loss_arguments: What the loss module was called with; None where it was not seen, or holds
+            something computed from the output that cannot be told.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    random: RandomState
+    autocast: tuple[Autocast, ...]
+    versions: tuple[int, ...] = ()
+    outputs: dict[int, str] = field(default_factory=dict)
+    loss_arguments: tuple[Any, ...] | None = None
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The arguments by number and name."""
+        return {**{str(i): each for i, each in enumerate(self.arguments)}, **self.keywords}
+
+    @property
+    def was_written(self) -> bool:
+        """Whether something has been written into the arguments since the call."""
+        return self.versions != _versions((self.arguments, self.keywords))
+
+    def returned(self, output: Any) -> None:
+        """Remember what the model returned, by where it lies in memory."""
+        self.outputs = {_address(each.tensor): each.path for each in flatten(output)}
+
+    def reached_loss(self, arguments: tuple[Any, ...]) -> None:
+        """Remember what the loss module was called with; the model's outputs are not kept."""
+        found: list[Any] = []
+        for each in arguments:
+            if isinstance(each, Tensor) and _address(each) in self.outputs:
+                found.append(Output(self.outputs[_address(each)], tuple(each.shape)))
+            elif any(element.tensor.requires_grad for element in flatten(each)):
+                return  # made from the output in a way that we do not know
+            else:
+                found.append(each)
+        self.loss_arguments = tuple(found)
+
+    def run(self, model: nn.Module, loss: Callable[..., Any] | None = None) -> Any:
+        """Call the model again as it was called then, and the loss if there is one.
+
+        The loss gets what it was called with then; where that is not known, the output.
+        """
+        arguments, keywords = copy_of_data(self.arguments), copy_of_data(dict(self.keywords))
+        with self.state():
+            output = runnable(model)(*arguments, **keywords)
+            if loss is None:
+                return output
+            if self.loss_arguments is None:
+                return loss(output)
+            tensors = {each.path: each.tensor for each in flatten(output)}
+            given = [
+                tensors[each.path].reshape(each.shape) if isinstance(each, Output) else each
+                for each in self.loss_arguments
+            ]
+            return loss(*given)
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """The random generators and autocast as they were at the call."""
+        self.random.restore()
+        with ExitStack() as stack:
+            for device, enabled, dtype, cached in self.autocast:
+                stack.enter_context(
+                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
+                )
+            yield
+
+    def to_data(self) -> dict[str, Any]:
+        """The call in dicts, lists, numbers and tensors."""
+        return {
+            "arguments": self.arguments,
+            "keywords": dict(self.keywords),
+            "random": self.random.to_data(),
+            "autocast": [list(each) for each in self.autocast],
+            "loss_arguments": _encode_outputs(self.loss_arguments),
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> ModelCall:
+        """The call that `to_data` gave."""
+        given = data["loss_arguments"]
+        call = cls(
+            data["arguments"],
+            data["keywords"],
+            RandomState.from_data(data["random"]),
+            tuple(Autocast(*each) for each in data["autocast"]),
+        )
+        if given is not None:
+            call.loss_arguments = tuple(
+                Output(each["path"], tuple(each["shape"])) if kind == "output" else each
+                for kind, each in given
+            )
+        return call
+
+
+def call_of(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> ModelCall:
+    """The call that is about to be made; nothing is copied and no device waited for."""
+    devices = dict.fromkeys(["cpu", next((p.device.type for p in model.parameters()), "cpu")])
+    states = tuple(
+        Autocast(
+            device,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+        )
+        for device in devices
+    )
+    versions = _versions((arguments, keywords))
+    return ModelCall(arguments, dict(keywords), random_state(), states, versions)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor lies in memory; of one that has no memory, something of its own."""
+    try:
+        return tensor.data_ptr() or -id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)
+
+
+def _versions(values: Any) -> tuple[int, ...]:
+    return tuple(
+        -1 if each.tensor.is_inference() else each.tensor._version for each in flatten(values)
+    )
+
+
+def _encode_outputs(arguments: tuple[Any, ...] | None) -> list[Any] | None:
+    if arguments is None:
+        return None
+    return [
+        ["output", {"path": each.path, "shape": list(each.shape)}]
+        if isinstance(each, Output)
+        else ["value", each]
+        for each in arguments
+    ]

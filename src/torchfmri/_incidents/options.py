@@ -1,0 +1,64 @@
+"""What becomes of steps with non-finite values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from torchfmri.exceptions import InspectionError
+
+Action: TypeAlias = Literal["raise", "skip", "continue"]
+
+
+@dataclass(frozen=True)
+class Incidents:
+    """What a Monitor keeps of steps with a NaN or infinite loss or gradient.
+
+    Attributes:
+        folder: Where to write them; None: nowhere.
+        weights: Whether to write the weights too, so that a replay needs no checkpoint.
+        steps: How many of the latest steps' statistics to write.
+        most: How many incidents to write and to look into in one run.
+        origin: Whether to run the step again at once, to find the origin.
+
+    Example:
+        >>> Incidents("incidents", weights=True).steps
+        100
+    """
+
+    folder: str | Path | None = None
+    weights: bool = False
+    steps: int = 100
+    most: int = 5
+    origin: bool = True
+
+
+def check_action(action: Any) -> Action | None:
+    """`action`, if it is one.
+
+    Raises:
+        InspectionError: It is not.
+    """
+    known = get_args(Action)
+    if action is not None and action not in known:
+        raise InspectionError(
+            f"on_nonfinite={action!r}: 'raise' stops training before the step is applied, 'skip' "
+            "leaves the step out, 'continue' only reports it."
+        )
+    found: Action | None = action
+    return found
+
+
+def check_incidents(given: Any) -> Incidents:
+    """The options that a folder, or an `Incidents`, or None stands for.
+
+    Raises:
+        InspectionError: It is something else, or one of its numbers makes no sense.
+    """
+    options = Incidents(given) if given is None or isinstance(given, (str, Path)) else given
+    if not isinstance(options, Incidents):
+        raise InspectionError(f"incidents={given!r} is neither a folder nor torchfmri.Incidents.")
+    if options.steps < 1 or options.most < 1:
+        raise InspectionError(f"{options}: steps and most are at least 1.")
+    return options

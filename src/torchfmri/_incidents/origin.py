@@ -1,0 +1,167 @@
+"""The origin of the first non-finite value of a training step, found by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from torchfmri._attachment import compiled_code_as_eager
+from torchfmri._backward_pass import run_backward
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._elements import flatten
+from torchfmri._hooks import Hook
+from torchfmri._incidents.event import Event, is_on_purpose, trace_back
+from torchfmri._incidents.report import Context, report
+from torchfmri._incidents.running_layers import RunningLayers
+from torchfmri._incidents.trace import Trace
+from torchfmri._snapshot import unchanged
+
+
+def find_origin(
+    run: Callable[[], Any],
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    step: int | None = None,
+    after_update: bool = False,
+    backward: bool = True,
+) -> Finding | None:
+    """What made the first non-finite value that reaches the loss or a gradient; None if none does.
+
+    Runs one step operation by operation (tens of times slower than plain) and follows each
+    NaN and infinity back to the operation that made it from finite numbers. Infinities that the
+    code puts in on purpose (attention masks) and that harm nothing are not named. The model, its
+    `.grad` and the random generators are left as they were; compiled code runs eagerly.
+
+    Args:
+        run: Runs forward and loss, and returns the loss: a tensor, or an output that has `.loss`.
+            Without a loss the output itself is judged. If it runs the backward pass too, that is
+            watched as well; else it is run here, on a loss that requires grad.
+        model: The model that `run` calls; layers are named by it.
+        batch: What the step is run on, so that a bad sample can be named.
+        step: The number of the step, for the finding.
+        after_update: Whether the optimizer has stepped before, from finite gradients: non-finite
+            weights are then the work of that step (`nonfinite_update`).
+        backward: Whether to look at the backward pass.
+
+    Returns:
+        A finding whose problem is `nonfinite_data`, `nonfinite_weights`, `nonfinite_update`,
+        `nonfinite_forward`, `nonfinite_loss` or `nonfinite_backward`. Its evidence holds
+        `operation`, `line` ("train.py:31"), `code`, `value` ("NaN" or "inf"), `nan`, `inf`,
+        `count`, `element` (index of the first one) and, where they are known, `rows` (of the
+        batch), `parameter`, `dtype`.
+    """
+    traced = trace_step(run, model, batch, backward)
+    if traced.trouble is None:
+        return None
+    context = Context(batch, step, after_update, traced.bad_parameters)
+    return report(trace_back(traced.trouble), context)
+
+
+class TracedStep(NamedTuple):
+    """A step that was run operation by operation.
+
+    Attributes:
+        trouble: The event that reached the loss, a gradient or the output; None if none did.
+        bad_parameters: The parameters that were not finite to begin with.
+    """
+
+    trouble: Event | None
+    bad_parameters: tuple[str, ...]
+
+
+def trace_step(
+    run: Callable[[], Any], model: nn.Module, batch: Any = None, backward: bool = True
+) -> TracedStep:
+    """The same as `find_origin`, with the event itself."""
+    outputs: list[Tensor] = []
+
+    def returned(output: object) -> None:
+        outputs[:] = [element.tensor.detach() for element in flatten(output)]
+
+    with compiled_code_as_eager(), unchanged(model), _spare_gradients(model):
+        layers = RunningLayers(model, returned)
+        trace = Trace(model, batch, layers, _call.__code__)
+        arrived: list[Event] = []
+        with layers, _listening(model, trace, arrived):
+            try:
+                with trace:
+                    loss = loss_in(_call(run))
+                    trouble = _trouble(trace, loss, outputs)
+                    if trouble is None and _can_go_back(loss, trace, backward):
+                        assert loss is not None
+                        _call(lambda: run_backward(loss, model.parameters()))
+            except Exception:
+                # The user's own check has stopped the step: what it saw is what we look for.
+                if trace.latest is None or not trace.latest.content.nan:
+                    raise
+                trouble = trace.latest
+        if trouble is None and arrived:
+            trouble = arrived[0]
+    return TracedStep(trouble, tuple(trace.bad_parameters))
+
+
+def _call(run: Callable[[], Any]) -> Any:
+    """Run the user's code; frames beyond this one are not the user's step."""
+    return run()
+
+
+def loss_in(result: Any) -> Tensor | None:
+    """The loss in what a step returned."""
+    if isinstance(result, Tensor):
+        return result if result.numel() == 1 and result.is_floating_point() else None
+    found = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _trouble(trace: Trace, loss: Tensor | None, outputs: list[Tensor]) -> Event | None:
+    """The event behind a non-finite loss; without a loss, behind a non-finite output."""
+    if loss is not None:
+        return trace.event_of(loss)
+    for tensor in outputs:
+        event = trace.event_of(tensor)
+        if event is not None and not is_on_purpose(event):
+            return event
+    return None
+
+
+def _can_go_back(loss: Tensor | None, trace: Trace, wanted: bool) -> bool:
+    return wanted and loss is not None and loss.requires_grad and not trace.ran_backward
+
+
+@contextmanager
+def _listening(model: nn.Module, trace: Trace, arrived: list[Event]) -> Iterator[None]:
+    """Collect the events behind the parameters' gradients, in the order they arrive."""
+
+    def arrive(gradient: Tensor) -> None:
+        if not arrived:
+            event = trace.event_of(gradient)
+            if event is not None:
+                arrived.append(event)
+
+    handles = [
+        parameter.register_hook(Hook(arrive))  # type: ignore[no-untyped-call]
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _spare_gradients(model: nn.Module) -> Iterator[None]:
+    """Leave `.grad` as it is, also where the step runs its own backward pass."""
+    held = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in held:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient

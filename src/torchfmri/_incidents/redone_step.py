@@ -1,0 +1,190 @@
+"""A step that went wrong, run again at once to find the origin; and what is known without that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._elements import flatten
+from torchfmri._incidents.content import read_content
+from torchfmri._incidents.event import Event, Lineage, Place
+from torchfmri._incidents.model_call import ModelCall
+from torchfmri._incidents.origin import find_origin, loss_in
+from torchfmri._incidents.report import Context, report
+
+_UNKNOWN = (
+    "Write an incident (Monitor(..., incidents='folder')) and run `torchfmri replay` on it with "
+    "your model and loss: that names the operation and the line."
+)
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """What is known of a step whose loss or gradients are not finite.
+
+    Attributes:
+        number: Of the step.
+        calls: The calls of the model, one per micro-batch.
+        losses: As they were seen or told, with their graphs.
+        gradients: Parameter -> its gradient, where that is not finite.
+        after_update: Whether the optimizer stepped before, from finite gradients.
+        scale: By what the GradScaler multiplies the loss.
+        batch: As the user told it.
+    """
+
+    number: int
+    calls: Sequence[ModelCall]
+    losses: Sequence[Tensor]
+    gradients: Mapping[str, Tensor]
+    after_update: bool = False
+    scale: float = 1.0
+    batch: Any = None
+
+
+def redo(step: BadStep, model: nn.Module, loss: Callable[..., Any] | None) -> Finding | None:
+    """The origin, found by calling the model again; None where the calls turn out finite.
+
+    Args:
+        step: What is known of it.
+        model: The model.
+        loss: The loss module of the loop, if it is known.
+    """
+    reason = why_not(model)
+    if reason:
+        return None
+    for index, call in enumerate(step.calls):
+        known = loss if call.loss_arguments is not None else None
+        finding = redo_call(step, call, model, known)
+        if finding is not None:
+            return _of_micro_batch(finding, index, len(step.calls))
+    return None
+
+
+def redo_call(
+    step: BadStep, call: ModelCall, model: nn.Module, loss: Callable[..., Any] | None
+) -> Finding | None:
+    """The origin in one call of the model; None where it turns out finite."""
+
+    def search(run: Callable[[], Any]) -> Finding | None:
+        return find_origin(run, model, call.batch, step=step.number, after_update=step.after_update)
+
+    has_loss = [True]
+
+    def run() -> Any:
+        result = call.run(model, loss)
+        found = loss_in(result)
+        has_loss[0] = found is not None
+        return found * step.scale if found is not None and step.scale != 1 else found
+
+    finding = search(run)
+    if finding is not None or has_loss[0] or not step.gradients:
+        return finding
+    finding = search(lambda: _sum(call.run(model)))
+    if finding is None:
+        return None
+    remark = " (Found with the sum of the output as a stand-in for the loss.)"
+    return replace(
+        finding, text=finding.text + remark, evidence={**finding.evidence, "stand_in": True}
+    )
+
+
+def why_not(model: nn.Module) -> str:
+    """Why this process cannot run the model by itself; empty if it can."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "placements") or hasattr(parameter, "_is_sharded"):
+            return "its parameters are sharded"
+    kinds = {type(module).__name__ for module in model.modules()}
+    for kind in ("FullyShardedDataParallel", "SyncBatchNorm"):
+        if kind in kinds:
+            return f"its {kind} needs all processes at once"
+    return ""
+
+
+def coarse_finding(step: BadStep, model: nn.Module, compiled: bool) -> Finding:
+    """What is known without the origin: bad data, else a bad loss, else which gradients."""
+    reason = why_not(model)
+    if reason or not step.calls:
+        data = _bad_data(step)
+        if data is not None:
+            return data
+    remark = f" The origin was not looked for: {reason}." if reason else ""
+    if not reason and step.calls:
+        remark = " The model, called again in the same way, was finite"
+        remark += ": compiled code gave what eager code does not." if compiled else "."
+    bad = [loss for loss in step.losses if not bool(loss.detach().isfinite().all())]
+    if bad:
+        operations = _operations_before(bad[0])
+        named = f" The operations before it are {', '.join(operations)}." if operations else ""
+        text = f"The loss of step {step.number} is {float(bad[0].detach())}.{remark}{named}"
+        return Finding(
+            "nonfinite_loss", "alarm", (), "loss", step.number, text, _advice(operations),
+            {"operations": operations, "compiled": compiled},
+        )  # fmt: skip
+    names = list(step.gradients)
+    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in reversed(names)))
+    listed = ", ".join(map(repr, names[-_MOST_NAMES:][::-1]))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
+    return Finding(
+        "nonfinite_backward", "alarm", layers[:1], "backward", step.number, text, _UNKNOWN,
+        {"parameters": names, "compiled": compiled},
+    )  # fmt: skip
+
+
+def _bad_data(step: BadStep) -> Finding | None:
+    """The first value of the batch that is not finite; whether it did the harm is not known."""
+    batches = [call.batch for call in step.calls] or [step.batch]
+    for batch in batches:
+        for path, tensor in flatten(batch):
+            content = read_content(tensor)
+            if content is not None and content.nan:  # -inf may be a mask
+                event = Event(0, "data", "", Place("data"), content, path)
+                found = report(Lineage(event, event, event), Context(batch, step.number))
+                remark = " It was not traced from there to the loss."
+                return replace(found, text=found.text + remark)
+    return None
+
+
+def _sum(output: Any) -> Tensor | None:
+    tensors = [each.tensor for each in flatten(output)]
+    floating = [each for each in tensors if each.is_floating_point() and each.requires_grad]
+    return floating[0].sum() if floating else None
+
+
+def _of_micro_batch(finding: Finding, index: int, count: int) -> Finding:
+    if count == 1:
+        return finding
+    return replace(
+        finding,
+        text=f"In micro-batch {index} of {count}: {finding.text}",
+        evidence={**finding.evidence, "micro_batch": index},
+    )
+
+
+def _operations_before(loss: Tensor) -> list[str]:
+    """The operations that lead to a loss, the last first."""
+    found: list[str] = []
+    waiting, seen = [loss.grad_fn], set()
+    while waiting and len(found) < 6:
+        node: Any = waiting.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = str(node.name()).rpartition("::")[2].partition("Backward")[0].lower()
+        if name not in ("accumulategrad", "view", "reshapealias", "unsafeview", *found):
+            found.append(name)
+        waiting.extend(below for below, _ in node.next_functions)
+    return found
+
+
+def _advice(operations: Sequence[str]) -> str:
+    if "log" in operations:
+        return "log of 0 is -inf: use log_softmax / cross_entropy, or clamp. " + _UNKNOWN
+    if "div" in operations:
+        return "Look for a division by 0. " + _UNKNOWN
+    return _UNKNOWN

@@ -1,0 +1,204 @@
+"""A lineage in words: the finding that names what began it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchfmri._diagnosis.finding import Finding
+from torchfmri._elements import flatten
+from torchfmri._explanations.crash import SourceLine
+from torchfmri._incidents.causes import cause_of
+from torchfmri._incidents.content import Content
+from torchfmri._incidents.event import Event, Lineage
+from torchfmri._labels import layer_label
+
+_BAD_DATA = "Drop or repair the sample before it reaches the model; look at how it was made."
+_BAD_WEIGHTS = (
+    "Load an earlier checkpoint. If they were made by training: lower the learning rate, clip the "
+    "gradients, and let a Monitor hold such steps (on_nonfinite='skip')."
+)
+_BAD_UPDATE = (
+    "Lower the learning rate, or raise the optimizer's eps; look at its state (Adam's second "
+    "moment overflows in half precision)."
+)
+
+_MOST_SAMPLES = 8
+"""So many samples are named."""
+
+
+class Context(NamedTuple):
+    """What is known of the step.
+
+    Attributes:
+        batch: Its data, to name samples.
+        step: Its number.
+        after_update: Whether the optimizer has stepped before, from finite gradients.
+        bad_parameters: The parameters that were not finite before it.
+    """
+
+    batch: Any = None
+    step: int | None = None
+    after_update: bool = False
+    bad_parameters: tuple[str, ...] = ()
+
+
+def report(lineage: Lineage, context: Context) -> Finding:
+    """The finding about a lineage."""
+    root, step = lineage.root, context.step
+    if root.kind in ("data", "outside"):
+        return _about_data(root, step)
+    if root.kind in ("parameter", "buffer"):
+        return _about_weights(root, context)
+    rows = _samples(root.content, context.batch) if root.place.phase != "backward" else ()
+    cause = cause_of(root)
+    where = _where(root, lineage.trouble)
+    phrase = f"{root.content.value} is born {where}{_at(step)}{_until(root)}: {cause.why}"
+    text = f"{phrase}{_line(root)}."
+    if lineage.birth is not root and lineage.birth.content.nan and not root.content.nan:
+        turned = lineage.birth.operation.strip("_")
+        text += f" It becomes NaN in {turned}{_line(lineage.birth)}."
+    if rows:
+        text += f" It is in {_in_words(rows)} of the batch."
+    layer = root.place.layer
+    return Finding(
+        f"nonfinite_{root.place.phase}",
+        "alarm",
+        (layer,) if layer else (),
+        root.place.phase,
+        step,
+        text,
+        cause.advice,
+        _evidence(root, rows),
+    )
+
+
+def _about_data(root: Event, step: int | None) -> Finding:
+    content = root.content
+    called = f"argument {root.name}" if root.name.isdigit() else repr(root.name)
+    name = f" of {called}" if root.name else ""
+    bad = content.nan + content.inf
+    first = f", first at {_index(content.element)}" if content.element else ""
+    if root.kind == "data":
+        rows = content.rows
+        held = f"in {_in_words(rows)}" if rows else "as its only value"
+        text = (
+            f"The batch{_of(step)} holds {content.value} {held}{name}: {bad:,} of "
+            f"{content.count:,} values{first}."
+        )
+    else:
+        rows = ()
+        text = (
+            f"A tensor that the step did not make, of shape {content.shape}, holds "
+            f"{content.value}{_at(step)}: {bad:,} of {content.count:,} values{first}."
+        )
+    return Finding(
+        "nonfinite_data", "alarm", (), "data", step, text, _BAD_DATA, _evidence(root, rows)
+    )
+
+
+def _about_weights(root: Event, context: Context) -> Finding:
+    content, step = root.content, context.step
+    names = context.bad_parameters or (root.name,)
+    layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
+    others = len(names) - 1
+    bad = f"{content.nan + content.inf:,} of {content.count:,} values"
+    bad += f"; {others} more parameters likewise" if others else ""
+    evidence = {**_evidence(root, ()), "parameter": root.name, "parameters": list(names)}
+    if context.after_update and root.kind == "parameter":
+        when = "the step before" if step is None else f"step {step - 1}"
+        text = (
+            f"The optimizer's update in {when} made {root.name!r} {content.value} ({bad}), from "
+            "finite gradients."
+        )
+        before = None if step is None else step - 1
+        return Finding(
+            "nonfinite_update", "alarm", layers, "optimizer", before, text, _BAD_UPDATE, evidence
+        )
+    kind = "weights" if root.kind == "parameter" else "buffer"
+    text = f"The {kind} {root.name!r} held {content.value} before the step{_of(step)} ({bad})."
+    return Finding(
+        "nonfinite_weights", "alarm", layers, "optimizer", step, text, _BAD_WEIGHTS, evidence
+    )
+
+
+def _where(root: Event, trouble: Event) -> str:
+    layer = root.place.layer
+    named = "the model itself" if layer == "" else f"layer {layer_label(layer or '')!r}"
+    if root.place.phase == "forward":
+        return f"in {named}"
+    if root.place.phase == "backward":
+        return "in the backward pass" if layer is None else f"in the backward pass of {named}"
+    return "in the loss" if root.place.phase == "loss" else "before the model was called"
+
+
+def _until(root: Event) -> str:
+    if root.place.phase == "loss":
+        return " (forward was finite)"
+    return " (the loss was finite)" if root.place.phase == "backward" else ""
+
+
+def _line(event: Event) -> str:
+    line, caller = event.place.line, event.place.caller
+    if line is None:
+        return ""
+    called = f", called at {_short(caller)}" if caller is not None else ""
+    return f", {_short(line)}{called}"
+
+
+def _short(line: SourceLine) -> str:
+    return f"{Path(line.file).name}:{line.number}"
+
+
+def _evidence(root: Event, rows: tuple[int, ...]) -> dict[str, Any]:
+    content, line = root.content, root.place.line
+    found: dict[str, Any] = {
+        "operation": root.operation,
+        "line": _short(line) if line is not None else "",
+        "code": line.code if line is not None else "",
+        "file": line.file if line is not None else "",
+        "value": content.value,
+        "nan": content.nan,
+        "inf": content.inf,
+        "count": content.count,
+        "shape": list(content.shape),
+        "dtype": content.dtype,
+        "element": list(content.element),
+    }
+    if root.place.caller is not None:
+        found["called_at"] = _short(root.place.caller)
+    if rows:
+        found["rows"] = list(rows[:_MOST_SAMPLES])
+    return found
+
+
+def _samples(content: Content, batch: Any) -> tuple[int, ...]:
+    """The rows of the batch that the rows of a result belong to; none where that is not clear."""
+    sizes = {each.tensor.shape[0] for each in flatten(batch) if each.tensor.dim() > 0}
+    if len(sizes) != 1 or not content.rows:
+        return ()
+    size = sizes.pop()
+    if size < 2 or content.shape[0] % size or content.shape[0] < size:
+        return ()
+    rows = tuple(dict.fromkeys(row // (content.shape[0] // size) for row in content.rows))
+    return rows if len(rows) < size else ()
+
+
+def _in_words(rows: tuple[int, ...]) -> str:
+    if len(rows) == 1:
+        return f"sample {rows[0]}"
+    if len(rows) > _MOST_SAMPLES:
+        return f"{len(rows):,} samples, the first of them {rows[0]}"
+    return f"samples {', '.join(map(str, rows[:-1]))} and {rows[-1]}"
+
+
+def _index(element: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, element))}]"
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
+
+
+def _of(step: int | None) -> str:
+    return "" if step is None else f" of step {step}"

@@ -1,0 +1,150 @@
+"""What is remembered of the step under way, in case it goes wrong; and the hooks that see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._hooks import Hook
+from torchfmri._incidents.model_call import ModelCall, call_of
+from torchfmri._incidents.origin import loss_in
+from torchfmri._torch_private import gradient_scale_version, is_compiled_in_place
+from torchfmri.exceptions import NonFiniteError
+
+MOST_CALLS = 64
+"""Of a step with more micro-batches the latest are remembered."""
+
+
+class SeenStep:
+    """One step, by reference: nothing is copied, and no device waited for.
+
+    Attributes:
+        calls: The calls of the model with gradients, one per micro-batch.
+        losses: That were seen.
+        told_losses: That the user told of.
+        told_batch: That the user told of.
+        told_call: The call that this batch is for, in case that none is seen.
+        scale_version: Of the GradScaler, when the step began.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[ModelCall] = []
+        self.losses: list[Tensor] = []
+        self.told_losses: list[Tensor] = []
+        self.told_batch: Any = None
+        self.told_call: ModelCall | None = None
+        self.scale_version: int | None = None
+
+    @property
+    def kept_calls(self) -> list[ModelCall]:
+        """The calls to write down: those that were seen, else the one that was told of."""
+        return self.calls or ([self.told_call] if self.told_call is not None else [])
+
+    def release_graphs(self) -> None:
+        """Let go of the graphs of the losses: only the latest may be of use."""
+        self.losses = [loss.detach() for loss in self.losses]
+        self.told_losses = [loss.detach() for loss in self.told_losses]
+
+    @property
+    def known_losses(self) -> list[Tensor]:
+        """The losses, as they were told or else seen."""
+        return self.told_losses or self.losses
+
+
+class StepWatch:
+    """Hooks on the model and the loss module that fill a `SeenStep`.
+
+    Args:
+        model: The model as it is trained.
+        loss: The loss module, or None.
+        scaler: The GradScaler, or None.
+        entered: Called when the model is about to run.
+        failed: Told of our own failures.
+
+    Attributes:
+        step: The step under way.
+        is_resting: Whether calls do not count: they are ours.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module | None,
+        scaler: Any,
+        entered: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.step, self.is_resting = SeenStep(), False
+        self._model, self._loss, self._scaler = model, loss, scaler
+        self._entered, self._stop = entered, failed
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Put the hooks on; safe to call twice."""
+        # A hook on a module that was compiled in place would have it compiled again.
+        if self._handles or is_compiled_in_place(self._model):
+            return
+        model, loss, failed = self._model, self._loss, self._failed
+        before, after = Hook(self._enter, model, failed), Hook(self._leave, model, failed)
+        self._handles += [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after),
+        ]
+        if loss is not None:
+            seen = Hook(self._leave_loss, loss, failed)
+            self._handles.append(loss.register_forward_hook(seen))
+
+    def detach(self) -> None:
+        """Take the hooks off, and forget the step; safe to call twice."""
+        while self._handles:
+            self._handles.pop().remove()
+        self.step = SeenStep()
+
+    def was_skipped(self) -> bool:
+        """Whether the scaler has gone on to the next step without the optimizer."""
+        version = self.step.scale_version
+        return version is not None and gradient_scale_version(self._scaler) != version
+
+    def tell_batch(self, batch: Any) -> None:
+        """The user's word for the batch of the step."""
+        self.step.told_batch = batch
+        is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+        keywords = dict(batch) if isinstance(batch, Mapping) else {}
+        arguments = () if keywords else (batch[0] if is_pair else batch,)
+        self.step.told_call = call_of(self._model, arguments, keywords)
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, NonFiniteError):
+            raise error
+        self._stop(error)
+
+    def _enter(self, _: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        if self.is_resting or not torch.is_grad_enabled():  # ours, or an evaluation
+            return
+        self._entered()
+        if self._scaler is not None and self.step.scale_version is None:
+            self.step.scale_version = gradient_scale_version(self._scaler)
+        self.step.release_graphs()
+        self.step.calls.append(call_of(self._model, arguments, keywords))
+        del self.step.calls[:-MOST_CALLS]
+
+    def _leave(self, _: nn.Module, __: object, output: Any) -> None:
+        if self.is_resting or not torch.is_grad_enabled() or not self.step.calls:
+            return
+        if self._loss is not None:
+            self.step.calls[-1].returned(output)
+            return
+        loss = loss_in(output)
+        if loss is not None and loss.requires_grad:
+            self.step.losses.append(loss)
+
+    def _leave_loss(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if self.is_resting or not torch.is_grad_enabled():
+            return
+        if self.step.calls:
+            self.step.calls[-1].reached_loss(arguments)
+        if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            self.step.losses.append(output)

@@ -1,0 +1,131 @@
+"""Numbers per row of float32 matrices, compiled by numba; imported only where numba is installed.
+
+Memory is given by its address, because a call with numbers alone is several times cheaper than one
+with arrays. Whoever calls keeps the tensors alive. Addresses are in bytes, strides in values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import carray as _array_at  # type: ignore[attr-defined]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+# Sums may be reordered into vector lanes. Nothing is assumed about NaN and infinity.
+_compile = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contract"})
+
+
+def _cast_address(context: Any, address: Any) -> Any:
+    """What numba compiles for an address that is taken for a pointer."""
+
+    def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+_pointer: Any = intrinsic(_cast_address)
+
+
+@_compile
+def _sum_squares(row: Any) -> Any:
+    total = np.float32(0)
+    for k in range(row.size):
+        total += row[k] * row[k]
+    return total
+
+
+@_compile
+def _write(row: Any, token: Any, size: Any, vector: Any, start: Any, squares: Any) -> Any:
+    """Write the sums of squares of a row by group; returns its inner product with the vector."""
+    groups = squares.shape[1]
+    for group in range(groups):
+        squares[token, group] = _sum_squares(row[group * size : (group + 1) * size])
+    part = row[start : start + vector.size]
+    total = np.float32(0)
+    for k in range(part.size):
+        total += part[k] * vector[k]
+    return total
+
+
+@_compile
+def reduce_rows(
+    values: Any, rows: Any, width: Any, size: Any, vector: Any, start: Any, length: Any, found: Any
+) -> None:
+    """Squares and inner products of each row of a contiguous matrix.
+
+    Args:
+        values: Address of the matrix (rows, width).
+        rows: How many.
+        width: Values per row.
+        size: Neighbouring values that are one group.
+        vector: Address of the vector (length,), which meets the values from `start` on.
+        start: Where the vector begins.
+        length: Of the vector.
+        found: Address of what is written: squares (rows, groups), then inner products (rows,).
+    """
+    groups = (width + size - 1) // size
+    matrix = _array_at(_pointer(values), (rows, width), np.float32)
+    weights = _array_at(_pointer(vector), (length,), np.float32)
+    squares = _array_at(_pointer(found), (rows, groups), np.float32)
+    products = _array_at(_pointer(found + 4 * rows * groups), (rows,), np.float32)
+    for token in range(rows):
+        products[token] = _write(matrix[token], token, size, weights, start, squares)
+
+
+@_compile
+def reduce_products(
+    g: Any,
+    g_strides: Any,
+    x: Any,
+    x_strides: Any,
+    shape: Any,
+    small: Any,
+    size: Any,
+    vector: Any,
+    start: Any,
+    length: Any,
+    found: Any,
+) -> None:
+    """The same of g * x / rms(x), added up over the rows of each token.
+
+    Args:
+        g: Address of a tensor (b, s, rows of a token, width) with these strides, the last one 1.
+        g_strides: Three numbers.
+        x: Address of another of the same shape.
+        x_strides: Its strides.
+        shape: Those four numbers.
+        small: What is added to the mean square of x.
+        size: As for `reduce_rows`, and so are the others.
+        vector: Address.
+        start: Where the vector begins.
+        length: Of the vector.
+        found: Address.
+    """
+    samples, positions, rows, width = shape
+    groups = (width + size - 1) // size
+    tokens = samples * positions
+    weights = _array_at(_pointer(vector), (length,), np.float32)
+    squares = _array_at(_pointer(found), (tokens, groups), np.float32)
+    products = _array_at(_pointer(found + 4 * tokens * groups), (tokens,), np.float32)
+    total = np.empty(width, np.float32)
+    for sample in range(samples):
+        for position in range(positions):
+            for row in range(rows):
+                at_g = sample * g_strides[0] + position * g_strides[1] + row * g_strides[2]
+                at_x = sample * x_strides[0] + position * x_strides[1] + row * x_strides[2]
+                one = _array_at(_pointer(g + 4 * at_g), (width,), np.float32)
+                other = _array_at(_pointer(x + 4 * at_x), (width,), np.float32)
+                power = _sum_squares(other) / np.float32(width) + np.float32(small)
+                scale = np.float32(1) / np.sqrt(power)
+                if row == 0:
+                    for k in range(total.size):
+                        total[k] = scale * one[k] * other[k]
+                else:
+                    for k in range(total.size):
+                        total[k] += scale * one[k] * other[k]
+            token = sample * positions + position
+            products[token] = _write(total, token, size, weights, start, squares)

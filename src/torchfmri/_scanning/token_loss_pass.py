@@ -1,0 +1,202 @@
+"""Gradients of each token's own loss, `per="token_loss"`: one backward pass per token.
+
+Column t holds the gradient of the loss computed at position t, through everything that it could
+see: of a layer's output over all positions, and of a layer's parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._attachment import compiled_code_as_eager
+from torchfmri._scanning.gradient_pass import (
+    Pass,
+    PassSink,
+    Sequences,
+    columns_of,
+    read_logits,
+    trainable,
+)
+from torchfmri._scanning.measurements import Measurements, voxel_norms
+from torchfmri._scanning.model_call import call_model, like_parameters, logits_of
+from torchfmri._scanning.scan_loss import ScanLoss, position_has_loss
+from torchfmri._scanning.subject import ScannedLayer, Subject
+from torchfmri._taps import Taps, Target
+from torchfmri._tokens.checks import Checks, without_autocast
+from torchfmri._tokens.parameter import ParameterInfo
+from torchfmri.exceptions import InspectionError
+
+
+def run_token_losses(
+    subject: Subject,
+    sequences: Sequences,
+    loss: ScanLoss,
+    *,
+    voxel: int,
+    tensors: frozenset[str] = frozenset(),
+) -> Pass:
+    """Run the sequences once forward, and backward once for each token that has a loss.
+
+    Raises:
+        InspectionError: The loss is a single number.
+    """
+    model = subject.model
+    b, s = sequences.ids.shape
+    like = like_parameters(model)
+    found = Pass(Measurements(subject, b, s, like))
+    sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
+    what = frozenset({"activations", "gradients"})
+    targets = [
+        Target(each.name, each.module, what) for each in subject.layers if each.axis is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compiled_code_as_eager())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(trainable(model))
+        stack.enter_context(Taps(targets, sink))
+        output = call_model(model, sequences.ids, sequences.mask)
+        logits = logits_of(output)
+        read_logits(found, logits, sequences)
+        losses = loss.losses(output, logits, sequences.ids, sequences.mask, sequences.generated)
+        del output, logits
+        if losses.shape != sequences.ids.shape:
+            raise InspectionError(
+                f"per='token_loss' needs one loss per token, {tuple(sequences.ids.shape)}, and "
+                f"your own loss has the shape {tuple(losses.shape)}. Return one per token."
+            )
+        if loss.own is None:
+            wanted = position_has_loss(loss, sequences.ids, sequences.mask, sequences.generated)
+        else:
+            wanted = sequences.mask.bool()
+        _Costs(subject, found).run(losses, wanted, sink)
+    return found
+
+
+class _TokenLossSink(PassSink):
+    """Takes the gradients of the token whose loss is being differentiated."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        sequences: Sequences,
+        found: Pass,
+        like: Tensor,
+        tensors: frozenset[str],
+        loss: ScanLoss,
+    ) -> None:
+        super().__init__(subject, sequences, found, like, tensors, loss, own_step=True)
+        found.statistics.pop("gradients")  # T passes over every layer: not worth their price
+        self.token = (0, 0)
+
+    def reduce_gradient(self, layer: ScannedLayer, rows: Tensor) -> None:
+        """The norm over all positions of the token's row, by voxel."""
+        row, position = self.token
+        if row < 0:  # the sum of all losses, for the proof
+            return
+        found = self._found.gradient
+        assert found is not None
+        own = torch.linalg.vector_norm(voxel_norms(rows[row].detach(), layer.size), 2, 0)
+        place = found.norms[row, position, layer.voxels]
+        found.norms[row, position, layer.voxels] = torch.hypot(place.nan_to_num(), own)
+
+
+class _Costs:
+    """The norms of the parameters' gradients, token by token, and the proof of their sum."""
+
+    def __init__(self, subject: Subject, found: Pass) -> None:
+        self._found = found
+        parameters = dict(_named_parameters(subject))
+        self._places = [
+            (layer, info, parameters[info.name])
+            for layer in subject.layers
+            for info in layer.parameters
+            if info.name in parameters and parameters[info.name].requires_grad
+        ]
+        # Where the graph begins: on the way there the gradients of all layers' outputs come by.
+        known = {id(each) for _, _, each in self._places}
+        self._beginnings = [each for each in _beginnings(subject.model) if id(each) not in known]
+        self._checks = Checks({info.name: info for _, info, _ in self._places})
+        norms = found.activation.norms
+        self._squares = torch.full_like(norms, torch.nan)
+        self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
+
+    def run(self, losses: Tensor, wanted: Tensor, sink: _TokenLossSink) -> None:
+        """Differentiate each loss that is wanted by itself, then their sum for the proof."""
+        count = len(self._places)
+        leaves = [*(each for _, _, each in self._places), *self._beginnings]
+        total: dict[str, list[Tensor]] = defaultdict(list)
+        for row, position in wanted.nonzero().tolist():
+            sink.token = (row, position)
+            gradients = torch.autograd.grad(
+                losses[row, position], leaves, retain_graph=True, allow_unused=True
+            )
+            for (layer, info, _), gradient in zip(self._places, gradients[:count], strict=True):
+                if gradient is not None:
+                    self._put(layer, info, gradient, row, position)
+                    total[info.name].append(self._probe(info.name, gradient))
+        sink.token = (-1, -1)
+        everything = torch.autograd.grad((losses * wanted).sum(), leaves, allow_unused=True)
+        differences = [
+            _apart(torch.stack(total[info.name]), self._probe(info.name, gradient))
+            for (_, info, _), gradient in zip(self._places, everything[:count], strict=True)
+            if gradient is not None and info.name in total
+        ]
+        self._found.residual = max(differences, default=None)
+        self._found.cost, self._found.layer_cost = self._squares.sqrt(), self._by_layer.sqrt()
+
+    def _probe(self, name: str, gradient: Tensor) -> Tensor:
+        with without_autocast(gradient):  # that of the caller
+            return self._checks.between(name, gradient).double()
+
+    def _put(
+        self, layer: ScannedLayer, info: ParameterInfo, gradient: Tensor, row: int, position: int
+    ) -> None:
+        own = _voxel_squares(gradient.detach(), info).to(self._squares.dtype)
+        place = self._by_layer[row, position]
+        place[layer.index] = place[layer.index].nan_to_num() + own.sum()
+        columns = columns_of(layer, info)
+        if columns is not None:
+            voxels = self._squares[row, position, columns]
+            self._squares[row, position, columns] = voxels.nan_to_num() + own
+
+
+def _named_parameters(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+    for layer in subject.layers:
+        for info in layer.parameters:
+            parameter = layer.module._parameters.get(info.key)
+            if parameter is not None:
+                yield info.name, parameter
+
+
+def _beginnings(model: nn.Module) -> Sequence[Tensor]:
+    """The weights of the embeddings; of a model without any, all that can be trained."""
+    embeddings = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
+    found = [each for each in embeddings if each.requires_grad]
+    return found or [each for each in model.parameters() if each.requires_grad]
+
+
+def _voxel_squares(gradient: Tensor, info: ParameterInfo) -> Tensor:
+    """The squared norms of a dense gradient by voxel of output units."""
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    units = gradient.reshape(info.shape) if info.shape else gradient.reshape(1)
+    first, last = info.output.first, info.output.last if info.shape else 1
+    order = [*range(first, last), *(a for a in range(units.ndim) if not first <= a < last)]
+    flat = units.permute(order).reshape(info.output.length(info.shape) if info.shape else 1, -1)
+    norms = torch.linalg.vector_norm(flat, 2, -1, dtype=_wide(flat.dtype))
+    return voxel_norms(norms, info.voxel).square()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _apart(parts: Tensor, whole: Tensor) -> float:
+    """How far numbers are from adding up to their sum, relative to their size."""
+    size = float(parts.abs().sum())
+    return abs(float(parts.sum()) - float(whole)) / size if size else 0.0

@@ -1,0 +1,1 @@
+"""Scans: a language model watched token by token, kept, read and drawn."""

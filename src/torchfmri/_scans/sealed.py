@@ -1,0 +1,159 @@
+"""JSON that carries its own checksum, and reading it as if an enemy had written it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchfmri.exceptions import InspectionError, ScanFormatError
+
+DEPTH = 64
+"""How deeply the values may be nested."""
+_FLOAT = "$float"  # JSON has neither NaN nor infinity
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # perhaps without its other half
+_SEAL = ',"crc32":"%08x"}'
+_SEAL_BYTES = len(_SEAL % 0)
+
+
+def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
+    """The record as JSON in UTF-8 whose last key, `crc32`, is the CRC-32 of the bytes before it.
+
+    Args:
+        record: At least one key; strings, numbers, None, and lists and mappings of these.
+        where: What the record is, for the error.
+        separator: What stands between the keys of the record itself: `,` with or without a newline.
+
+    Raises:
+        InspectionError: A value cannot be written as JSON and read again as it was.
+    """
+    fields = (f"{_dumps(key)}:{_dumps(plain(value, where))}" for key, value in record.items())
+    try:
+        body = ("{" + separator.join(fields)).encode()
+    except UnicodeEncodeError as error:
+        raise InspectionError(
+            f"{where} has a text that is no Unicode ({error.object[error.start]!r}): it cannot be "
+            "kept. Decode it with errors='replace'."
+        ) from error
+    return body + (_SEAL % zlib.crc32(body)).encode()
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """The record that was sealed, without its checksum.
+
+    Raises:
+        ScanFormatError: A bit is wrong, or it is not such a record.
+    """
+    body, end = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if end != (_SEAL % zlib.crc32(body)).encode():
+        raise ScanFormatError(where, "its checksum is wrong, or it is not complete")
+    record = parse(data, where)
+    if not isinstance(record, dict):
+        raise ScanFormatError(where, "it is not a JSON object")
+    record.pop("crc32", None)
+    return record
+
+
+def parse(data: bytes, where: str) -> Any:
+    """What JSON in UTF-8 says; stricter than `json.loads`.
+
+    Raises:
+        ScanFormatError: It is no JSON, has a key twice, is nested too deeply, has NaN or texts that
+            are no Unicode.
+    """
+    try:
+        found = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+        if _HALF_CHARACTER.search(data) or _may_be_deep(data):
+            _check(found, DEPTH)
+        return found
+    except RecursionError as error:
+        raise ScanFormatError(where, "its JSON is nested too deeply") from error
+    except ValueError as error:
+        raise ScanFormatError(where, f"its JSON is wrong: {str(error)[:200]}") from error
+
+
+def plain(value: Any, where: str, depth: int = DEPTH) -> Any:
+    """The value in the types of JSON; NaN and infinities become `{"$float": "nan"}` and so on.
+
+    Raises:
+        InspectionError: It has something that JSON cannot say, or is nested too deeply.
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping) and depth:
+        if _FLOAT in value or not all(isinstance(key, str) for key in value):
+            raise InspectionError(
+                f"{where} has keys that cannot be kept: {list(value)[:5]}. Use strings other than "
+                f"{_FLOAT!r}."
+            )
+        return {str(key): plain(each, where, depth - 1) for key, each in value.items()}
+    if isinstance(value, list | tuple) and depth:
+        return [plain(each, where, depth - 1) for each in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 1 << 64:
+        return int(value)
+    if isinstance(value, str):
+        return str(value)
+    raise InspectionError(
+        f"{where} has a {type(value).__name__} that cannot be kept: {repr(value)[:80]}. Use texts, "
+        f"numbers, None, and lists and mappings of these, at most {DEPTH} deep."
+    )
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any] | float:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    if _FLOAT not in found:
+        return found
+    if len(found) > 1 or found[_FLOAT] not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{_FLOAT} is one of nan, inf, -inf")
+    return float(found[_FLOAT])
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _may_be_deep(data: bytes) -> bool:
+    """Whether brackets are nested too deeply, if none of them stands in a text."""
+    found = np.frombuffer(data, np.uint8) | 0x20  # [ and { differ in this bit, as do ] and }
+    depth = np.cumsum(found == ord("{"), dtype=np.int64) - np.cumsum(found == ord("}"))
+    return bool(depth.max(initial=0) > DEPTH)
+
+
+def _check(value: Any, depth: int) -> None:
+    """Raise where a text is no Unicode or the value is nested too deeply."""
+    if isinstance(value, str):
+        value.encode("utf-8")
+    elif isinstance(value, list | dict):
+        if not depth:
+            raise ValueError("it is nested too deeply")
+        for each in value:
+            _check(each, depth - 1)
+        for each in value.values() if isinstance(value, dict) else ():
+            _check(each, depth - 1)

@@ -1,0 +1,124 @@
+"""One scanned sequence: its tokens, and what each layer did at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+METRICS = ("activation", "gradient", "learning_cost")
+"""What is measured per token: rms of the activation, norm of dL/d output, and the norm of the
+layer's own parameters' gradient."""
+STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf", "zero")
+"""The statistics of a layer over all tokens and units."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens of a sequence, without padding.
+
+    Attributes:
+        ids: (s,)
+        spelling: The bytes of each; a character may be spread over several tokens.
+        surprisal: (s,) -log p(token | those before it) in nats, nan for the first.
+        entropy: (s,) of the distribution that the token was drawn from, in nats, nan for the first.
+        generated: (s,) whether the model wrote it.
+        special: (s,) whether it is a special token of the tokenizer.
+
+    Example:
+        >>> number, no = np.zeros(3, np.float32), np.zeros(3, bool)
+        >>> parts = (b"caf", "é".encode()[:1], "é".encode()[1:])  # a letter in two tokens
+        >>> tokens = Tokens(np.arange(3), parts, number, number, no, no)
+        >>> tokens.text, tokens.pieces
+        ('café', ['caf', '', 'é'])
+    """
+
+    ids: NDArray[np.int64]
+    spelling: tuple[bytes, ...]
+    surprisal: Floats
+    entropy: Floats
+    generated: NDArray[np.bool_]
+    special: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def text(self) -> str:
+        """The whole text."""
+        return b"".join(self.spelling).decode("utf-8", errors="replace")
+
+    @cached_property
+    def pieces(self) -> list[str]:
+        """The text of each token, for display: a character stands with the token that ends it.
+
+        The other tokens of a character are the empty string, so that the pieces add up to the text.
+        """
+        pieces: list[str] = []
+        pending = b""
+        for each in self.spelling:
+            pending += each
+            text, pending = _complete(pending)
+            pieces.append(text)
+        if pending and pieces:
+            pieces[-1] += pending.decode("utf-8", errors="replace")
+        return pieces
+
+
+def _complete(data: bytes) -> tuple[str, bytes]:
+    """The characters that are complete, and the bytes of one that may yet become so."""
+    for length in range(min(3, len(data)), 0, -1):
+        tail = data[-length:]
+        needed = 2 if tail[0] >> 5 == 0b110 else 3 if tail[0] >> 4 == 0b1110 else 4
+        if tail[0] >= 0xC0 and length < needed:
+            return data[:-length].decode("utf-8", errors="replace"), tail
+    return data.decode("utf-8", errors="replace"), b""
+
+
+@dataclass(frozen=True, eq=False)
+class ScannedSequence:
+    """One sequence of a scan. Values that were not measured are absent, or nan.
+
+    Attributes:
+        name: What identifies it in its scan.
+        tokens: The text, token by token.
+        layers: Metric -> (s, layer), in the order of the anatomy's layers; nan where a layer has no
+            such value (the learning cost of a layer without parameters of its own).
+        voxels: Metric -> (s, voxel).
+        statistics: "activations" and "gradients" -> (layer, STATISTICS).
+        tensors: Layer -> (s, unit), the activations of layers that were asked for in full.
+        condition: The label by which scans are contrasted, or "".
+        padding: How many padded positions were left out.
+        checks: What the scan proved about itself, by name.
+
+    Example:
+        >>> one, no = np.zeros(1, np.float32), np.zeros(1, bool)
+        >>> tokens = Tokens(np.array([7]), (b"Hello",), one, one, no, no)
+        >>> sequence = ScannedSequence("greeting", tokens, {"activation": np.ones((1, 2))}, {})
+        >>> sequence.text, len(sequence), sequence.layers["activation"].shape
+        ('Hello', 1, (1, 2))
+    """
+
+    name: str
+    tokens: Tokens
+    layers: Mapping[str, Floats]
+    voxels: Mapping[str, Floats]
+    statistics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    condition: str = ""
+    padding: int = 0
+    checks: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.tokens.text

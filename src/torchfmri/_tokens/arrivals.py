@@ -1,0 +1,301 @@
+"""CAPTURE: the gradients of the outputs of calls, kept or reduced as they arrive.
+
+Between two products of matrices nothing of ours is in the processor's caches: gradients are put
+aside and taken in several at once, because the second one costs a fraction of the first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._elements import flatten_arguments
+from torchfmri._hooks import Hook
+from torchfmri._kernels.cuda_rows import heaviest
+from torchfmri._tokens import rules
+from torchfmri._tokens.account import Account
+from torchfmri._tokens.checks import without_autocast
+from torchfmri._tokens.norms import Reducer
+from torchfmri._tokens.owners import Owners, Parts
+from torchfmri._tokens.passes import Passes
+from torchfmri._tokens.record import Axis, Part, Record, Watched
+from torchfmri._torch_private import NO_BACKWARD, current_backward
+from torchfmri.exceptions import InspectionError, MemoryLimitError
+
+_LESS = "Select fewer parameters, keep norms alone (keep='norms'), or allow more (max_bytes=...)."
+_ARRIVALS = 16  # gradients that are put aside
+_BYTES = 1 << 22  # that they keep alive on the CPU, where they should still be in a cache
+
+
+class Arrivals:
+    """Takes in what comes back to the records of a block.
+
+    Args:
+        watched: The layers.
+        parameters: The parameters that are watched.
+        passes: The pass that runs.
+        account: What came of each parameter.
+        owners: The layers that are run again at the end of a backward pass.
+        keep: "factors", "norms" or "voxels"; factors up to `max_bytes`.
+        max_bytes: See `keep`.
+
+    Attributes:
+        records: The calls, by layer.
+        handles: Of hooks that were added on the way.
+        versions: Of each parameter's `.grad`, as the last backward pass left it.
+        at_end: Asks to be called when the running backward pass is over.
+    """
+
+    def __init__(
+        self,
+        watched: Mapping[str, Watched],
+        parameters: Mapping[str, nn.Parameter],
+        passes: Passes,
+        account: Account,
+        owners: Owners,
+        keep: str,
+        max_bytes: int,
+    ) -> None:
+        self._watched, self._parameters = watched, parameters
+        self._passes, self._account, self._owners = passes, account, owners
+        self._keeps_factors, self._max_bytes = keep == "factors", max_bytes
+        self.records: dict[str, list[Record]] = defaultdict(list)
+        self.handles: list[Any] = []
+        self.versions: dict[str, int] = {}
+        self.at_end: Callable[[Callable[[int], None]], None] = lambda act: None
+        self._reducer = Reducer(account.checks, keep == "voxels")
+        self._parts: Parts = defaultdict(list)  # of calls that were reduced together
+        self._replayed: dict[str, list[Tensor]] = defaultdict(list)
+        self._watching_replays: set[str] = set()
+        self._parked: list[Record] = []
+        self._waiting: list[tuple[Record, Tensor, int]] = []
+        self._waiting_bytes = 0
+        self._most, self._most_bytes = _ARRIVALS, _BYTES
+        if self._keeps_factors:  # they stay alive anyway
+            self._most, self._most_bytes = 16 * _ARRIVALS, max_bytes // 8
+        elif cuda := {each.device for each in parameters.values() if each.is_cuda}:
+            self._most_bytes = min(map(heaviest, cuda))
+        self._expected = NO_BACKWARD  # the backward pass whose end we have asked for
+        self._must_finish = False
+        self._bytes = 0
+        self._stored: set[int] = set()
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def arrived(self, record: Record, gradient: Tensor, backward: int) -> None:
+        """Put the gradient of a call's output aside; nothing raised here may pass."""
+        try:
+            self._waiting.append((record, gradient, backward))
+            self._waiting_bytes += gradient.nbytes
+            if self._expected != backward:
+                self._passes.has_gone_back = True
+                self.expect_end()
+            if (
+                record.is_replayed  # its input is the last one that was replayed
+                or len(self._waiting) >= self._most
+                or self._waiting_bytes >= self._most_bytes
+            ):
+                self.take_in_all()
+        except Exception as error:
+            self._account.refuse(record.watched.parameters.values(), error)
+
+    def expect_end(self) -> None:
+        """Have `_backward_is_over` called when the running backward pass is over."""
+        self._expected = current_backward()
+        self.at_end(self._backward_is_over)
+
+    def take_in_all(self) -> None:
+        """Keep or reduce the gradients that were put aside."""
+        arrivals, self._waiting = self._waiting, []
+        self._waiting_bytes = 0
+        for record, gradient, backward in arrivals:
+            try:
+                if (
+                    record.is_replayed
+                    or self._parked
+                    or torch.is_autocast_enabled(gradient.device.type)
+                ):
+                    self._take_in_with_care(record, gradient, backward)
+                else:
+                    self._take_in(record, gradient, backward)
+            except Exception as error:
+                self._account.refuse(record.watched.parameters.values(), error)
+
+    def _take_in_with_care(self, record: Record, gradient: Tensor, backward: int) -> None:
+        with without_autocast(gradient):
+            if self._parked:
+                self._unpark()
+            if record.is_replayed and record.x is None and not self._take_replayed(record):
+                self._parked.append(record)  # the last layer's gradient comes before the replay
+                record.g, record.backward = gradient.detach(), backward
+                self._must_finish = True
+                return
+            self._take_in(record, gradient, backward)
+
+    def _take_in(self, record: Record, gradient: Tensor, backward: int) -> None:
+        watched = record.watched
+        self._account.layers.add(watched.layer)
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if gradient.itemsize < 4:
+            self._account.narrow.add(watched.layer)
+        if record.is_spread:
+            gradient = record.before_broadcast(gradient)
+        if watched.rule is rules.convolution:
+            gradient = record.without_tail(gradient)
+        if record.g is not None and record.backward != backward:
+            gradient = record.g + gradient
+        elif record.shape is not None and record.g is None:
+            raise InspectionError(
+                f"A second backward pass went through the same call of {watched.layer!r}, and of "
+                "the first only norms were kept. Write token_gradients(..., keep='factors')."
+            )
+        record.g, record.shape, record.backward = gradient, gradient.shape, backward
+        if self._keeps_factors:
+            self._count(record)
+        elif watched.is_shared or self._passes.calls.get(watched.layer, 0) > 1:
+            self._must_finish = True
+        else:
+            record.check_input()
+            record.reduced = self._reducer(record, gradient)
+            record.x = record.g = None
+
+    def _count(self, record: Record) -> None:
+        """Add what a record keeps to the bill; beyond the limit it is let go."""
+        before = self._bytes
+        for tensor in (record.g, *(record.x if isinstance(record.x, tuple) else (record.x,))):
+            if tensor is not None and (storage := tensor.untyped_storage()).data_ptr() not in (
+                self._stored
+            ):
+                self._stored.add(storage.data_ptr())
+                self._bytes += storage.nbytes()
+        if self._bytes > self._max_bytes:
+            layer, needed = record.watched.layer, self._bytes - before
+            error = MemoryLimitError(layer, needed, before, self._max_bytes, _LESS)
+            for name in record.watched.parameters.values():
+                self._account.reasons.setdefault(name, error)
+            record.x = record.g = None
+
+    # -- inputs inside a checkpoint ------------------------------------------------------------
+
+    def await_replay(self, watched: Watched) -> None:
+        """Have a module's calls noticed that a checkpoint makes again in the backward pass."""
+        if watched.layer not in self._watching_replays:
+            self._watching_replays.add(watched.layer)
+            hook = Hook(partial(self._replay, watched.layer))
+            handle = watched.module.register_forward_pre_hook(hook, with_kwargs=True)
+            self.handles.append(handle)
+
+    def _replay(self, layer: str, *call: Any) -> None:
+        """Keep an input that a checkpoint computes again, until its gradient comes: last first."""
+        if current_backward() != NO_BACKWARD and torch.is_grad_enabled():
+            x = flatten_arguments(call[1], call[2])[0].tensor
+            if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+                x = as_multiplied(self._watched[layer].rule, x)
+            self._replayed[layer].append(x.detach())
+
+    def _take_replayed(self, record: Record) -> bool:
+        """Give a record the input that a checkpoint computed again; the last one comes first."""
+        waiting = self._replayed[record.watched.layer]
+        if not waiting:
+            return False
+        record.x = waiting.pop()
+        record.version = record.x._version
+        if record.x.ndim == 4:
+            record.strides = record.x.stride()
+        return True
+
+    def _unpark(self) -> None:
+        """Finish the records whose replay is over: another gradient has come since."""
+        parked, self._parked = self._parked, []
+        for record in parked:
+            if not self._take_replayed(record):
+                self._parked.append(record)
+                continue
+            gradient, record.g = record.g, None
+            assert gradient is not None
+            self._take_in(record, gradient, record.backward)
+
+    # -- the end of a backward pass --------------------------------------------------------------
+
+    def _backward_is_over(self, backward: int) -> None:
+        """Read the gradients as the backward pass left them: they may be changed later."""
+        self._expected = NO_BACKWARD
+        self.take_in_all()
+        self._unpark()
+        self._reducer.finish()
+        self._account.checks.backward_is_over()
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self.versions[name] = parameter.grad._version
+        if self._must_finish:
+            self._must_finish = False
+            self._finish()
+
+    def _finish(self) -> None:
+        """Run owners again, and reduce what had to wait."""
+        parts: Parts = defaultdict(list)
+        for record in [] if self._keeps_factors else chain(*self.records.values()):
+            if record.g is None:
+                continue
+            try:
+                for key, part in record.parts().items():
+                    parts[record.watched.parameters[key]].append(part)
+            except Exception as error:  # these parameters say why they are missing, no others
+                self._account.refuse(record.watched.parameters.values(), error)
+            record.x = record.g = None
+        self._owners.run_again(parts, self.parts)
+        for name, several in parts.items():
+            self._parts[name] += several if self._keeps_factors else self._reduced(name, several)
+
+    def _reduced(self, name: str, several: list[Part]) -> list[Part]:
+        """The parts of one parameter on each token axis, reduced together."""
+        axes: dict[Axis, list[Part]] = defaultdict(list)
+        for part in several:
+            axes[part.axis].append(part)
+        result = []
+        for axis, same in axes.items():
+            found = [term for part in same for term in part.terms or ()]
+            rule = " + ".join(dict.fromkeys(part.rule for part in same))
+            reduced = self._reducer.terms(found, name)
+            result.append(Part(axis, rule, same[0].mask, None, reduced))
+        return result
+
+    # -- the result --------------------------------------------------------------------------
+
+    def parts(self, name: str) -> list[Part]:
+        """All parts of a parameter."""
+        found = list(self._parts.get(name, ()))
+        for layer in self._account.homes[name]:
+            keys = [key for key, each in self._watched[layer].parameters.items() if each == name]
+            for record in self.records.get(layer, ()):
+                if record.reduced or record.g is not None:
+                    parts = record.parts()
+                    found += [parts[key] for key in keys if key in parts]
+        return found
+
+    def call_came_back(self, record: Record, gradient: Tensor, backward: int) -> None:
+        """Take in a gradient that came the long way, at once."""
+        self.take_in_all()
+        self._take_in_with_care(record, gradient, backward)
+
+    def owner_came_back(self) -> None:
+        """Run the owners again when the backward pass is over."""
+        self._must_finish = True
+
+    def forget(self) -> None:
+        """Have everything computed, and let go of what only the passes themselves need."""
+        self._replayed.clear()
+        self.take_in_all()
+        self._reducer.finish()
+
+
+def as_multiplied(rule: object, x: Tensor) -> Tensor:
+    """The input in the dtype in which autocast lets a layer multiply it."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if rule in rules.AUTOCAST else x

@@ -1,0 +1,55 @@
+"""Routing shaped by token gradients: SparseProtoLinear layers, and what trains them."""
+
+from torchfmri.routing.block import MoIETransformerBlock, Prototypes
+from torchfmri.routing.goodness import agreement, harmony, helpfulness, worth, worth_over_tokens
+from torchfmri.routing.key_value_cache import KeyValueCache
+from torchfmri.routing.language_model import RoutingConfig, RoutingLanguageModel
+from torchfmri.routing.learning_dynamics import (
+    LearningDynamics,
+    StepResult,
+    computation_parameters,
+    routing_parameters,
+)
+from torchfmri.routing.meta_loss import Divergence, Price
+from torchfmri.routing.prototype_map import PrototypeMap, map_prototypes
+from torchfmri.routing.scaling import jensen_shannon, mas
+from torchfmri.routing.signals import Signals
+from torchfmri.routing.sparse_proto_linear import Routing, SparseProtoLinear
+from torchfmri.routing.unit_rates import UnitRates
+from torchfmri.visualization.routing_plots import (
+    plot_activation,
+    plot_prototypes,
+    plot_selectivity,
+    plot_tradeoff,
+)
+
+__all__ = [
+    "Divergence",
+    "KeyValueCache",
+    "LearningDynamics",
+    "MoIETransformerBlock",
+    "Price",
+    "PrototypeMap",
+    "Prototypes",
+    "Routing",
+    "RoutingConfig",
+    "RoutingLanguageModel",
+    "Signals",
+    "SparseProtoLinear",
+    "StepResult",
+    "UnitRates",
+    "agreement",
+    "computation_parameters",
+    "harmony",
+    "helpfulness",
+    "jensen_shannon",
+    "map_prototypes",
+    "mas",
+    "plot_activation",
+    "plot_prototypes",
+    "plot_selectivity",
+    "plot_tradeoff",
+    "routing_parameters",
+    "worth",
+    "worth_over_tokens",
+]

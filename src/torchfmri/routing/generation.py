@@ -1,0 +1,92 @@
+"""Token by token: greedy or sampled, with the cache or without."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri.exceptions import InspectionError
+
+
+class Sampling(NamedTuple):
+    """How to draw a token."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    generator: torch.Generator | None = None
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    ids: Tensor,
+    max_new_tokens: int,
+    mask: Tensor | None,
+    sampling: Sampling | None,
+    ending: tuple[int, int | None] | None,
+    use_cache: bool,
+) -> Tensor:
+    """The prompt and what follows it, (b, s + new).
+
+    Args:
+        model: Called with input_ids, attention_mask, past_key_values and use_cache.
+        ids: The prompt, (b, s).
+        max_new_tokens: How many tokens to add at most.
+        mask: (b, s), 0 where the prompt is padding.
+        sampling: How to draw; None takes the likeliest.
+        ending: The id that ends a sequence, and the one that fills it then (None: the same).
+        use_cache: Whether to read every token once only.
+    """
+    _check(ids, max_new_tokens, mask, sampling)
+    was_training = model.training
+    model.eval()
+    try:
+        running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        cache: Any = None
+        unread = ids
+        for _ in range(max_new_tokens):
+            out = model(unread, attention_mask=mask, past_key_values=cache, use_cache=use_cache)
+            new = _choose(out.logits[:, -1].float(), sampling)
+            if ending is not None:
+                end, fill = ending[0], ending[0] if ending[1] is None else ending[1]
+                new = torch.where(running, new, fill)
+                running &= new != end
+            ids = torch.cat((ids, new[:, None]), 1)
+            mask = mask if mask is None else torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
+            cache, unread = (out.past_key_values, new[:, None]) if use_cache else (None, ids)
+            if ending is not None and not bool(running.any()):
+                break
+    finally:
+        model.train(was_training)
+    return ids
+
+
+def _choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
+    if sampling is None:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    drawn = torch.multinomial(logits.softmax(-1), 1, generator=sampling.generator)
+    return drawn[:, 0]
+
+
+def _check(ids: Tensor, new: int, mask: Tensor | None, sampling: Sampling | None) -> None:
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise InspectionError(f"input_ids is (b, s) with at least one token, not {[*ids.shape]}.")
+    if new < 0:
+        raise InspectionError(f"max_new_tokens={new}: give 0 or more.")
+    if mask is not None and not bool((mask[:, -1] != 0).all()):
+        raise InspectionError(
+            "The prompt is padded on the right: what follows would follow the padding. Pad it on "
+            "the left."
+        )
+    if sampling is not None and sampling.temperature <= 0:
+        raise InspectionError(
+            f"temperature={sampling.temperature}: give more than 0, or do_sample=False."
+        )
+    if sampling is not None and sampling.top_k is not None and sampling.top_k < 1:
+        raise InspectionError(f"top_k={sampling.top_k}: give at least 1, or None.")

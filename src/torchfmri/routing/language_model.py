@@ -1,0 +1,178 @@
+"""A small causal language model of MoIETransformerBlocks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfmri.exceptions import InspectionError
+from torchfmri.routing.block import Context, MoIETransformerBlock
+from torchfmri.routing.generation import Sampling, generate
+from torchfmri.routing.key_value_cache import KeyValueCache
+from torchfmri.routing.rotary import rotary
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """The sizes of a model.
+
+    Attributes:
+        vocab_size: How many token ids.
+        hidden_size: Size of the residual stream.
+        blocks: How many blocks, of four SparseProtoLinear layers each.
+        heads: How many heads in each.
+
+    Example:
+        >>> RoutingConfig(vocab_size=20).blocks
+        4
+    """
+
+    vocab_size: int
+    hidden_size: int = 128
+    blocks: int = 4
+    heads: int = 4
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+class LanguageModelOutput(NamedTuple):
+    """What a forward pass brings.
+
+    Attributes:
+        loss: Mean cross entropy of the labels; None without labels.
+        logits: (b, s, vocabulary).
+        past_key_values: The cache; None without `use_cache`.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    past_key_values: KeyValueCache | None
+
+
+class RoutingLanguageModel(nn.Module):
+    """Embedding, blocks, norm and head; called like a causal model of Transformers.
+
+    Args:
+        config: Its sizes.
+
+    Example:
+        >>> import torch
+        >>> model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))
+        >>> ids = torch.randint(20, (2, 5))
+        >>> model(ids, labels=ids).logits.shape
+        torch.Size([2, 5, 20])
+        >>> model.generate(ids, max_new_tokens=3).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(self, config: RoutingConfig) -> None:
+        super().__init__()
+        if config.blocks < 1:
+            raise InspectionError(f"A model of {config.blocks} blocks has no routing; give 1.")
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(
+            MoIETransformerBlock(config.hidden_size, config.heads, number)
+            for number in range(config.blocks)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        nn.init.normal_(self.head.weight, std=config.hidden_size**-0.5)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: KeyValueCache | None = None,
+        use_cache: bool = False,
+    ) -> LanguageModelOutput:
+        """Logits, with the loss where labels are given.
+
+        Args:
+            input_ids: (b, s).
+            attention_mask: (b, all s), 0 where a position is padding, left or right.
+            labels: (b, s), those to be predicted one position earlier; -100 counts not.
+            past_key_values: The cache of the tokens before; implies `use_cache`.
+            use_cache: Return a cache.
+        """
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = KeyValueCache()
+        context = self._context(input_ids, attention_mask, cache)
+        hidden, prototypes = self.embedding(input_ids), None
+        for block in self.blocks:
+            hidden, prototypes = block(hidden, context, prototypes)
+        logits = self.head(self.norm(hidden))
+        loss = None
+        if labels is not None:
+            predicted, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            wide = torch.promote_types(predicted.dtype, torch.float32)
+            loss = F.cross_entropy(predicted.to(wide), wanted, ignore_index=-100)
+        return LanguageModelOutput(loss, logits, cache)
+
+    def _context(
+        self, ids: Tensor, attention_mask: Tensor | None, cache: KeyValueCache | None
+    ) -> Context:
+        before, length = cache.length if cache is not None else 0, ids.shape[1]
+        mask = None
+        if attention_mask is None:
+            positions = torch.arange(before, before + length, device=ids.device)[None]
+        else:
+            if attention_mask.shape != (ids.shape[0], before + length):
+                raise InspectionError(
+                    f"attention_mask has the shape {tuple(attention_mask.shape)}; for "
+                    f"{length} ids after {before} in the cache it is "
+                    f"{(ids.shape[0], before + length)}."
+                )
+            kept = attention_mask != 0
+            positions = (kept.cumsum(-1) - 1).clamp_min(0)[:, before:]
+            mask = kept[:, None, None, :]
+        if mask is not None or (before and length > 1):
+            places = torch.arange(before + length, device=ids.device)
+            causal = places[None, :] <= places[before:, None]
+            # A padded position looks at itself, so that no row is empty.
+            itself = places[None, :] == places[before:, None]
+            mask = causal[None, None] if mask is None else (causal & mask) | itself
+        head_size = self.config.hidden_size // self.config.heads
+        return Context(rotary(positions, head_size), mask, cache)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 20,
+        *,
+        attention_mask: Tensor | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        use_cache: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The prompt and what follows it, (b, s + new).
+
+        Args:
+            input_ids: (b, s); pad on the left, with an attention_mask.
+            max_new_tokens: How many tokens to add at most.
+            attention_mask: (b, s), 0 where the prompt is padding.
+            do_sample: Draw tokens instead of taking the likeliest.
+            temperature: Of the drawing.
+            top_k: Draw among so many only.
+            eos_token_id: Ends a sequence; generation stops when all have ended.
+            pad_token_id: Fills what has ended; by default the ending itself.
+            use_cache: Read every token once; without it the result is the same, and slow.
+            generator: Of the drawing.
+        """
+        sampling = Sampling(temperature, top_k, generator) if do_sample else None
+        ending = None if eos_token_id is None else (eos_token_id, pad_token_id)
+        return generate(
+            self, input_ids, max_new_tokens, attention_mask, sampling, ending, use_cache
+        )

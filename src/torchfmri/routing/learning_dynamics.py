@@ -1,0 +1,312 @@
+"""WIRE: one backward pass for two streams: computation by the main loss, routing by Goodness."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchfmri._attachment import compiled_code_as_eager
+from torchfmri._history import History
+from torchfmri._layers import unwrap
+from torchfmri._taps import CallKey
+from torchfmri.exceptions import InspectionError
+from torchfmri.routing.capture import Capture, Captured
+from torchfmri.routing.meta_loss import Divergence, MetaLoss
+from torchfmri.routing.routing_history import measure_routing
+from torchfmri.routing.signals import AGGREGATE, Signals, read_signals, require_signal
+from torchfmri.routing.sparse_proto_linear import Routing, SparseProtoLinear
+
+MODES = ("strict", "joint")
+
+
+class StepResult(NamedTuple):
+    """What one call of `compute_and_apply_gradients` brought.
+
+    Attributes:
+        loss: The main loss.
+        meta_loss: The sum of the calls' meta losses, detached; 0 without a meta loss.
+        applied: Whether the optimizers took a step.
+    """
+
+    loss: Tensor
+    meta_loss: Tensor
+    applied: bool
+
+
+class LearningDynamics:
+    """Trains a model of SparseProtoLinear layers: a context manager around its training loop.
+
+    The main loss trains everything but the routing (prototypes and gates). The routing learns from
+    a meta loss on signals of the same backward pass: `mode="strict"` from it alone,
+    `mode="joint"` from it and the main loss. A call's input is held constant there: its meta loss
+    reaches prototypes (also inherited ones) and gates, and nothing else.
+
+    Args:
+        model: The model, wrapped by DDP or not.
+        optimizer: Of everything but the routing; see `computation_parameters`.
+        meta_optimizer: Of prototypes and gates; see `routing_parameters`.
+        meta_loss: A function of (routing, signals) of a call; None: routing learns from the main
+            loss only, which takes mode="joint".
+        signal: Whose learning cost: "token" or "aggregate".
+        mode: "strict" or "joint".
+        accumulation_steps: Passes per step of the optimizers; both losses are divided by it.
+        history_every: Steps between two entries of `history`; 0 keeps none.
+        keep_signals: Keep those of the last pass in `signals`.
+
+    Attributes:
+        history: A `History` with the series "activation_rate" of every layer, over its units.
+        signals: Those of the last pass by layer and call, with `keep_signals`.
+        step: How many steps were taken.
+
+    Example:
+        >>> import torch
+        >>> from torchfmri.routing import RoutingConfig, RoutingLanguageModel
+        >>> model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))
+        >>> optimizer = torch.optim.AdamW(computation_parameters(model), lr=1e-3)
+        >>> meta_optimizer = torch.optim.AdamW(routing_parameters(model), lr=1e-3)
+        >>> ids = torch.randint(20, (2, 5))
+        >>> with LearningDynamics(model, optimizer, meta_optimizer) as dynamics:
+        ...     loss = model(ids, labels=ids).loss
+        ...     result = dynamics.compute_and_apply_gradients(loss)
+        >>> result.applied
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        meta_optimizer: torch.optim.Optimizer,
+        *,
+        meta_loss: MetaLoss | None = Divergence(),  # noqa: B008 - frozen
+        signal: Literal["token", "aggregate"] = "token",
+        mode: Literal["strict", "joint"] = "strict",
+        accumulation_steps: int = 1,
+        history_every: int = 0,
+        keep_signals: bool = False,
+    ) -> None:
+        if mode not in MODES:
+            raise InspectionError(f"mode={mode!r}: choose 'strict' or 'joint'.")
+        if meta_loss is None and mode == "strict":
+            raise InspectionError(
+                "mode='strict' without a meta loss trains no routing; write mode='joint'."
+            )
+        if accumulation_steps < 1:
+            raise InspectionError(f"accumulation_steps={accumulation_steps}: give at least 1.")
+        self._model = model
+        self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
+        self._capture = Capture(model, with_totals=signal == AGGREGATE)
+        self._routing = routing_parameters(model)
+        _check_optimizers(optimizer, meta_optimizer, self._routing)
+        self._meta_loss, self._signal, self._mode = meta_loss, require_signal(signal), mode
+        self._passes, self._every = accumulation_steps, history_every
+        self._keep_signals = keep_signals
+        self._pass = 0
+        self._stack: contextlib.ExitStack | None = None
+        self.history = History()
+        self.signals: dict[CallKey, Signals] = {}
+        self.step = 0
+
+    # -- attaching -----------------------------------------------------------------------------
+
+    def __enter__(self) -> LearningDynamics:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compiled_code_as_eager())
+            stack.callback(self._capture.detach)
+            self._capture.attach()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def compute_and_apply_gradients(self, loss: Tensor) -> StepResult:
+        """One standard backward pass of `loss`, both streams' gradients, and a step of each.
+
+        Raises:
+            InspectionError: The forward pass did not run inside the `with` block.
+        """
+        if self._stack is None:
+            raise InspectionError(
+                "LearningDynamics is not attached: run forward passes and "
+                "compute_and_apply_gradients inside `with LearningDynamics(...) as dynamics:`."
+            )
+        before = self._set_aside() if self._mode == "strict" else None
+        try:
+            torch.autograd.backward(loss / self._passes if self._passes > 1 else loss)
+        finally:
+            if before is not None:  # what the main loss asks of the routing is dropped
+                for parameter, gradient in zip(self._routing, before, strict=True):
+                    parameter.grad = gradient
+        calls = self._capture.take()
+        if not calls:
+            raise InspectionError(
+                "No gradient came back to a SparseProtoLinear: the loss was not computed inside "
+                "the `with` block, or by reentrant checkpointing (use_reentrant=False works)."
+            )
+        meta = self._add_meta_gradients(calls, loss)
+        self._pass += 1
+        applied = self._pass % self._passes == 0
+        if applied:
+            self._optimizer.step()
+            self._meta_optimizer.step()
+            self._optimizer.zero_grad()
+            self._meta_optimizer.zero_grad()
+            self.step += 1
+        return StepResult(loss.detach(), meta, applied)
+
+    def _set_aside(self) -> list[Tensor | None]:
+        """The gradients that the routing has so far, taken off it."""
+        before = [parameter.grad for parameter in self._routing]
+        for parameter in self._routing:
+            parameter.grad = None
+        return before
+
+    def _add_meta_gradients(self, calls: list[Captured], loss: Tensor) -> Tensor:
+        if self._signal == AGGREGATE:
+            calls = _summed_over_processes(calls, _process_group(self._model))
+        records: bool = self._every > 0 and self.step % self._every == 0
+        wanted = self._meta_loss is not None or records or self._keep_signals
+        if not wanted:
+            return loss.new_zeros(())
+        parts, found = [], {}
+        for each in calls:
+            routing = None if self._meta_loss is None else _route_again(each)
+            route = partial(_weights, each, routing)
+            signals = read_signals(each.call, each.factors, each.mask, self._signal, route)
+            if routing is not None and self._meta_loss is not None:
+                parts.append(self._meta_loss(routing, signals))
+            if records or self._keep_signals:
+                found[each.call] = signals
+        if records and self._pass % self._passes == 0:
+            measure_routing(self.history, self.step, float(loss.detach()), found)
+        self.signals = found if self._keep_signals else {}
+        if not parts:
+            return loss.new_zeros(())
+        total = torch.stack(parts).sum()
+        gradients = torch.autograd.grad(total / self._passes, self._routing, allow_unused=True)
+        group = _process_group(self._model)
+        _accumulate(self._routing, _averaged_over_processes(gradients, group))
+        return total.detach()
+
+
+def routing_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Prototypes and gates, each once: what the meta optimizer trains."""
+    return _unique(
+        parameter
+        for module in unwrap(model).modules()
+        if isinstance(module, SparseProtoLinear)
+        for parameter in (module.prototypes, module.gate)
+    )
+
+
+def computation_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All other parameters, each once: what the main loss trains."""
+    routing = set(map(id, routing_parameters(model)))
+    return [each for each in _unique(unwrap(model).parameters()) if id(each) not in routing]
+
+
+def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(each): each for each in parameters}.values())
+
+
+def _check_optimizers(
+    optimizer: torch.optim.Optimizer,
+    meta_optimizer: torch.optim.Optimizer,
+    routing: list[nn.Parameter],
+) -> None:
+    """Refuse optimizers that would both train a parameter, or the wrong ones."""
+    ours = set(map(id, routing))
+    if any(id(each) in ours for group in optimizer.param_groups for each in group["params"]):
+        raise InspectionError(
+            "The main optimizer holds prototypes or gates, which are the meta optimizer's; give "
+            "it torchfmri.routing.computation_parameters(model)."
+        )
+    held = {id(each) for group in meta_optimizer.param_groups for each in group["params"]}
+    if held != ours:
+        raise InspectionError(
+            f"The meta optimizer holds {len(held & ours)} of {len(ours)} prototypes and gates and "
+            f"{len(held - ours)} other parameters; give it "
+            "torchfmri.routing.routing_parameters(model)."
+        )
+
+
+def _route_again(each: Captured) -> Routing:
+    """The routing of a call as a function of prototypes and gates alone, in their own precision.
+
+    Inherited prototypes are sums of parameters; their graph outlives the backward pass because a
+    sum keeps nothing.
+    """
+    x = each.factors.x.to(each.module.prototypes.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return each.module.route(x, each.inherited)
+
+
+def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """That of DDP; None for a model that trains alone."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return None
+    group: dist.ProcessGroup = model.process_group
+    return group
+
+
+def _weights(each: Captured, routing: Routing | None) -> Tensor:
+    if routing is None:
+        with torch.no_grad():
+            routing = _route_again(each)
+    return routing.weights.detach()
+
+
+def _summed_over_processes(
+    calls: list[Captured], group: dist.ProcessGroup | None
+) -> list[Captured]:
+    """The same with the weights' gradients of all processes added up."""
+    if group is None:
+        return calls
+    sums: dict[str, Tensor] = {}
+    for each in calls:
+        if each.factors.total is not None and each.call.layer not in sums:
+            sums[each.call.layer] = each.factors.total.clone()
+            dist.all_reduce(sums[each.call.layer], group=group)
+    return [
+        each._replace(factors=replace(each.factors, total=sums.get(each.call.layer)))
+        for each in calls
+    ]
+
+
+def _averaged_over_processes(
+    gradients: tuple[Tensor | None, ...], group: dist.ProcessGroup | None
+) -> list[Tensor | None]:
+    """Their mean over the processes, as DDP itself does with the main loss's."""
+    if group is None:
+        return list(gradients)
+    known = [each for each in gradients if each is not None]
+    joined = torch.cat([each.flatten() for each in known])
+    dist.all_reduce(joined, group=group)
+    joined /= dist.get_world_size(group)
+    parts = iter(torch.split(joined, [each.numel() for each in known]))
+    return [None if each is None else next(parts).view_as(each) for each in gradients]
+
+
+def _accumulate(parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            kept = parameter.grad
+            parameter.grad = gradient if kept is None else kept + gradient

@@ -1,0 +1,98 @@
+"""What the routing parameters learn from: a number per call, of its routing and its signals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchfmri.exceptions import InspectionError
+from torchfmri.routing.goodness import Goodness, worth
+from torchfmri.routing.scaling import TOKENS_AND_UNITS, UNITS, jensen_shannon, shares
+from torchfmri.routing.signals import Signals
+from torchfmri.routing.sparse_proto_linear import Routing
+
+MetaLoss: TypeAlias = Callable[[Routing, Signals], Tensor]
+_AXES = {"units": UNITS, "tokens_and_units": TOKENS_AND_UNITS}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The Jensen-Shannon divergence between routing and Goodness, as a mean over tokens.
+
+    Both are scaled by MAS and divided by their sum. Padding does not count; tokens that nothing
+    but rounding came back to, such as the query of the first position, add nothing.
+
+    Attributes:
+        goodness: A function of the signals.
+        over: "units": one distribution per token. "tokens_and_units": one of all tokens together,
+            so that it matters which tokens a unit is good for.
+        weight: Factor in front of it.
+
+    Example:
+        >>> meta_loss = Divergence(lambda signals: signals.contribution, weight=0.5)
+    """
+
+    goodness: Goodness = worth
+    over: str = "units"
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.over not in _AXES:
+            known = ", ".join(map(repr, _AXES))
+            raise InspectionError(f"over={self.over!r}: choose one of {known}.")
+
+    def __call__(self, routing: Routing, signals: Signals) -> Tensor:
+        """The divergence, with a gradient to the routing alone."""
+        with torch.no_grad():
+            good = self.goodness(signals)
+            if good.shape != routing.logits.shape:
+                raise InspectionError(
+                    f"The Goodness of layer {signals.call.layer!r} has the shape "
+                    f"{tuple(good.shape)}; it is {tuple(routing.logits.shape)}, one number per "
+                    "token and unit."
+                )
+            kept = signals.mask
+            if kept is not None:
+                good = good * kept[..., None]
+        axes = _AXES[self.over]
+        logits = routing.logits
+        if axes == TOKENS_AND_UNITS:
+            if kept is not None:
+                logits = logits * kept[..., None]
+            return self.weight * jensen_shannon(shares(logits, axes), shares(good, axes), axes)
+        each = jensen_shannon(shares(logits), shares(good)) * _felt(signals, good)
+        count = each.numel() if kept is None else kept.sum().clamp_min(1)
+        return self.weight * each.sum() / count
+
+
+def _felt(signals: Signals, good: Tensor) -> Tensor:
+    """The tokens whose gradient is more than rounding, and that some unit is good for, (b, s)."""
+    largest = signals.relevance.amax(-1)
+    rounding = 16 * torch.finfo(largest.dtype).eps * largest.amax()
+    return (largest > rounding) & (good > 0).any(-1)
+
+
+@dataclass(frozen=True)
+class Price:
+    """A plain L1 penalty: the mean of the routing weights, times a weight.
+
+    Attributes:
+        weight: Factor in front of it.
+
+    Example:
+        >>> meta_loss = Price(0.1)
+    """
+
+    weight: float = 1.0
+
+    def __call__(self, routing: Routing, signals: Signals) -> Tensor:
+        """The price of all routes of this call."""
+        if signals.mask is None:
+            return self.weight * routing.weights.mean()
+        kept = signals.mask[..., None]
+        count = kept.sum().clamp_min(1) * routing.weights.shape[-1]
+        return self.weight * (routing.weights * kept).sum() / count

@@ -1,0 +1,96 @@
+"""A linear layer whose output units are switched on token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchfmri.exceptions import InspectionError
+from torchfmri.routing.scaling import mas
+
+
+class Routing(NamedTuple):
+    """Which units of a layer each token goes through.
+
+    Attributes:
+        logits: (b, s, o): match minus cost.
+        weights: MAS(logits): 0 where a unit is off.
+    """
+
+    logits: Tensor
+    weights: Tensor
+
+
+class SparseProtoLinear(nn.Module):
+    """(x + mu(x)) * weights: a linear map whose units a token reaches only where they match.
+
+    The computation mu is an `nn.Linear`. Beside it every output unit has a prototype p and a gate
+    g, both of the size of the input: match = x p^T / sqrt(d), cost = MAS(x g^T),
+    weights = MAS(match - cost). Where input and output have different sizes there is no residual:
+    the output is mu(x) * weights.
+
+    Args:
+        in_features: Size of the input, d.
+        out_features: How many units.
+
+    Example:
+        >>> import torch
+        >>> layer = SparseProtoLinear(8, 8)
+        >>> x = torch.randn(2, 5, 8)
+        >>> layer(x).shape
+        torch.Size([2, 5, 8])
+        >>> bool((layer.route(x).weights == 0).any())
+        True
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        if min(in_features, out_features) < 1:
+            raise InspectionError(
+                f"SparseProtoLinear({in_features}, {out_features}): both sizes are at least 1."
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.computation = nn.Linear(in_features, out_features)
+        self.prototypes = nn.Parameter(torch.empty(out_features, in_features))
+        self.gate = nn.Parameter(torch.empty(out_features, in_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new parameters: matches of size 1 for inputs of size 1, and half the units on."""
+        nn.init.normal_(self.computation.weight, std=1 / math.sqrt(self.in_features))
+        nn.init.zeros_(self.computation.bias)
+        nn.init.normal_(self.prototypes)
+        # The scale of a gate is of no consequence: MAS divides by it.
+        nn.init.normal_(self.gate, std=1 / math.sqrt(self.in_features))
+
+    def effective_prototypes(self, inherited: Tensor | None = None) -> Tensor:
+        """The prototypes in use, (o, i): this layer's own, and those it builds upon."""
+        return self.prototypes if inherited is None else self.prototypes + inherited
+
+    def route(self, x: Tensor, inherited: Tensor | None = None) -> Routing:
+        """Which units each token of x goes through.
+
+        Args:
+            x: (b, s, i).
+            inherited: Prototypes of an earlier layer to build upon, (o, i).
+        """
+        scale = 1 / math.sqrt(self.in_features)
+        match = F.linear(x, self.effective_prototypes(inherited) * scale)
+        logits = match - mas(F.linear(x, self.gate))
+        return Routing(logits, mas(logits))
+
+    def forward(self, x: Tensor, inherited: Tensor | None = None) -> Tensor:
+        """The output, (b, s, o), with zeros where a unit is off."""
+        computed = self.computation(x)
+        if self.in_features == self.out_features:
+            computed = x + computed
+        weighted: Tensor = computed * self.route(x, inherited).weights
+        return weighted
+
+    def extra_repr(self) -> str:
+        """The sizes, for printing."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -1,0 +1,99 @@
+"""How often every unit is on, by task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._elements import Element
+from torchfmri._layers import named_layers
+from torchfmri._taps import CallKey, Taps, Target
+from torchfmri.exceptions import InspectionError
+from torchfmri.routing.sparse_proto_linear import SparseProtoLinear
+
+
+class UnitRates:
+    """Counts, while a model runs, the tokens that reach each unit, by the task of their sample.
+
+    Args:
+        model: A model of SparseProtoLinear layers.
+        tasks: How many tasks there are.
+
+    Example:
+        >>> import torch
+        >>> from torchfmri.routing import RoutingConfig, RoutingLanguageModel
+        >>> model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=1, heads=2))
+        >>> rates = UnitRates(model, tasks=2)
+        >>> with torch.no_grad():
+        ...     _ = rates.run(lambda: model(torch.randint(20, (3, 5))), torch.tensor([0, 1, 1]))
+        >>> rates.rates["blocks.0.query"].shape
+        torch.Size([2, 16])
+    """
+
+    def __init__(self, model: nn.Module, tasks: int) -> None:
+        layers = named_layers(model)
+        self._targets = [
+            Target(name, module, frozenset({"activations"}))
+            for name, module in layers.items()
+            if isinstance(module, SparseProtoLinear)
+        ]
+        self._tasks = tasks
+        self._chosen: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._active: dict[str, Tensor] = {}
+        self._tokens: dict[str, Tensor] = {}
+
+    def run(self, call: Callable[[], object], tasks: Tensor, mask: Tensor | None = None) -> object:
+        """What `call` returns, counted.
+
+        Args:
+            call: Runs the model on one batch.
+            tasks: (b,), the task of each sample.
+            mask: (b, s), 0 where a position is padding.
+        """
+        self._chosen = torch.nn.functional.one_hot(tasks, self._tasks).float()
+        self._mask = None if mask is None else mask.float()
+        with Taps(self._targets, self):
+            return call()
+
+    @property
+    def rates(self) -> dict[str, Tensor]:
+        """Layer -> (task, o): the share of a task's tokens that reach each unit."""
+        return {
+            layer: active / self._tokens[layer].clamp_min(1)[:, None]
+            for layer, active in self._active.items()
+        }
+
+    # -- what the taps call --------------------------------------------------------------------
+
+    def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
+        """The masked output of a layer: not 0 where a unit is on."""
+        on = (elements[0].tensor.detach() != 0).float()
+        counted = on.new_ones(on.shape[:2]) if self._mask is None else self._mask
+        assert self._chosen is not None
+        per_sample = torch.einsum("bso,bs->bo", on, counted)
+        active, tokens = self._chosen.mT @ per_sample, self._chosen.mT @ counted.sum(1)
+        layer = call.layer
+        self._active[layer] = active + self._active.get(layer, 0)
+        self._tokens[layer] = tokens + self._tokens.get(layer, 0)
+
+    def gradient(
+        self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
+    ) -> None:
+        """Not asked for."""
+
+    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
+        """Not asked for."""
+
+    def missed(self, layer: str, what: str, reason: str) -> None:
+        """A layer that cannot be counted."""
+        raise InspectionError(f"The units of layer {layer!r} cannot be counted: {reason}")
+
+    def noted(self, layer: str, text: str) -> None:
+        """Reservations concern gradients, which are not asked for."""
+
+    def failed(self, layer: str, error: Exception, backward: bool) -> None:
+        """An error of ours comes through."""
+        raise error

@@ -1,0 +1,248 @@
+"""The brain of a scan: layers down, tokens across, one colour for each of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfmri._labels import layer_label, shorten
+from torchfmri.visualization._colour_scale import (
+    ColourScale,
+    pool_rows,
+    scale_colours,
+    ticks_between,
+)
+from torchfmri.visualization._figure import GREY, escape, ink
+from torchfmri.visualization._token_track import (
+    TRACK_INCHES,
+    TokenTrack,
+    draw_boundaries,
+    draw_strip,
+    draw_surprisal,
+    label_tokens,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ABSENT, _HATCH = "#e4e4e4", "#bdbdbd"
+_SINGLE, _GAP = 0.17, 0.05
+_SMALLEST_BAND, _LARGEST_BAND = 0.34, 1.5
+_ROW = 0.042
+_MANY_BANDS = 20
+_MOST_ROWS = 900
+_BETWEEN_LABELS = 0.105
+_LONGEST_LABEL = 34
+_WIDEST, _NARROWEST, _TOKEN = 11.0, 4.2, 0.105
+
+
+class Band(NamedTuple):
+    """Rows that stand together: layers of one kind, the voxels of a layer, a block.
+
+    Attributes:
+        label: What they are.
+        rows: Their places in the table of values.
+        marks: (place among the rows, text) to write beside some of them.
+    """
+
+    label: str
+    rows: Sequence[int]
+    marks: Sequence[tuple[int, str]] = ()
+
+
+class Brain(NamedTuple):
+    """What to draw.
+
+    Attributes:
+        bands: From top to bottom.
+        values: (row, s)
+        tokens: Along the x axis.
+        metric: What the values are.
+        normalise: "layer" or "global".
+        title: Above it.
+        subtitle: In small letters.
+        most_inches: How high the map may be.
+        beside: Whether the subtitle stands beside the title.
+        remark: What to say below the texts.
+    """
+
+    bands: Sequence[Band]
+    values: npt.NDArray[np.floating[Any]]
+    tokens: TokenTrack
+    metric: str
+    normalise: str
+    title: str
+    subtitle: str = ""
+    most_inches: float = 7.5
+    beside: bool = False
+    remark: str = ""
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """How wide and high the map itself is best."""
+        wide = min(max(_TOKEN * len(self.tokens), _NARROWEST), _WIDEST)
+        return wide, float(band_edges(self.bands, self.most_inches)[-1][1])
+
+    @property
+    def figure_inches(self) -> tuple[float, float]:
+        """The same with what is written around it."""
+        wide, high = self.inches
+        return wide + 2.9, high + 2.1
+
+
+def band_edges(bands: Sequence[Band], most: float) -> list[tuple[float, float]]:
+    """Where each band begins and ends, in inches from the top; at most so many in all."""
+    if not bands:
+        return [(0.0, 0.5)]
+    heights = np.array(
+        [
+            _SINGLE
+            if len(band.rows) == 1
+            else min(max(_ROW * len(band.rows), _SMALLEST_BAND), _LARGEST_BAND)
+            for band in bands
+        ]
+    )
+    single = np.array([len(band.rows) == 1 for band in bands])
+    close = (single & np.append(single[1:], False)) | (len(bands) > _MANY_BANDS)
+    gaps = np.where(close, _GAP / 3, _GAP)
+    shrink = min(1.0, most / float((heights + gaps).sum()))
+    ends = np.cumsum((heights + gaps) * shrink)
+    return [
+        (float(end - (height + gap) * shrink), float(end - gap * shrink))
+        for end, height, gap in zip(ends, heights, gaps, strict=True)
+    ]
+
+
+def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = True) -> Axes:
+    """Draw a brain; each band is an image of `ax`.
+
+    Args:
+        ax: Where to draw.
+        brain: What to draw.
+        text: Whether to write the tokens below.
+        surprisal: Whether to draw the track of surprisal above.
+    """
+    scale = scale_colours(brain.values, brain.metric, brain.normalise)
+    number = len(brain.tokens)
+    edges = band_edges(brain.bands, brain.most_inches)
+    images = [
+        _draw_band(ax, scale, band, span, number)
+        for band, span in zip(brain.bands, edges, strict=False)
+        if number
+    ]
+    ax.set_xlim(-0.5, max(number, 1) - 0.5)
+    ax.set_ylim(edges[-1][1], 0.0)
+    ax.spines[:].set_visible(False)
+    remark = _label_bands(ax, brain.bands, edges)
+    ax.tick_params(axis="x", length=0, labelbottom=text)
+    draw_boundaries(ax, brain.tokens)
+    draw_strip(ax, brain.tokens)
+    if text:
+        label_tokens(ax, brain.tokens, brain.inches[0], [remark, brain.remark])
+    if surprisal and number:
+        draw_surprisal(ax, brain.tokens)
+    _write_title(ax, brain, surprisal and number > 0)
+    if images:
+        _draw_bar(ax, images[0], scale, brain.inches[1])
+    else:
+        ax.text(0.5, 0.5, "no tokens", transform=ax.transAxes, ha="center", va="center")
+    return ax
+
+
+def _draw_band(
+    ax: Axes, scale: ColourScale, band: Band, span: tuple[float, float], number: int
+) -> Any:
+    import matplotlib as mpl
+    from matplotlib.patches import Rectangle
+
+    rows = pool_rows(scale.shown[list(band.rows)], _MOST_ROWS)
+    if np.isnan(rows).any():
+        back = Rectangle(
+            (-0.5, span[0]), number, span[1] - span[0], facecolor=_ABSENT, edgecolor=_HATCH,
+            hatch="//////", linewidth=0, zorder=0,
+        )  # fmt: skip
+        ax.add_patch(back)
+    colours = mpl.colormaps[scale.map].with_extremes(bad=(0, 0, 0, 0))
+    return ax.imshow(
+        np.ma.masked_invalid(rows),
+        extent=(-0.5, number - 0.5, span[1], span[0]),
+        norm=scale.norm(),
+        cmap=colours,
+        aspect="auto",
+        # Neighbours must not be mixed where every cell can be seen.
+        interpolation="nearest" if len(rows) < 120 and number < 400 else "auto",
+    )
+
+
+def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, float]]) -> str:
+    """Names of bands, and marks beside the map, where there is room; a remark if not everywhere."""
+    places: list[float] = []
+    texts: list[str] = []
+    named = 0
+    last = last_name = -1.0
+    for band, (top, end) in zip(bands, edges, strict=False):
+        label = escape(shorten(layer_label(band.label), _LONGEST_LABEL))
+        middle = (top + end) / 2
+        if len(band.rows) == 1 or not band.marks:
+            if middle - max(last, last_name) >= _BETWEEN_LABELS:
+                places.append(middle)
+                texts.append(label)
+                last = last_name = middle
+                named += 1
+            continue
+        if middle - last_name >= _BETWEEN_LABELS:
+            ax.annotate(
+                label, (0, middle), xycoords=("axes fraction", "data"), xytext=(-20, 0),
+                textcoords="offset points", ha="right", va="center", fontsize=7.5,
+                fontweight="bold", annotation_clip=False,
+            )  # fmt: skip
+            last_name = middle
+            named += 1
+        row = (end - top) / len(band.rows)
+        for place, text in band.marks:
+            at = top + (place + 0.5) * row
+            if at - last >= _BETWEEN_LABELS * 0.8:
+                places.append(at)
+                texts.append(escape(text))
+                last = at
+    ax.set_yticks(places, texts, fontsize=7)
+    ax.tick_params(axis="y", length=2, pad=2)
+    return f"{named} of {len(bands)} rows named" if named < len(bands) else ""
+
+
+def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:
+    points = 72 * (TRACK_INCHES + 0.06) + 14 if above_track else 6
+    if brain.subtitle and brain.beside:
+        ax.set_title(escape(brain.subtitle), fontsize=8, loc="right", pad=points, color=GREY)
+    elif brain.subtitle:
+        ax.annotate(
+            escape(brain.subtitle), (0, 1), xycoords="axes fraction", xytext=(0, points),
+            textcoords="offset points", fontsize=8, color=GREY, va="bottom", annotation_clip=False,
+        )  # fmt: skip
+        points += 12 * (1 + brain.subtitle.count("\n"))
+    title = ax.set_title(escape(brain.title), fontsize=11, loc="left", pad=points)
+    title.set_fontweight("bold")
+
+
+def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
+    """The colour bar: what the colours mean, from where to where, and whether values go beyond."""
+    ticks = ticks_between(scale.low, scale.high) if scale.logarithmic else None
+    bar = ax.figure.colorbar(
+        image, ax=ax, pad=0.012, fraction=0.04, aspect=max(12.0, 9 * inches), shrink=0.92,
+        extend=scale.beyond, extendfrac=0.12 / max(inches, 1.0), ticks=ticks,
+    )  # fmt: skip
+    if ticks is not None:
+        bar.ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        bar.ax.set_yticks([], minor=True)
+    bar.set_label(escape(scale.label), fontsize=7.5)
+    bar.ax.tick_params(labelsize=7, length=2)
+    bar.outline.set_visible(False)
+    if np.isnan(scale.shown).any():
+        bar.ax.text(
+            0, -0.2 / max(inches, 1.0), "hatched:\nno value", transform=bar.ax.transAxes,
+            fontsize=6.5, va="top",
+            color=ink(ax),
+        )  # fmt: skip

@@ -1,0 +1,154 @@
+"""How the values of a picture become colours, and what its colour bar says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfmri.exceptions import InspectionError
+
+Floats = npt.NDArray[np.float64]
+
+NORMALISE = ("layer", "global")
+QUANTILE = 0.995
+DECADES_IN_ROW, DECADES = 2, 4
+_WIDE = 30
+_MEANING = {
+    "activation": "root mean square of the output",
+    "gradient": "norm of dL/d output",
+    "learning_cost": "norm of dL/d parameters",
+    "delta_sc": "z(activation) − z(gradient)",
+}
+
+
+class ColourScale(NamedTuple):
+    """Values made ready for drawing.
+
+    Attributes:
+        shown: What is drawn, (row, s): beyond the scale at its end; nan for what is not finite.
+        low: The value of the darkest colour.
+        high: That of the brightest.
+        logarithmic: Whether colours follow the logarithm.
+        map: The name of matplotlib's colour map.
+        label: What the colour bar says.
+        beyond: Which ends have values beyond them: "neither", "min", "max" or "both".
+    """
+
+    shown: Floats
+    low: float
+    high: float
+    logarithmic: bool
+    map: str
+    label: str
+    beyond: str
+
+    def norm(self) -> Any:
+        """For matplotlib."""
+        from matplotlib.colors import LogNorm, Normalize
+
+        return (LogNorm if self.logarithmic else Normalize)(self.low, self.high)
+
+
+def meaning(metric: str) -> str:
+    """What a metric is, in words."""
+    return _MEANING.get(metric, metric.replace("_", " "))
+
+
+def tops(values: npt.NDArray[np.floating[Any]]) -> Floats:
+    """The 99.5th percentile of each row's finite values, 0 where there is none.
+
+    It is one of the values (the next lower one), so that of few tokens the largest does not count:
+    the first token of a text is often a hundred times as loud as any other.
+    """
+    found = np.zeros(len(values))
+    for index, row in enumerate(values):
+        finite = row[np.isfinite(row)]
+        if len(finite):
+            found[index] = np.quantile(finite, QUANTILE, method="lower")
+    return found
+
+
+def scale_colours(
+    values: npt.NDArray[np.floating[Any]], metric: str, normalise: str = "layer"
+) -> ColourScale:
+    """The colours of values (row, s).
+
+    Args:
+        values: Rows are layers or voxels.
+        metric: What they are; those of delta_sc may be negative and are drawn around zero.
+        normalise: "layer" for each row divided by its own 99.5th percentile, "global" for one
+            scale for all. delta_sc compares already, so that it has one scale in any case.
+
+    Raises:
+        InspectionError: `normalise` is neither.
+    """
+    if normalise not in NORMALISE:
+        raise InspectionError(f"normalise={normalise!r} is neither 'layer' nor 'global'.")
+    numbers = np.asarray(values, dtype=np.float64)
+    numbers = np.where(np.isfinite(numbers), numbers, np.nan)
+    if metric == "delta_sc":
+        return _around_zero(numbers, metric)
+    if normalise == "layer":
+        top = tops(numbers)[:, None]
+        ratio = np.where(top > 0, numbers / np.where(top > 0, top, 1.0), numbers)
+        logarithmic = metric != "activation"
+        low = 10.0**-DECADES_IN_ROW if logarithmic else 0.0
+        return _clipped(ratio, low, 1.0, logarithmic, _label(metric, of_row=True))
+    finite = numbers[np.isfinite(numbers) & (numbers > 0)]
+    if not len(finite):
+        return _clipped(numbers, 0.0, 1.0, False, _label(metric))
+    high = float(np.quantile(finite, QUANTILE, method="lower"))
+    low = max(float(np.quantile(finite, 1 - QUANTILE)), high * 10.0**-DECADES)
+    if high < _WIDE * low:
+        return _clipped(numbers, 0.0, high, False, _label(metric))
+    return _clipped(numbers, low, high, True, _label(metric))
+
+
+def _label(metric: str, of_row: bool = False) -> str:
+    return meaning(metric) + ("\n/ 99.5th percentile of its row" if of_row else "")
+
+
+def _around_zero(numbers: Floats, metric: str) -> ColourScale:
+    finite = np.abs(numbers[np.isfinite(numbers)])
+    high = float(np.quantile(finite, QUANTILE, method="lower")) if len(finite) else 1.0
+    return _clipped(numbers, -(high or 1.0), high or 1.0, False, meaning(metric), "PuOr_r")
+
+
+def _clipped(
+    numbers: Floats, low: float, high: float, logarithmic: bool, label: str, name: str = "viridis"
+) -> ColourScale:
+    # nan compares false with everything, and so is at neither end.
+    below, above = bool((numbers < low).any()), bool((numbers > high).any())
+    ends = {(True, True): "both", (True, False): "min", (False, True): "max"}
+    beyond = ends.get((below, above), "neither")
+    return ColourScale(np.clip(numbers, low, high), low, high, logarithmic, name, label, beyond)
+
+
+def pool_rows(shown: Floats, most: int) -> Floats:
+    """At most so many rows: of neighbours the value of the largest size; nan wins.
+
+    Example:
+        >>> pool_rows(np.array([[1.0], [-3.0], [2.0]]), 2).tolist()
+        [[-3.0], [2.0]]
+    """
+    every = -(-len(shown) // most)
+    if every <= 1:
+        return shown
+    return np.stack([_largest(shown[at : at + every]) for at in range(0, len(shown), every)])
+
+
+def _largest(rows: Floats) -> Floats:
+    sizes = np.where(np.isnan(rows), np.inf, np.abs(rows))
+    chosen: Floats = rows[sizes.argmax(0), np.arange(rows.shape[1])]
+    return chosen
+
+
+def ticks_between(low: float, high: float) -> Sequence[float]:
+    """Powers of ten on a logarithmic colour bar, with 2 and 5 where there are few."""
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    digits = (1, 2, 5) if len(powers) <= 3 else (1,)
+    found = [digit * 10.0**power for power in powers for digit in digits]
+    return [each for each in found if low * 0.999 <= each <= high * 1.001]

@@ -1,0 +1,91 @@
+"""Lines over the depth of a model: how large a metric is, and what one token did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfmri._labels import layer_label, shorten
+from torchfmri.visualization._figure import GREY, escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = npt.NDArray[np.float64]
+
+# Okabe and Ito's palette without the yellow, which is too pale for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", "-.", ":")
+MOST_LINES = len(COLOURS) * len(DASHES)
+_WIDE = 30
+
+
+class Line(NamedTuple):
+    """The layers of one kind over depth.
+
+    Attributes:
+        label: The kind.
+        depths: Where each layer stands on the x axis.
+        middle: (layer,)
+        low: The lower edge of the band around it, (layer,); None without one.
+        high: The upper edge.
+    """
+
+    label: str
+    depths: Sequence[float]
+    middle: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+
+
+def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
+    """Draw lines over depth, a single layer as a mark; logarithmic over a wide range.
+
+    Args:
+        ax: Where to draw.
+        lines: What to draw.
+        value: What the y axis is.
+    """
+    for index, line in enumerate(lines):
+        look: dict[str, Any] = {
+            "color": COLOURS[index % len(COLOURS)],
+            "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+            "label": escape(shorten(layer_label(line.label), 36)),
+        }
+        single = len(line.depths) == 1
+        marker = "D" if single else "o" if len(line.depths) <= 40 else ""
+        size = 5 if single else 2.5
+        ax.plot(line.depths, line.middle, marker=marker, markersize=size, linewidth=1.4, **look)
+        if line.low is not None and line.high is not None:
+            colour = look["color"]
+            if single:
+                ax.vlines(line.depths, line.low, line.high, color=colour, linewidth=1.4)
+            else:
+                ax.fill_between(
+                    line.depths, line.low, line.high, color=colour, alpha=0.16, linewidth=0
+                )
+    ax.set_xlabel("depth (number of the block)")
+    ax.set_ylabel(escape(value))
+    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.locator_params(axis="x", integer=True)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    if not any(np.isfinite(line.middle).any() for line in lines):
+        ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color=GREY)
+    return ax
+
+
+def scale_wide(ax: Axes, lines: Sequence[Line]) -> None:
+    """A logarithmic y axis where all values are positive and some are many times others."""
+    parts = [each for line in lines for each in (line.middle, line.low, line.high)]
+    found = [part[np.isfinite(part)] for part in parts if part is not None]
+    numbers = np.concatenate(found) if found else np.array([])
+    positive = numbers[numbers > 0]
+    if len(positive) and positive.max() > _WIDE * positive.min():
+        ax.set_yscale("log")
+        if positive.min() < positive.max() * 1e-8:
+            ax.set_ylim(bottom=float(positive.max()) * 1e-8)

@@ -1,0 +1,221 @@
+"""Figures of routing: prototypes on a plane, activation over training, what units are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from torchfmri._history import Floats, History
+from torchfmri.exceptions import InspectionError
+from torchfmri.visualization._figure import BLUE, GREEN, GREY, ORANGE, axes_or_new, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = (
+    BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467bd", "#8c564b",
+    "#6b8e23", "#b22222", "#5f7a8a",
+)  # fmt: skip
+_MARKS = "os^Dv<>Pdph*"
+_STATES = {"good": (GREEN, "o"), "bad": (ORANGE, "X"), "inactive": ("#b8b8b8", ".")}
+
+
+class Mapped(Protocol):
+    """The prototypes of one layer on a plane; see `torchfmri.routing.map_prototypes`."""
+
+    @property
+    def layer(self) -> str:
+        """Its name."""
+
+    @property
+    def points(self) -> Sequence[Sequence[float]]:
+        """(o, 2)."""
+
+    @property
+    def states(self) -> Sequence[str]:
+        """One of good, bad and inactive per unit."""
+
+    @property
+    def variance(self) -> float:
+        """What share of the prototypes' variance the plane shows."""
+
+
+def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
+    """Every layer's prototypes on their two principal components: good, bad or inactive.
+
+    Args:
+        maps: One per layer.
+        title: Above them all.
+    """
+    if not maps:
+        raise InspectionError("There are no prototypes to draw.")
+    columns = min(4, len(maps))
+    rows = -(-len(maps) // columns)
+    figure = new_figure(2.5 * columns, 2.35 * rows + 0.7)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for ax in grid.flat[len(maps) :]:
+        ax.set_axis_off()
+    for ax, each in zip(grid.flat, maps, strict=False):
+        points, states = np.asarray(each.points, float), np.asarray(each.states)
+        counts = []
+        for state in ("inactive", "bad", "good"):
+            colour, mark = _STATES[state]
+            chosen = points[states == state]
+            counts.append(f"{len(chosen)} {state}")
+            ax.scatter(*chosen.T, s=14, c=colour, marker=mark, linewidths=0, alpha=0.85)
+        ax.set_title(each.layer, fontsize=9, loc="left", pad=14)
+        text = f"{', '.join(reversed(counts))}"
+        ax.text(0, 1.02, text, transform=ax.transAxes, fontsize=7, color=GREY, va="bottom")
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.set_xlabel(f"{each.variance:.0%} of the variance", fontsize=7, color=GREY)
+        ax.spines[:].set_color("#d0d0d0")
+    for state, (colour, mark) in _STATES.items():
+        grid.flat[0].scatter([], [], s=30, c=colour, marker=mark, label=state)
+    figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=9)
+    if title:
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return figure
+
+
+def plot_activation(
+    histories: Mapping[str, Sequence[History]], what: str = "activation_rate"
+) -> Figure:
+    """The share of active units over training by block: one panel per name, a band over seeds.
+
+    Args:
+        histories: Name -> the histories of its runs, with series "blocks.0.query" and so on.
+        what: "activation_rate" or "selectivity".
+    """
+    if not histories:
+        raise InspectionError("There are no histories to draw.")
+    columns = min(3, len(histories))
+    rows = -(-len(histories) // columns)
+    figure = new_figure(3.2 * columns + 0.6, 2.1 * rows + 0.6)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for ax in grid.flat[len(histories) :]:
+        ax.set_axis_off()
+    for ax, (name, runs) in zip(grid.flat, histories.items(), strict=False):
+        _draw_blocks(ax, runs, what)
+        ax.set_title(name, fontsize=9, loc="left")
+    for ax in grid.flat[max(0, len(histories) - columns) : len(histories)]:  # the lowest of each
+        ax.set_xlabel("step", fontsize=9)
+        ax.tick_params(labelbottom=True)
+    for row in grid:
+        row[0].set_ylabel(what.replace("_", " "), fontsize=9)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=8, frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_blocks(ax: Axes, runs: Sequence[History], what: str) -> None:
+    steps = runs[0].steps
+    for block, curves in _by_block(runs, what).items():
+        colour = _COLOURS[block % len(_COLOURS)]
+        ax.plot(steps, curves.mean(0), color=colour, linewidth=1.3, label=f"block {block}")
+        if len(curves) > 1:
+            ax.fill_between(
+                steps, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0
+            )
+    ax.set_ylim(bottom=0)
+    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(labelsize=8)
+
+
+def _by_block(runs: Sequence[History], what: str) -> dict[int, Floats]:
+    """Block -> (run, step): the mean over its layers."""
+    found: dict[int, list[Floats]] = {}
+    for history in runs:
+        names, values = history.matrix(what, "mean")
+        blocks = np.array([_block_of(name) for name in names])
+        for block in dict.fromkeys(blocks.tolist()):
+            found.setdefault(block, []).append(values[blocks == block].mean(0))
+    shortest = min(len(curve) for curves in found.values() for curve in curves)
+    return {
+        block: np.stack([each[:shortest] for each in curves]) for block, curves in found.items()
+    }
+
+
+def _block_of(layer: str) -> int:
+    """The first number in a layer's name."""
+    return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
+
+
+def plot_selectivity(
+    rates: Mapping[str, Any], tasks: Sequence[str], *, ax: Axes | None = None
+) -> Axes:
+    """How often every unit is on in every task: units sorted by the task they prefer.
+
+    Args:
+        rates: Layer -> (task, o), the share of a task's tokens that reach each unit.
+        tasks: Their names.
+        ax: Where to draw.
+    """
+    if not rates:
+        raise InspectionError("There are no rates to draw.")
+    ax = axes_or_new(ax, 9.0, 0.17 * len(rates) * len(tasks) + 1.2)
+    lines = []
+    for each in rates.values():
+        values = np.asarray(each, float)
+        order = np.lexsort((-values.max(0), values.argmax(0)))
+        lines.append(values[:, order])
+    widest = max(line.shape[1] for line in lines)
+    image = np.full((len(lines) * len(tasks), widest), np.nan)
+    for number, line in enumerate(lines):
+        image[number * len(tasks) : (number + 1) * len(tasks), : line.shape[1]] = line
+    drawn = ax.imshow(image, aspect="auto", cmap="magma", vmin=0, interpolation="nearest")
+    for number in range(1, len(lines)):
+        ax.axhline(number * len(tasks) - 0.5, color="white", linewidth=1.5)
+    places = [number * len(tasks) + (len(tasks) - 1) / 2 for number in range(len(lines))]
+    ax.set_yticks(places, list(rates), fontsize=8)
+    ax.set_xlabel(f"units, by the task they prefer (rows: {', '.join(tasks)})", fontsize=9)
+    ax.figure.colorbar(drawn, ax=ax, label="share of tokens", pad=0.01)
+    return ax
+
+
+def plot_tradeoff(
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    labels: tuple[str, str] = ("active units", "accuracy, longest"),
+    ax: Axes | None = None,
+) -> Axes:
+    """Two numbers of every run against each other, one colour per variant, its mean as a ring.
+
+    Args:
+        points: Variant -> (x, y) of each seed.
+        labels: Of the two axes.
+        ax: Where to draw.
+    """
+    ax = axes_or_new(ax, 7.0, 4.4)
+    for number, (name, pairs) in enumerate(points.items()):
+        colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]
+        values = np.asarray(pairs, float)
+        x, y = values.T
+        ax.scatter(x, y, s=26, c=colour, marker=mark, alpha=0.55, linewidths=0)
+        ax.plot(
+            x.mean(), y.mean(), mark, markersize=11, markerfacecolor="none", markeredgecolor=colour,
+            markeredgewidth=1.8, label=name,
+        )  # fmt: skip
+    ax.set_xlabel(labels[0])
+    ax.set_ylabel(labels[1])
+    ax.set_xlim(left=0)
+    ax.grid(color="#e8e8e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    return ax
+
+
+def save(figures: Mapping[str, Figure], folder: Path) -> Iterable[Path]:
+    """Write figures as name.png into a folder, and return where they are."""
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=130)
+    return paths

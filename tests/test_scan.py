@@ -1,0 +1,603 @@
+"""The door of a scan: what it takes, what it says, and that it leaves no trace on the model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import threading
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from oracles import assert_same_state, state_of
+from scan_oracles import build, prompts
+from torch import Tensor, nn
+
+import torchfmri
+from torchfmri import InspectionError, LayerNotFoundError, Scan, Scanner, ScanOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 4
+PER = (None, "position", "cached", "token_loss")
+
+
+def model_in_use() -> Any:
+    """A model in the middle of its life: training, with gradients, partly frozen, with hooks."""
+    model = build("qwen3")
+    ids = torch.tensor([prompts()[0]])
+    model(ids, labels=ids).loss.backward()
+    model.train()
+    model.model.layers[0].mlp.eval()
+    model.lm_head.weight.requires_grad_(False)
+    model.model.norm.register_forward_hook(lambda *_: None)
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+    return model
+
+
+def same(one: Scan, other: Scan) -> bool:
+    return all(
+        np.array_equal(a.layers[metric], b.layers[metric], equal_nan=True)
+        for a, b in zip(one, other, strict=True)
+        for metric in a.layers
+    )
+
+
+# -- no trace ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 1}],
+                         ids=["greedy", "sampled", "seed"])  # fmt: skip
+def test_a_scan_leaves_no_trace(per: Any, options: dict[str, Any]) -> None:
+    model = model_in_use()
+    before = state_of(model, model.generation_config, model.config)
+    torchfmri.scan(model, None, prompts(), STEPS, per=per, **options)
+    assert_same_state(before, state_of(model, model.generation_config, model.config))
+
+
+class Stop(BaseException):
+    """What no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("at", [0, 8, 10])
+def test_an_exception_in_on_token(at: int, kind: type[BaseException]) -> None:
+    model = model_in_use()
+    before = state_of(model, model.generation_config)
+    seen: list[int] = []
+
+    def on_token(token: torchfmri.LiveToken) -> None:
+        seen.append(token.id)
+        if len(seen) > at:
+            raise kind("enough")
+
+    with pytest.raises(kind, match="enough"):
+        torchfmri.scan(model, None, prompts()[0], STEPS, on_token=on_token, eos_token_id=66)
+    assert len(seen) == at + 1
+    assert_same_state(before, state_of(model, model.generation_config))
+
+
+class Fails(nn.Module):
+    """Hands its input on, and raises at a chosen call."""
+
+    calls: ClassVar[list[int]] = []  # outside of any instance: what a module holds is put back
+
+    def __init__(self, inner: nn.Module, kind: type[BaseException], fails_at: int = -1) -> None:
+        super().__init__()
+        self.inner, self.kind, self.fails_at = inner, kind, fails_at
+        self.calls.clear()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        self.calls.append(1)
+        if len(self.calls) == self.fails_at:
+            raise self.kind("broken")
+        return self.inner(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("per", ["position", "cached", "token_loss"])
+def test_an_exception_in_the_model(per: Any, kind: type[BaseException]) -> None:
+    """In the first look at it, in the prompt, in a step, and in the passes with gradients."""
+    counted = build("qwen3")
+    counted.model.norm = Fails(counted.model.norm, kind)
+    torchfmri.scan(counted, None, prompts()[0], STEPS, per=per, eos_token_id=66)
+    calls = len(Fails.calls)
+    # Two looks, the prompt, the steps without the last, and the passes.
+    assert calls == 2 + STEPS + (STEPS + 2 if per == "cached" else 1)
+    for at in (1, 3, 4, calls - 1, calls):
+        model = model_in_use()
+        model.model.norm = Fails(model.model.norm, kind, at)
+        before = state_of(model)
+        with pytest.raises(kind, match="broken"):
+            torchfmri.scan(model, None, prompts()[0], STEPS, per=per, eos_token_id=66)
+        assert_same_state(before, state_of(model))
+
+
+@pytest.mark.parametrize("per", ["position", "cached", "token_loss"])
+def test_an_exception_in_the_backward_pass(per: Any) -> None:
+    model = model_in_use()
+    before = state_of(model)
+
+    def broken(_: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: (_ for _ in ()).throw(KeyboardInterrupt("broken")))
+
+    handle = model.model.layers[0].mlp.register_forward_hook(broken)
+    with pytest.raises((KeyboardInterrupt, SystemError, RuntimeError)):
+        torchfmri.scan(model, None, prompts()[0], STEPS, per=per)
+    handle.remove()
+    after = state_of(model)
+    assert_same_state(before, after)
+
+
+@pytest.mark.parametrize("argument", ["loss", "decode"])
+def test_an_exception_in_the_user_s_function(argument: str) -> None:
+    model = model_in_use()
+    before = state_of(model)
+
+    def broken(*_: Any) -> Tensor:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        torchfmri.scan(model, None, prompts()[0], STEPS, **{argument: broken})
+    assert_same_state(before, state_of(model))
+
+
+def test_ids_beyond_the_vocabulary_are_the_model_s_error() -> None:
+    model = model_in_use()
+    before = state_of(model)
+    with pytest.raises(IndexError):
+        torchfmri.scan(model, None, [5, 6, 1000], STEPS)
+    assert_same_state(before, state_of(model))
+
+
+def test_buffers_are_put_back() -> None:
+    """A model that counts its passes is not counted up."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.head = nn.Embedding(67, 8), nn.Linear(8, 67)
+            self.register_buffer("passes", torch.zeros(()))
+            self.seen: list[int] = []
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.passes += 1
+            self.seen.append(ids.shape[1])
+            return self.head(self.embedding(ids).cumsum(1))
+
+    model = Counting()
+    before = state_of(model)
+    torchfmri.scan(model, None, prompts()[0], STEPS)
+    assert_same_state(before, state_of(model))
+    assert not model.passes
+    assert not model.seen
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_the_caller_s_modes(context: Any, per: Any) -> None:
+    model = build("llama")
+    expected = torchfmri.scan(model, None, prompts(), STEPS, per=per)
+    with context():
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        found = torchfmri.scan(model, None, prompts(), STEPS, per=per)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == modes
+    assert same(found, expected)
+    # What came out can be used afterwards, and so can the model.
+    model(torch.tensor([prompts()[0]])).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFMRI", "off")
+    model = model_in_use()
+    before = state_of(model)
+    with pytest.raises(InspectionError, match=r"TORCHFMRI=off.*Unset"):
+        torchfmri.scan(model, None, prompts()[0], STEPS)
+    assert_same_state(before, state_of(model))
+
+
+def test_two_scans_are_alike() -> None:
+    model = build("llama")
+    one, two = (torchfmri.scan(model, None, prompts(), STEPS, do_sample=True) for _ in range(2))
+    assert same(one, two)
+
+
+@pytest.mark.parametrize("compiled", ["model", "block"])
+def test_a_compiled_model(compiled: str) -> None:
+    expected = torchfmri.scan(build("llama"), None, prompts(), STEPS)
+    model = build("llama")
+    if compiled == "block":
+        model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    whole = torch.compile(model, backend="eager") if compiled == "model" else model
+    before = state_of(model)
+    found = torchfmri.scan(whole, None, prompts(), STEPS)
+    assert_same_state(before, state_of(model))
+    assert found.layers == expected.layers
+    assert same(found, expected)
+
+
+# -- streams -------------------------------------------------------------------------------------
+
+
+def threads() -> int:
+    return threading.active_count()
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 9])
+def test_a_stream_that_is_left_early(after: int) -> None:
+    model = model_in_use()
+    before, running = state_of(model), threads()
+    with torchfmri.stream(model, None, prompts()[0], 40, eos_token_id=66) as stream:
+        for count, _ in enumerate(stream):
+            if count == after:
+                break
+    assert threads() == running
+    assert_same_state(before, state_of(model))
+    with pytest.raises(InspectionError, match="all tokens"):
+        _ = stream.scan
+    stream.close()
+
+
+def test_a_stream_that_nobody_reads() -> None:
+    model = model_in_use()
+    before, running = state_of(model), threads()
+    with torchfmri.stream(model, None, prompts()[0], STEPS):
+        pass
+    assert threads() == running
+    assert_same_state(before, state_of(model))
+
+
+def test_a_slow_reader_loses_nothing() -> None:
+    """More tokens than may wait: the model waits for the reader."""
+    model = build("llama", max_position_embeddings=512)
+    ids = torch.randint(5, 60, (150,), generator=torch.Generator().manual_seed(0))
+    with torchfmri.stream(model, None, ids, 20, per=None, eos_token_id=66) as stream:
+        found = list(stream)
+    assert [each.position for each in found] == list(range(170))
+    assert [each.id for each in found] == stream.scan.tokens.ids.tolist()
+
+
+def test_an_error_of_a_stream_reaches_its_reader() -> None:
+    model = model_in_use()
+    before, running = state_of(model), threads()
+    with (
+        pytest.raises(InspectionError, match="needs a tokenizer"),
+        torchfmri.stream(model, None, "text", STEPS) as stream,
+    ):
+        list(stream)
+    model.model.norm = Fails(model.model.norm, ZeroDivisionError, 4)
+    with (
+        pytest.raises(ZeroDivisionError, match="broken"),
+        torchfmri.stream(model, None, prompts()[0], STEPS, eos_token_id=66) as stream,
+    ):
+        list(stream)
+    assert threads() == running
+    model.model.norm = model.model.norm.inner
+    assert_same_state(before, state_of(model))
+
+
+def test_two_streams_at_a_time() -> None:
+    one, two = build("llama"), build("gpt2")
+    expected = [torchfmri.scan(each, None, prompts(), STEPS) for each in (one, two)]
+    with (
+        torchfmri.stream(one, None, prompts(), STEPS) as first,
+        torchfmri.stream(two, None, prompts(), STEPS) as second,
+    ):
+        count = sum(1 for _ in zip(first, second, strict=False))
+        list(first)
+        list(second)
+    assert count > STEPS
+    assert same(first.scan, expected[0])
+    assert same(second.scan, expected[1])
+
+
+def test_a_stream_is_an_iterator() -> None:
+    with torchfmri.stream(build("llama"), None, prompts()[0], STEPS) as stream:
+        assert next(stream).id == prompts()[0][0]
+        rest = list(stream)
+    assert len(rest) == len(stream.scan.tokens) - 1
+
+
+# -- Scanner -------------------------------------------------------------------------------------
+
+
+def test_a_scanner_scans_prompt_after_prompt() -> None:
+    """What was found out about the model on the first prompt holds for every other length."""
+    model = build("gpt2")
+    scanner = Scanner(model, None, ScanOptions(per="position"))
+    for prompt in (prompts()[0], [9], prompts(), prompts()[1]):
+        found = scanner.scan(prompt, STEPS)
+        assert same(found, torchfmri.scan(model, None, prompt, STEPS))
+
+
+def test_names_and_conditions() -> None:
+    scanner = Scanner(build("llama"))
+    scan = scanner.scan(prompts(), 2, names=["one", "two"], conditions=["a", "b"])
+    assert scan.names == ("one", "two")
+    assert [each.condition for each in scan] == ["a", "b"]
+    plain = scanner.scan([prompts()[0]] * 2, 2)
+    assert len({*plain.names}) == 2
+    for wrong in (["one"], ["one", "two", "three"]):
+        for key in ("names", "conditions"):
+            with pytest.raises(InspectionError, match=f"2 sequences.*{key}"):
+                scanner.scan(prompts(), 2, **{key: wrong})
+
+
+def test_options_are_a_frozen_record() -> None:
+    options = ScanOptions()
+    assert (options.per, options.layers, options.voxel, options.live) == ("position", "*", 64, True)
+    with pytest.raises(AttributeError):
+        options.per = None  # type: ignore[misc]
+
+
+# -- what a scan holds ---------------------------------------------------------------------------
+
+
+def test_layers_by_pattern_and_type() -> None:
+    model = build("qwen3")
+    whole = torchfmri.scan(model, None, prompts()[0], STEPS)
+    for pattern in ("*.mlp", nn.Linear, ["*.q_proj", "lm_head"], "model.layers.1.*"):
+        scan = torchfmri.scan(model, None, prompts()[0], STEPS, layers=pattern)
+        expected = [
+            name for name in whole.layers if name in torchfmri.Inspector(model).layers(pattern)
+        ]
+        assert list(scan.layers) == expected
+        for layer in scan.layers:
+            for metric in ("activation", "gradient", "learning_cost"):
+                one, other = (
+                    each.only.layers[metric][:, each.layers.index(layer)] for each in (scan, whole)
+                )
+                np.testing.assert_allclose(one, other, rtol=1e-5, err_msg=f"{layer} {metric}")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "sizes", "kind"),
+    [
+        ("qwen3", "model.layers.0.self_attn.q_proj", [4] * 4, "head"),
+        ("qwen3", "model.layers.0.self_attn.k_proj", [4] * 2, "head"),
+        ("qwen3", "model.layers.0.self_attn.q_norm", [4] * 4, "head"),
+        ("qwen3", "model.layers.0.mlp.up_proj", [10, 10, 4], "units"),
+        ("qwen3", "model.embed_tokens", [10, 6], "units"),
+        ("gpt2", "transformer.h.0.mlp.c_fc", [10] * 6 + [4], "units"),
+        ("bert", "bert.encoder.layer.0.attention.self.query", [4] * 4, "head"),
+        ("mixtral", "model.layers.0.mlp.experts", [10, 6, 1, 1, 1, 1], "units"),
+    ],
+)
+def test_voxels(name: str, layer: str, sizes: list[int], kind: str) -> None:
+    """A head in attention's projections, an expert where experts are rows, else neighbours."""
+    scan = torchfmri.scan(build(name), None, prompts()[0], 0, per=None, voxel=10, layers=layer)
+    anatomy = scan.anatomy
+    assert anatomy.count.tolist() == sizes
+    from torchfmri._scans.anatomy import KINDS
+
+    kinds = [KINDS[each] for each in anatomy.kind]
+    experts = sizes.count(1)
+    assert kinds == [kind] * (len(sizes) - experts) + ["expert"] * experts
+    assert scan.only.voxels["activation"].shape == (7, len(sizes))
+
+
+def test_meta_is_plain_and_says_what_was_measured() -> None:
+    model = build("gpt2")
+    scan = torchfmri.scan(
+        model, None, prompts()[0], STEPS, per="cached", voxel=8, do_sample=True, seed=3
+    )
+    meta = json.loads(json.dumps(scan.meta))
+    assert meta["class"] == "GPT2LMHeadModel"
+    assert meta["per"] == "cached"
+    assert meta["voxel"] == 8
+    assert "generated" in meta["loss"]
+    assert meta["decoding"]["do_sample"] is True
+    assert "do not add up to .grad" in " ".join(meta["notes"])
+    assert meta["parameters"] == sum(each.numel() for each in model.parameters())
+    assert (
+        meta["config_hash"]
+        != torchfmri.scan(build("llama"), None, prompts()[0], 1, per=None).meta["config_hash"]
+    )
+
+
+def test_what_is_not_captured_is_listed_with_its_reason() -> None:
+    """Every layer that was asked for is a column or has a reason, and no column is empty."""
+    for name in ("gpt2", "mixtral", "mamba", "falcon", "llama"):
+        model = build(name)
+        scan = torchfmri.scan(model, None, prompts(), STEPS)
+        asked = {
+            each
+            for each in torchfmri.Inspector(model).layers("*")
+            if not isinstance(model.get_submodule(each), nn.ModuleList)
+        }
+        missed, notes = scan.meta["missed"], scan.meta["layer_notes"]
+        assert {*scan.layers} | {*missed} == asked
+        assert all(missed.values())
+        for column, layer in enumerate(scan.layers):
+            empty = all(np.isnan(each.layers["activation"][:, column]).all() for each in scan)
+            assert not empty or "learning cost" in notes.get(layer, "") or layer in missed, layer
+        assert ("not captured" in scan.table(width=400)) is bool(missed)
+
+
+def test_a_tied_head_says_where_its_learning_cost_stands() -> None:
+    model = build("llama", tie_word_embeddings=True)
+    scan = torchfmri.scan(model, None, prompts()[0], STEPS)
+    assert np.isnan(scan.only.layers["learning_cost"][:, scan.layers.index("lm_head")]).all()
+    assert "learning cost stands there" in scan.meta["layer_notes"]["lm_head"]
+
+
+def test_a_cache_that_held_the_beginning_is_noted() -> None:
+    from transformers import DynamicCache
+
+    model, row = build("llama"), prompts()[0]
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([row[:4]]), past_key_values=cache)
+    scan = torchfmri.scan(model, None, row, STEPS, per=None, past_key_values=cache)
+    assert any("4" in note and "cache" in note for note in scan.meta["notes"])
+
+
+class BaseTuner(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.model(*arguments, **keywords)
+
+
+class PeftModel(nn.Module):
+    """As PEFT wraps a model: a forward of its own, while the inner model generates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = BaseTuner(model)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.base_model(*arguments, **keywords)
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.base_model.model.generate(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("wrap", [PeftModel, nn.DataParallel])
+@pytest.mark.parametrize("per", [None, "position"])
+def test_a_wrapped_model_is_scanned_as_the_one_inside(wrap: Any, per: Any) -> None:
+    inner = build("llama")
+    expected = torchfmri.scan(inner, None, prompts(), 8, per=per)
+    assert len(expected[1]) < 4 + 8, "no row ends early"
+    found = torchfmri.scan(wrap(inner), None, prompts(), 8, per=per)
+    assert found.layers == expected.layers
+    assert same(found, expected)
+    if per is not None:
+        assert found[0].checks["live_difference"] == expected[0].checks["live_difference"] > 0
+
+
+def test_a_loop_that_never_runs_the_model() -> None:
+    """Nothing live was recorded: an error, or the pass's values and no difference of 0."""
+    model = build("llama")
+
+    def decode(model: nn.Module, ids: Tensor) -> Tensor:
+        return torch.cat([ids, ids[:, :2]], 1)
+
+    scan = torchfmri.scan(model, None, prompts()[0], STEPS, decode=decode)
+    assert scan.only.checks.get("live_difference") is None
+    try:
+        scan = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, decode=decode)
+    except InspectionError:
+        return
+    assert scan.meta["notes"]
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"per": "token"}, "per='token'.*'position', 'token_loss', 'cached' or None"),
+        ({"loss": "sum"}, "loss='sum'.*'generated', 'all'"),
+        ({"voxel": 0}, "voxel=0"),
+        ({"voxel": 2.5}, r"voxel=2\.5"),
+        ({"max_new_tokens": -3}, "max_new_tokens=-3"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0"),
+        ({"max_new_tokens": 0, "loss": "generated"}, "nothing is generated.*loss='all'"),
+        ({"per": "cached", "loss": lambda *_: None}, "per='cached'.*per='position'"),
+        ({"loss": lambda *_: torch.ones(())}, r"depends on the model's output, not tensor\(1\.\)"),
+        ({"loss": lambda *_: 3}, "must return a tensor.*not 3"),
+        ({"per": "token_loss", "loss": lambda output, *_: output.logits.sum()}, "one per token"),
+        ({"layers": []}, r"not \[\]"),
+        ({"layers": 3}, "not 3"),
+        ({"decode": lambda model, ids: None}, "NoneType"),
+        ({"decode": lambda model, ids: ids[:, :2]}, r"\(1, 2\).*do not begin.*\(1, 7\)"),
+        ({"decode": lambda model, ids: ids + 1}, "do not begin"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, dict) else "",  # the names of the options
+)
+def test_what_cannot_be_scanned(options: dict[str, Any], words: str) -> None:
+    options = {"max_new_tokens": 2, **options}
+    model = model_in_use()
+    before = state_of(model)
+    with pytest.raises(InspectionError, match=words):
+        torchfmri.scan(model, None, prompts()[0], **options)
+    assert_same_state(before, state_of(model))
+
+
+@pytest.mark.parametrize("argument", ["layers", "tensors"])
+def test_a_pattern_that_matches_nothing(argument: str) -> None:
+    with pytest.raises(LayerNotFoundError) as caught:
+        torchfmri.scan(build("qwen3"), None, prompts()[0], 2, **{argument: "*.q_porj"})
+    assert caught.value.pattern == "*.q_porj"
+    assert any(each.endswith("q_proj") for each in caught.value.nearest)
+    assert isinstance(caught.value, LookupError)
+
+
+def test_a_model_is_no_name() -> None:
+    with pytest.raises(InspectionError, match=r"not str.*load_model"):
+        torchfmri.scan("gpt2", None, [1, 2])  # type: ignore[arg-type]
+
+
+def test_a_single_token_has_no_loss() -> None:
+    with pytest.raises(InspectionError, match="single token"):
+        torchfmri.scan(build("llama"), None, [5], 0)
+    scan = torchfmri.scan(build("llama"), None, [5], 0, per=None)
+    assert np.isfinite(scan.only.layers["activation"]).all()
+
+
+def test_embeddings_in_the_place_of_ids() -> None:
+    def decode(model: Any, ids: Tensor) -> Tensor:
+        model(inputs_embeds=torch.zeros(1, 3, 16))
+        return ids
+
+    with pytest.raises(InspectionError, match=r"inputs_embeds.*input_ids"):
+        torchfmri.scan(build("llama"), None, prompts()[0], 2, decode=decode)
+
+
+def test_a_typing_mistake_is_not_swallowed() -> None:
+    """Unknown options go to generate, which names them."""
+    with pytest.raises(ValueError, match="temprature"):
+        torchfmri.scan(build("llama"), None, prompts()[0], 2, temprature=2.0)
+
+
+def test_a_context_shorter_than_our_first_look() -> None:
+    scan = torchfmri.scan(build("gpt2", n_positions=4), None, [5, 6], 2, eos_token_id=66)
+    assert len(scan.tokens) == 4
+
+
+def test_the_scan_s_arrays_are_its_own() -> None:
+    """Nothing that comes out is a view of the model, of a buffer, or of another sequence."""
+    model = build("llama")
+    scan = torchfmri.scan(model, None, prompts(), STEPS, tensors="*.mlp")
+    before = copy.deepcopy(scan[1].layers["activation"])
+    for each in (*scan[0].layers.values(), *scan[0].voxels.values(), *scan[0].tensors.values()):
+        each[:] = 0
+    np.testing.assert_array_equal(scan[1].layers["activation"], before)
+    assert same(
+        torchfmri.scan(model, None, prompts()[1:], STEPS),
+        torchfmri.scan(model, None, prompts()[1:], STEPS),
+    )
+
+
+def test_statistics_of_gradients_leave_out_what_has_none() -> None:
+    """The last position has no gradient: its zeros are no data."""
+    model = build("llama")
+    scan = torchfmri.scan(model, None, prompts()[0], max_new_tokens=0, loss="all")
+    layer = "model.layers.0.mlp"
+    counted = scan.statistics(layer)
+    width = model.config.hidden_size
+    assert counted["activations"]["count"] == len(scan[0]) * width
+    assert counted["gradients"]["count"] == (len(scan[0]) - 1) * width
+    assert counted["gradients"]["zero"] == 0
+
+
+def test_a_stream_runs_under_the_caller_s_autocast() -> None:
+    model = build("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        scan = torchfmri.scan(model, None, prompts()[0], 3, per=None)
+        with torchfmri.stream(model, None, prompts()[0], 3, per=None) as stream:
+            assert list(stream)
+    assert np.array_equal(
+        scan[0].layers["activation"], stream.scan[0].layers["activation"], equal_nan=True
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_in_processes
 from torch import nn
 
 from torchfmri import Monitor
@@ -67,27 +68,20 @@ WRAPPERS = {"ddp": with_ddp, "fsdp": with_fsdp}
 
 def work(rank: int, folder: str) -> None:
     """What each process does; the first one writes what was gathered."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES
-    )
-    try:
-        rows = ROWS // PROCESSES
-        for name, wrap in WRAPPERS.items():
-            monitor = train(wrap, slice(rank * rows, (rank + 1) * rows))
-            gathered = monitor.gather()
-            dist.barrier()
-            if rank == 0:
-                content = pickle.dumps((gathered, monitor.history))
-                Path(folder, f"{name}.pickle").write_bytes(content)
-    finally:
-        dist.destroy_process_group()
+    rows = ROWS // PROCESSES
+    for name, wrap in WRAPPERS.items():
+        monitor = train(wrap, slice(rank * rows, (rank + 1) * rows))
+        gathered = monitor.gather()
+        dist.barrier()
+        if rank == 0:
+            content = pickle.dumps((gathered, monitor.history))
+            Path(folder, f"{name}.pickle").write_bytes(content)
 
 
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[History, History]]:
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    run_in_processes(work, folder, PROCESSES)
     return {name: pickle.loads(Path(folder, f"{name}.pickle").read_bytes()) for name in WRAPPERS}
 
 

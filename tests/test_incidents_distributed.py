@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_in_processes
 from torch import nn
 
 from torchfmri import Incidents, Monitor, NonFiniteError
@@ -80,24 +81,17 @@ def work(rank: int, folder: str) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES
-    )
-    try:
-        for kind, action in CASES:
-            torch.manual_seed(rank)
-            seen = train(rank, kind, action, folder)
-            Path(folder, f"{kind}-{action}-{rank}.json").write_text(json.dumps(seen))
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    for kind, action in CASES:
+        torch.manual_seed(rank)
+        seen = train(rank, kind, action, folder)
+        Path(folder, f"{kind}-{action}-{rank}.json").write_text(json.dumps(seen))
+        dist.barrier()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (str(found),), nprocs=PROCESSES)
+    run_in_processes(work, found, PROCESSES)
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_in_processes
 from torch import Tensor, nn
 
 from torchfmri.routing import (
@@ -53,22 +54,15 @@ def batch() -> Tensor:
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES
-    )
-    try:
-        own = batch().chunk(PROCESSES)[rank]
-        found = {case: train(own, True, *case) for case in CASES}
-        torch.save(found, Path(folder, f"{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+    own = batch().chunk(PROCESSES)[rank]
+    found = {case: train(own, True, *case) for case in CASES}
+    torch.save(found, Path(folder, f"{rank}.pt"))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    run_in_processes(work, folder, PROCESSES)
     return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(PROCESSES)]
 
 

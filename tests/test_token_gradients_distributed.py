@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import ARCHITECTURES, Batch, tokens
+from processes import run_in_processes
 from torch import Tensor, nn
 
 import torchfmri
@@ -59,26 +60,19 @@ def measured(model: nn.Module, rank: int, keep: str) -> dict[str, Any]:
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES
-    )
-    try:
-        found = {
-            (name, kind, keep): measured(wrapped(kind, build(name)), rank, keep)
-            for name in NAMES
-            for kind in WRAPPERS
-            for keep in KEEPS
-        }
-        torch.save(found, Path(folder, f"{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+    found = {
+        (name, kind, keep): measured(wrapped(kind, build(name)), rank, keep)
+        for name in NAMES
+        for kind in WRAPPERS
+        for keep in KEEPS
+    }
+    torch.save(found, Path(folder, f"{rank}.pt"))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    run_in_processes(work, folder, PROCESSES)
     return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(PROCESSES)]
 
 

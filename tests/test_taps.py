@@ -167,6 +167,7 @@ def test_taps_detach_when_attaching_fails() -> None:
         raise TypeError("takes no hooks")
 
     bad.register_forward_hook = refuse  # type: ignore[method-assign]
+    bad._forward_hooks_with_kwargs = None  # type: ignore[assignment]  # as in another torch
     targets = [Target(str(n), m, frozenset(WHAT)) for n, m in enumerate((good, bad))]
     with pytest.raises(TypeError, match="takes no hooks"), Taps(targets, Heard()):
         pass

@@ -347,3 +347,131 @@ def test_batches_of_every_architecture_are_not_all_alike() -> None:
     for each in ARCHITECTURES.values():
         first = next(value for value in each.batch().values() if isinstance(value, Tensor))
         assert not torch.equal(first[0], first[1]), each.name
+
+
+# -- when gradients are read -----------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def positions(seed: int) -> Tensor:
+    return torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def residuals(found: TokenGradients) -> dict[str, float | None]:
+    return {row.name: row.residual for row in found.coverage().rows}
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("between", ["nothing", "to none", "to zero", "halved"])
+@pytest.mark.parametrize("before", [False, True])
+def test_several_passes_and_what_happens_between(keep: Any, between: str, before: bool) -> None:
+    """What each pass brought is compared, whatever was in `.grad`, and whatever is done to it."""
+    model = small()
+    if before:
+        model(positions(9)).square().sum().backward()
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        for seed in range(3):
+            model(positions(seed)).square().sum().backward()
+            if between.startswith("to"):
+                model.zero_grad(set_to_none=between == "to none")
+            elif between == "halved":
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+    assert list(found) == [name for name, _ in model.named_parameters()]
+    for name, residual in residuals(found).items():
+        assert residual is not None, name
+        assert residual < 1e-12, name
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("order", ["penalty first", "penalty last", "penalty alone"])
+def test_a_pass_through_no_layer_at_all(keep: Any, order: str) -> None:
+    """Gradients that come to a weight without any call of a layer are never lost sight of."""
+    model = small()
+    weight: Any = model[0].weight
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        if order != "penalty last":
+            weight.square().sum().backward()
+        if order != "penalty alone":
+            model(positions(0)).square().sum().backward()
+        if order == "penalty last":
+            weight.square().sum().backward()
+    rows = {row.name: row for row in found.coverage().rows}
+    if order == "penalty alone":
+        assert list(rows) == ["0.weight"]
+        assert "came through no call" in rows["0.weight"].note
+        return
+    assert rows["0.weight"].residual > 0.1
+    assert "unattributed" in rows["0.weight"].note
+    assert rows["2.weight"].residual < 1e-12
+
+
+def test_autograd_grad_after_backward() -> None:
+    """A pass that leaves no `.grad` is read from hooks, also behind one that does."""
+    model = small()
+    with torchfmri.token_gradients(model) as found:
+        model(positions(0)).square().sum().backward()
+        torch.autograd.grad(model(positions(1)).square().sum(), list(model.parameters()))
+    assert all(row < 1e-12 for row in residuals(found).values() if row is not None)
+    assert None not in residuals(found).values()
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms", "voxels"])
+def test_nothing_waits_for_the_garbage_collector(keep: Any) -> None:
+    """What a block keeps goes when the result goes: factors are as large as activations."""
+    import gc
+    import weakref
+
+    model = small()
+    gc.collect()
+    gc.disable()
+    try:
+        with torchfmri.token_gradients(model, keep=keep) as found:
+            loss = model(positions(0)).square().sum()
+            loss.backward()
+        found.norm()
+        parts = [weakref.ref(found), weakref.ref(found._capture)]
+        parts += [weakref.ref(each) for each in found._capture.arrivals.records["0"]]
+        del found, loss
+        assert [each() for each in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+
+
+def test_a_backward_pass_behind_the_block_is_not_taken_in() -> None:
+    model = small()
+    with torchfmri.token_gradients(model) as found:
+        loss = model(positions(0)).square().sum()
+    loss.backward()
+    assert list(found) == []
+
+
+@pytest.mark.parametrize("first", ["norm", "linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_that_share_an_input_under_autocast(first: str, dtype: torch.dtype) -> None:
+    """Each reads it as autocast hands it over: 16 bits to the product, none to the norm."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8, dtype=dtype), nn.Linear(8, 8, dtype=dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = (self.norm, self.linear)[:: 1 if first == "norm" else -1]
+            return one(x).to(dtype) * other(x).to(dtype)
+
+    torch.manual_seed(0)
+    model = Both()
+    x = torch.randn(2, 6, 8, dtype=dtype)
+    with (
+        torchfmri.token_gradients(model) as found,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(x).float().square().sum().backward()
+    for name, residual in residuals(found).items():
+        assert residual is not None
+        assert residual < (1e-5 if "norm" in name or dtype == torch.float64 else 1e-2), name

@@ -108,7 +108,7 @@ def test_post_accumulate_hooks_are_known() -> None:
 def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """A torch that lacks one symbol."""
     if request.param == "graph task":
-        monkeypatch.delattr(torch._C, "_current_graph_task_id")
+        monkeypatch.setattr(_torch_private, "_graph_task", None)
     elif request.param == "queue_callback":
         # The engine is needed to run at all; only its callbacks are taken away.
         class Engine:
@@ -128,7 +128,7 @@ def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
             edges, "node_sequence_number", lambda _: _torch_private.node_sequence_number(object())
         )
     else:
-        monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+        monkeypatch.setattr(_torch_private, "_is_wrapped", None)
     return request.param
 
 
@@ -154,7 +154,7 @@ def test_fallback_values(without: str) -> None:
 
 
 def test_torch_func_does_not_crash_without_its_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    monkeypatch.setattr(_torch_private, "_is_wrapped", None)
     model = residual_model()
     inspector = Inspector(model)
     inspector.watch("*", ["activations", "inputs"])
@@ -290,3 +290,59 @@ def test_modules_compiled_in_place() -> None:
     module.compile(backend="eager")
     assert _torch_private.is_compiled_in_place(module)
     assert not _torch_private.is_compiled_in_place(object())
+
+
+# -- sets of hooks -------------------------------------------------------------------------------
+
+
+def hook_tables(module: nn.Module) -> dict[str, list[Any]]:
+    return {
+        name: list(table)
+        for name, table in vars(module).items()
+        if "hook" in name and isinstance(table, dict)
+    }
+
+
+@pytest.mark.parametrize("symbols", [True, False])
+def test_set_of_hooks(symbols: bool) -> None:
+    """Called like registered ones, in the same order, and gone without a trace."""
+    module = nn.Linear(2, 2)
+    told: list[Any] = []
+    for hook in ("pre", "after"):
+        add = module.register_forward_pre_hook if hook == "pre" else module.register_forward_hook
+        add(lambda *_, hook=hook: told.append(f"theirs {hook}"))
+    before = hook_tables(module)
+    target = module if symbols else WithoutTables(module)
+    hooks = _torch_private.HookSet()
+    hooks.before(target, lambda *call: told.append(("first", len(call))), first=True)
+    hooks.after(target, lambda *call: told.append(("after", len(call))), always=True)
+    hooks.gradient(module.weight, lambda gradient: told.append(gradient.shape))
+    other = _torch_private.HookSet()  # has a number of its own
+    other.before(target, lambda *_: told.append("last"))
+    module(torch.ones(1, 2)).sum().backward()
+    expected = [("first", 3), "theirs pre", "last", "theirs after", ("after", 4), (2, 2)]
+    assert told == expected
+    with pytest.raises(RuntimeError, match="shapes"):
+        module(torch.ones(1, 3))
+    assert told[len(expected) :] == [("first", 3), "theirs pre", "last", ("after", 4)]
+    hooks.remove()
+    other.remove()
+    hooks.remove()
+    assert hook_tables(module) == before
+    assert not module.weight._backward_hooks
+
+
+class WithoutTables:
+    """A module of a torch that keeps its hooks elsewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.register_forward_hook = module.register_forward_hook
+        self.register_forward_pre_hook = module.register_forward_pre_hook
+
+
+def test_autocast_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _torch_private.may_autocast()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _torch_private.may_autocast()
+    monkeypatch.setattr(_torch_private, "_any_autocast", None)
+    assert _torch_private.may_autocast()

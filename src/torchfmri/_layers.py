@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TypeAlias
 
@@ -24,7 +24,9 @@ _WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "PeftModel": "base_model",
+    "PeftMixedModel": "base_model",
     "BaseTuner": "model",
+    "AdaptionPromptModel": "model",
 }
 
 
@@ -52,7 +54,9 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
     One instance under two names appears under both. A wrapper and the module it wraps share one
     name, which stands for the wrapped module.
     """
-    return dict(_walk(unwrap(model), "", ()))
+    found: dict[str, nn.Module] = {}
+    _add_layers(unwrap(model), "", (), found)
+    return found
 
 
 def find_layers(
@@ -92,30 +96,31 @@ def leaf_layers(layers: dict[str, nn.Module]) -> list[str]:
 
 
 @cache
-def _wrapped_name(classes: tuple[type, ...]) -> str | None:
-    """The name of the child that a wrapper of these classes wraps; None for other modules."""
-    names = (_WRAPPERS.get(each.__name__) for each in classes)
+def _wrapped_name(kind: type) -> str | None:
+    """The name of the child that a wrapper of this class wraps; None for other modules."""
+    names = (_WRAPPERS.get(each.__name__) for each in kind.__mro__)
     return next((name for name in names if name is not None), None)
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    name = _wrapped_name(type(module).__mro__)
+    name = _wrapped_name(type(module))  # type: ignore[arg-type]
     return module._modules[name] if name is not None and name in module._modules else None
 
 
-def _walk(
-    module: nn.Module, name: str, above: tuple[nn.Module, ...]
-) -> Iterator[tuple[str, nn.Module]]:
-    yield name, module
+def _add_layers(
+    module: nn.Module, name: str, above: tuple[int, ...], found: dict[str, nn.Module]
+) -> None:
+    """Add a module and all below it; no generators, which are slow when they are nested."""
+    found[name] = module
+    if not module._modules:
+        return
+    above = (*above, id(module))
     for key, child in module._modules.items():
         if child is None:
             continue
         inner = unwrap(child)
-        if inner is module or any(
-            inner is other for other in above
-        ):  # a child that knows its parent
-            continue
-        yield from _walk(inner, f"{name}.{key}" if name else key, (*above, module))
+        if id(inner) not in above:  # else a child that knows its parent
+            _add_layers(inner, f"{name}.{key}" if name else key, above, found)
 
 
 def _as_list(pattern: Pattern) -> Sequence[str | type[nn.Module]]:

@@ -12,13 +12,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._elements import flatten_arguments
 from torchfmri._hooks import Hook
+from torchfmri._torch_private import HookSet
 
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
 
@@ -84,7 +85,7 @@ class Padding:
         unique = {id(each): each for each in modules if not isinstance(each, scripted)}
         self._modules = [each for each in unique.values() if _mask_index(type(each)) is not None]
         self._stack: dict[int, list[_Inside]] = defaultdict(list)
-        self._handles: list[Any] = []
+        self._hooks = HookSet()
 
     def current(self) -> TokenMask | None:
         """The padding that holds for the module running in this thread."""
@@ -94,16 +95,12 @@ class Padding:
     def attach(self) -> None:
         """Add the hooks; attach the taps first, so that theirs run inside ours."""
         for module in self._modules:
-            enter, leave = Hook(self._enter, module), Hook(self._leave, module)
-            self._handles += [
-                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
+            self._hooks.before(module, Hook(self._enter, module), first=True)
+            self._hooks.after(module, Hook(self._leave, module), always=True)
 
     def detach(self) -> None:
         """Remove the hooks; safe to call twice."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.remove()
         self._stack.clear()
 
     def _enter(
@@ -142,14 +139,15 @@ class Padding:
             mask = arguments[index]
         memory = keywords.get("encoder_attention_mask")
         kept, memory_kept = outer or (None, None)
-        length = _length(arguments, keywords)
         if isinstance(memory, Tensor) and memory.ndim == 2:
             # As long as the decoder's own sequence, it could not be told from it.
-            memory_kept = memory.detach() != 0 if memory.shape[1] != length else None
+            same = memory.shape[1] == _length(arguments, keywords)
+            memory_kept = None if same else memory.detach() != 0
         if mask is None:
             kept = None
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             kept = mask.detach() != 0
+            length = _length(arguments, keywords)
             if 0 < length < mask.shape[1]:  # with a KV cache it covers earlier positions as well
                 kept = kept[:, -length:]
         return None if kept is memory_kept is None else TokenMask(kept, memory_kept)

@@ -18,6 +18,8 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
 
     A pattern that is itself one of the names matches that name, whatever characters it holds.
     """
+    if pattern == "*":
+        return list(names)
     expression = compile_pattern(pattern)
     return [name for name in names if name == pattern or expression.fullmatch(name)]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from torchfmri._gradients import (
 from torchfmri._hooks import Hook
 from torchfmri._torch_private import (
     NO_BACKWARD,
+    HookSet,
     current_backward,
     is_transformed,
     node_sequence_number,
@@ -112,6 +112,7 @@ class Taps:
         called: Called | None = None,
     ) -> None:
         self._backwards = Backwards(partial(sink.failed, "", backward=True))
+        self._hooks = HookSet()
         self._taps = [
             _Tap(target, sink, self._backwards, wanted, light, called) for target in targets
         ]
@@ -119,7 +120,7 @@ class Taps:
     def __enter__(self) -> Taps:
         try:
             for tap in self._taps:
-                tap.attach()
+                tap.attach(self._hooks)
         except BaseException:
             self.detach()
             raise
@@ -135,6 +136,7 @@ class Taps:
 
     def detach(self) -> None:
         """Remove every hook; safe to call twice."""
+        self._hooks.remove()
         for tap in self._taps:
             tap.detach()
         self._backwards.forget()
@@ -168,6 +170,9 @@ class _Unrecorded:
     replayed_in: int = NO_BACKWARD
 
 
+_LOCK = threading.Lock()
+
+
 class _Tap:
     """The hooks on one module."""
 
@@ -185,20 +190,23 @@ class _Tap:
         self._module = weakref.ref(target.module)
         self._sink = sink
         self._backwards = backwards
-        self._failed = partial(sink.failed, target.layer, backward=False)
-        self._failed_backward = partial(sink.failed, target.layer, backward=True)
         self._wants_gradients = "gradients" in self._what
         self._wants_input_gradients = "input_gradients" in self._what
         self._count = 0
-        self._frames: dict[int, list[_Frame]] = defaultdict(list)
+        self._frames: dict[int, list[_Frame]] = {}
         self._unrecorded: list[_Unrecorded] = []
-        self._handles: list[Any] = []  # on the module and its parameters
+        self._handles: list[Any] = []  # on the module's parameters
         self._passing: list[Any] = []  # on tensors and nodes of the graph of this step
-        self._lock = threading.Lock()
+
+    def _failed(self, error: Exception) -> None:
+        self._sink.failed(self._layer, error, backward=False)
+
+    def _failed_backward(self, error: Exception) -> None:
+        self._sink.failed(self._layer, error, backward=True)
 
     # -- attaching ---------------------------------------------------------------------------
 
-    def attach(self) -> None:
+    def attach(self, hooks: HookSet) -> None:
         module = self._module()
         assert module is not None
         if isinstance(module, torch.jit.ScriptModule):
@@ -207,19 +215,16 @@ class _Tap:
             return
         self._attach_parameters(module)
         if "parameter_gradients" in self._what:
-            replay = Hook(self._backwards.notice, module)
-            self._handles.append(module.register_forward_pre_hook(replay))
+            self._handles.append(
+                module.register_forward_pre_hook(Hook(self._backwards.notice, module))
+            )
         if not self._what - {"parameters", "parameter_gradients"}:
             return
         framed = bool(self._what & {"inputs", "input_gradients"})
         if framed:
-            before = Hook(self._before, module, self._failed)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        # always_call: after an exception that the model itself catches, our frame must go too.
-        after = Hook(self._after, module, self._failed)
-        self._handles.append(
-            module.register_forward_hook(after, with_kwargs=True, always_call=framed)
-        )
+            hooks.before(module, Hook(self._before, module, self._failed))
+        # Always: after an exception that the model itself catches, our frame must go too.
+        hooks.after(module, Hook(self._after, module, self._failed), always=framed)
 
     def detach(self) -> None:
         self.next_step()
@@ -271,7 +276,7 @@ class _Tap:
     def _new_frame(self) -> _Frame:
         if current_backward() != NO_BACKWARD:
             return _Frame(None)
-        with self._lock:
+        with _LOCK:
             self._count += 1
             return _Frame(CallKey(self._layer, self._count - 1))
 
@@ -282,7 +287,7 @@ class _Tap:
             return
         frame = self._new_frame()
         frame.start = sequence_number()
-        self._frames[threading.get_ident()].append(frame)
+        self._frames.setdefault(threading.get_ident(), []).append(frame)
         elements = self._readable("inputs", flatten_arguments(arguments, keywords))
         if self._wants_input_gradients and torch.is_grad_enabled():
             frame.edges = [InputEdge(*each) for each in elements if each.tensor.requires_grad]

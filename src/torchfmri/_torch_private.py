@@ -7,14 +7,23 @@ Nothing else in the package touches a name of torch that begins with an undersco
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 NO_BACKWARD = -1
+
+# Looked up once: what asks for these runs at every call of a layer, and never in warm caches.
+_graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+_is_wrapped: Callable[[Tensor], bool] | None = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
+)
+_any_autocast: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
 
 
 def current_backward() -> int:
@@ -22,8 +31,7 @@ def current_backward() -> int:
 
     Without the symbol every gradient counts as part of one and the same backward pass.
     """
-    read = getattr(torch._C, "_current_graph_task_id", None)
-    return int(read()) if read is not None else NO_BACKWARD
+    return NO_BACKWARD if _graph_task is None else _graph_task()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
@@ -55,9 +63,76 @@ def is_transformed(tensor: Tensor) -> bool:
 
     Without the symbol: False, and reading it later reports whatever PyTorch says then.
     """
-    functorch = getattr(torch._C, "_functorch", None)
-    check = getattr(functorch, "is_functorch_wrapped_tensor", None)
-    return bool(check(tensor)) if check is not None else False
+    return False if _is_wrapped is None else _is_wrapped(tensor)
+
+
+def may_autocast() -> bool:
+    """Whether autocast is on for any kind of device; without the symbol: True."""
+    return True if _any_autocast is None else _any_autocast()
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that may do things its own way (a shard, a quantised one)."""
+    return type(tensor) not in (Tensor, nn.Parameter)
+
+
+class HookSet:
+    """Hooks on modules and parameters that come and go together, at most one of a kind on each.
+
+    All of them have one number: making a handle for each takes several times as long as everything
+    else about them. Without the symbols there is a handle for each.
+    """
+
+    def __init__(self) -> None:
+        self._number = RemovableHandle(OrderedDict()).id
+        self._tables: list[dict[int, Any]] = []
+        self._handles: list[RemovableHandle] = []
+
+    def before(self, module: nn.Module, hook: Callable[..., None], first: bool = False) -> None:
+        """Have `hook(module, arguments, keywords)` called before the others, or after them."""
+        hooks = getattr(module, "_forward_pre_hooks", None)
+        keywords = getattr(module, "_forward_pre_hooks_with_kwargs", None)
+        if hooks is None or keywords is None:
+            add = module.register_forward_pre_hook
+            self._handles.append(add(hook, prepend=first, with_kwargs=True))
+            return
+        number = self._number
+        self._tables += (hooks, keywords)
+        hooks[number], keywords[number] = hook, True
+        if first:
+            hooks.move_to_end(number, last=False)
+
+    def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
+        """Have `hook(module, arguments, keywords, output)` called; always: after an error too."""
+        hooks = getattr(module, "_forward_hooks", None)
+        keywords = getattr(module, "_forward_hooks_with_kwargs", None)
+        called = getattr(module, "_forward_hooks_always_called", None)
+        if hooks is None or keywords is None or called is None:
+            add = module.register_forward_hook
+            self._handles.append(add(hook, with_kwargs=True, always_call=always))
+            return
+        number = self._number
+        self._tables += (hooks, keywords)
+        hooks[number], keywords[number] = hook, True
+        if always:
+            self._tables.append(called)
+            called[number] = True
+
+    def gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Have `hook(gradient)` called when a gradient comes to a parameter."""
+        hooks = None if is_subclass(parameter) else getattr(parameter, "_backward_hooks", None)
+        if hooks is None:  # the first one has more to do
+            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+            return
+        self._tables.append(hooks)
+        hooks[self._number] = hook
+
+    def remove(self) -> None:
+        """Remove them all; safe to call twice."""
+        while self._tables:
+            self._tables.pop().pop(self._number, None)
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def has_saved_tensor_hooks() -> bool:

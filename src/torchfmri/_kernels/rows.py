@@ -9,7 +9,6 @@ computes the same with torch.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from torchfmri._kernels.cuda_rows import RowQueue
 
 SMALLEST = 1 << 14
 """Values from which on numba is asked: for less it is not worth its import."""
-_AHEAD = 16  # results that are made at once
+_AHEAD = 48  # results that are made at once
 
 Found = tuple[Tensor, Tensor]
 
@@ -106,7 +105,7 @@ class Rows:
 
     def __init__(self) -> None:
         self._kernels: ModuleType | None = None
-        self._ahead: dict[tuple[int, int], list[Found]] = defaultdict(list)
+        self._ahead: dict[tuple[int, int, int], list[tuple[Tensor, Tensor, int]]] = {}
         self._queue: RowQueue | None = None
 
     def reduce(self, values: Tensor, asked: Asked) -> Found | None:
@@ -118,17 +117,15 @@ class Rows:
         if not values.is_contiguous() or not self._can(values, count, asked.size, False):
             return None
         rows = count // width
-        found = self._next(values, rows, -(-width // asked.size))
-        kernels = self._kernels
-        if values.is_cpu and kernels is not None:
-            address, start, length = asked.address, asked.start, asked.length
-            kernels.reduce_rows(
-                *(values.data_ptr(), rows, width, asked.size),
-                *(address, start, length, found[0].data_ptr()),
+        squares, products, written = self._next(values, rows, -(-width // asked.size))
+        if self._kernels is not None:
+            size, start, _, address, length = asked
+            self._kernels.reduce_rows(
+                values.data_ptr(), rows, width, size, address, start, length, written
             )
         elif self._queue is not None:
-            self._queue.rows(values, rows, width, asked, found)
-        return found
+            self._queue.rows(values, rows, width, asked, (squares, products))
+        return squares, products
 
     def reduce_product(self, product: Product, asked: Asked) -> Found | None:
         """The same of a product, by token."""
@@ -136,16 +133,16 @@ class Rows:
         if x.dtype != g.dtype or not self._can(g, g.numel(), asked.size, True):
             return None
         b, s, _, width = shape
-        found = self._next(g, b * s, -(-width // asked.size))
-        kernels = self._kernels
-        if g.is_cpu and kernels is not None:
-            kernels.reduce_products(
+        squares, products, written = self._next(g, b * s, -(-width // asked.size))
+        if self._kernels is not None:
+            size, start, _, address, length = asked
+            self._kernels.reduce_products(
                 *(g.data_ptr(), g_strides, x.data_ptr(), x_strides, shape, small),
-                *(asked.size, asked.address, asked.start, asked.length, found[0].data_ptr()),
+                *(size, address, start, length, written),
             )
         elif self._queue is not None:
-            self._queue.product(product, asked, found)
-        return found
+            self._queue.product(product, asked, (squares, products))
+        return squares, products
 
     def flush(self) -> None:
         """Launch what waits."""
@@ -154,25 +151,31 @@ class Rows:
 
     def _can(self, values: Tensor, count: int, size: int, is_product: bool) -> bool:
         """Whether there is a pass for so many values of this kind, in groups of this size."""
-        if values.is_cuda:
-            if self._queue is None:
-                self._queue = RowQueue()
-            able = count > 0 and self._queue.can_read(values, size, is_product)
-            return able and queue_works(values.device, values.dtype)
-        if values.dtype is not torch.float32 or count < SMALLEST or not values.is_cpu:
+        if values.is_cpu:
+            if values.dtype is not torch.float32 or count < SMALLEST:
+                return False
+            if self._kernels is None:
+                self._kernels = compiled_rows()
+            return self._kernels is not None
+        if not values.is_cuda:
             return False
-        if self._kernels is None:
-            self._kernels = compiled_rows()
-        return self._kernels is not None
+        if self._queue is None:
+            self._queue = RowQueue()
+        able = count > 0 and self._queue.can_read(values, size, is_product)
+        return able and queue_works(values.device, values.dtype)
 
-    def _next(self, like: Tensor, rows: int, groups: int) -> Found:
-        """Memory for the squares and, behind them, for the inner products of some rows."""
-        ahead = self._ahead[rows, groups]
-        if not ahead or ahead[-1][0].device != like.device:
+    def _next(self, like: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, int]:
+        """Memory for the squares and, behind them, for the inner products of some rows; where."""
+        key = (rows, groups, like.get_device())
+        ahead = self._ahead.get(key)
+        if not ahead:
             squares = rows * groups
             table = torch.empty(_AHEAD, squares + rows, device=like.device)
             first = table[:, :squares]
             if groups > 1:
                 first = first.unflatten(1, (rows, groups))  # type: ignore[no-untyped-call]
-            ahead += zip(first.unbind(), table[:, squares:].unbind(), strict=True)
+            start, step = table.data_ptr(), 4 * (squares + rows)
+            addresses = range(start, start + _AHEAD * step, step)
+            parts = zip(first.unbind(), table[:, squares:].unbind(), addresses, strict=True)
+            ahead = self._ahead[key] = list(parts)
         return ahead.pop()

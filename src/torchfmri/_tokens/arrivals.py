@@ -25,7 +25,7 @@ from torchfmri._tokens.norms import Reducer
 from torchfmri._tokens.owners import Owners, Parts
 from torchfmri._tokens.passes import Passes
 from torchfmri._tokens.record import Axis, Part, Record, Watched
-from torchfmri._torch_private import NO_BACKWARD, current_backward
+from torchfmri._torch_private import NO_BACKWARD, current_backward, may_autocast
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 _LESS = "Select fewer parameters, keep norms alone (keep='norms'), or allow more (max_bytes=...)."
@@ -49,7 +49,7 @@ class Arrivals:
         records: The calls, by layer.
         handles: Of hooks that were added on the way.
         versions: Of each parameter's `.grad`, as the last backward pass left it.
-        at_end: Asks to be called when the running backward pass is over.
+        at_end: Asks to be called when the running backward pass is over; None outside of a block.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Arrivals:
         self.records: dict[str, list[Record]] = defaultdict(list)
         self.handles: list[Any] = []
         self.versions: dict[str, int] = {}
-        self.at_end: Callable[[Callable[[int], None]], None] = lambda act: None
+        self.at_end: Callable[[Callable[[int], None]], None] | None = None
         self._reducer = Reducer(account.checks, keep == "voxels")
         self._parts: Parts = defaultdict(list)  # of calls that were reduced together
         self._replayed: dict[str, list[Tensor]] = defaultdict(list)
@@ -88,14 +88,19 @@ class Arrivals:
 
     # -- backward ----------------------------------------------------------------------------
 
-    def arrived(self, record: Record, gradient: Tensor, backward: int) -> None:
+    def arrived(self, record: Record, gradient: Tensor) -> None:
         """Put the gradient of a call's output aside; nothing raised here may pass."""
+        if self.at_end is None:  # the block is over
+            return
         try:
-            self._waiting.append((record, gradient, backward))
-            self._waiting_bytes += gradient.nbytes
+            backward = current_backward()
             if self._expected != backward:
                 self._passes.has_gone_back = True
                 self.expect_end()
+            if not self._keeps_factors and self._take_in_at_once(record, gradient, backward):
+                return
+            self._waiting.append((record, gradient, backward))
+            self._waiting_bytes += gradient.nbytes
             if (
                 record.is_replayed  # its input is the last one that was replayed
                 or len(self._waiting) >= self._most
@@ -105,22 +110,47 @@ class Arrivals:
         except Exception as error:
             self._account.refuse(record.watched.parameters.values(), error)
 
+    def _take_in_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
+        """Reduce the gradient of a common call the short way; False where that is not to be had.
+
+        Nothing is put aside then: what autograd lets go of next is where it will write next.
+        """
+        watched, x = record.watched, record.x
+        if (
+            x is None
+            or record.is_replayed
+            or record.is_spread
+            or record.shape is not None
+            or record.version is None
+            or watched.is_shared
+            or self._passes.calls.get(watched.layer, 0) > 1
+            or x._version != record.version
+        ):
+            return False
+        record.shape = gradient.shape
+        found = self._reducer.at_once(record, gradient)
+        if found is None:
+            record.shape = None
+            return False
+        record.reduced, record.backward, record.x = found, backward, None
+        self._account.layers.add(watched.layer)
+        return True
+
     def expect_end(self) -> None:
         """Have `_backward_is_over` called when the running backward pass is over."""
         self._expected = current_backward()
-        self.at_end(self._backward_is_over)
+        if self.at_end is not None:
+            self._account.checks.backward_begins()
+            self.at_end(self._backward_is_over)
 
     def take_in_all(self) -> None:
         """Keep or reduce the gradients that were put aside."""
         arrivals, self._waiting = self._waiting, []
         self._waiting_bytes = 0
+        autocasts = may_autocast()
         for record, gradient, backward in arrivals:
             try:
-                if (
-                    record.is_replayed
-                    or self._parked
-                    or torch.is_autocast_enabled(gradient.device.type)
-                ):
+                if autocasts or record.is_replayed or self._parked:
                     self._take_in_with_care(record, gradient, backward)
                 else:
                     self._take_in(record, gradient, backward)
@@ -196,8 +226,8 @@ class Arrivals:
         """Keep an input that a checkpoint computes again, until its gradient comes: last first."""
         if current_backward() != NO_BACKWARD and torch.is_grad_enabled():
             x = flatten_arguments(call[1], call[2])[0].tensor
-            if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-                x = as_multiplied(self._watched[layer].rule, x)
+            if is_cast(self._watched[layer].rule, x):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
             self._replayed[layer].append(x.detach())
 
     def _take_replayed(self, record: Record) -> bool:
@@ -294,8 +324,13 @@ class Arrivals:
         self._replayed.clear()
         self.take_in_all()
         self._reducer.finish()
+        self.at_end = None
 
 
-def as_multiplied(rule: object, x: Tensor) -> Tensor:
-    """The input in the dtype in which autocast lets a layer multiply it."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if rule in rules.AUTOCAST else x
+def is_cast(rule: object, x: Tensor) -> bool:
+    """Whether autocast lets a layer multiply this input in another dtype."""
+    kind = x.device.type
+    if rule not in rules.AUTOCAST or not torch.is_autocast_enabled(kind):
+        return False
+    left_alone = (torch.float64, torch.get_autocast_dtype(kind))
+    return x.is_floating_point() and x.dtype not in left_alone

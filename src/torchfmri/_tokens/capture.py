@@ -8,7 +8,8 @@ owner (`owners.py`) and run again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from torchfmri._padding import Padding
 from torchfmri._taps import CallKey
 from torchfmri._tokens import rules
 from torchfmri._tokens.account import Account, homes_of
-from torchfmri._tokens.arrivals import Arrivals, as_multiplied
+from torchfmri._tokens.arrivals import Arrivals, is_cast
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.owners import Owners
 from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.passes import Passes
 from torchfmri._tokens.record import Record, Watched
 from torchfmri._tokens.rerun import OwnerCall
-from torchfmri._torch_private import NO_BACKWARD, current_backward
+from torchfmri._torch_private import NO_BACKWARD, current_backward, may_autocast
 from torchfmri.exceptions import UnsupportedLayerError
 
 
@@ -54,17 +55,22 @@ class Capture:
         self._keeps_factors = keep == "factors"
         checks = Checks(infos)
         self.account = Account(checks, homes_of(watched))
-        self.passes = Passes(lambda error: self.noted("", f"positions: {error}"))
+        account = self.account
+        self.passes = Passes(lambda error: account.noted("", f"positions: {error}"))
         self.owners = Owners(
             watched, parameters, self.passes, padding, self.account, self._keeps_factors
         )
         self.arrivals = Arrivals(
             watched, parameters, self.passes, self.account, self.owners, keep, max_bytes
         )
-        checks.on_backward = self.arrivals.expect_end
         self._arrived = self.arrivals.arrived
         self._by_call: dict[CallKey, Record | OwnerCall] = {}
-        self._last: tuple[weakref.ref[Tensor], Tensor, int] | None = None
+        self._last: tuple[weakref.ref[Tensor], Tensor, int | None, bool] | None = None
+
+    def listen(self, at_end: Callable[[Callable[[int], None]], None]) -> None:
+        """Begin to take in gradients; `at_end` asks to be called when a backward pass is over."""
+        self.arrivals.at_end = at_end
+        self.account.checks.on_backward = self.arrivals.expect_end
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -79,16 +85,17 @@ class Capture:
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         output: Tensor,
-    ) -> Record | None:
+    ) -> Callable[[Tensor], None] | None:
         """Take in a call the short way; returns what listens for the gradient of its output."""
         watched = self._watched[layer]
         if watched.rule is None or keywords or len(arguments) != 1:
             return None
-        record = self._new_record(watched, arguments[0])
+        record = self._new_record(watched)
+        self._keep_input(record, arguments[0])
         model = record.model  # (b, s)
         if model is not None and model[0] != 1 and output.shape and output.shape[0] != model[0]:
             self._watch_broadcast(record, output)
-        return record
+        return partial(self._arrived, record)
 
     def called(
         self,
@@ -108,9 +115,10 @@ class Capture:
             tensors = tuple(each.tensor for each in flatten_arguments(arguments, keywords))
             x = tensors if watched.rule is rules.bilinear else tensors[0]
             if isinstance(earlier, Record):
-                self._keep_input(earlier, x)
+                self._keep_inputs(earlier, x)
                 return
-            found = self._new_record(watched, x)
+            found = self._new_record(watched)
+            self._keep_inputs(found, x)
         if found is not None:
             self._by_call[call] = found
             if len(outputs) == 1:
@@ -129,47 +137,58 @@ class Capture:
         if without and current_backward() == NO_BACKWARD:
             self.passes.broadcasts.watch(output, target.spread)
 
-    def _new_record(self, watched: Watched, x: Any) -> Record:
-        passes, stack = self.passes, watched.stack
+    def _new_record(self, watched: Watched) -> Record:
+        passes = self.passes
         passes.count(watched.layer)
-        mask = self._padding.current()
-        record = Record(watched, passes.number, passes.grid_of(stack), mask, self._arrived)
+        mask, grid = self._padding.current(), passes.grid_of(watched.stack)
+        record = Record(watched, passes.number, grid, mask)
         self.arrivals.records[watched.layer].append(record)
-        self._keep_input(record, x)
         if watched.rule in rules.STATEFUL:
             record.settings = rules.settings_of(watched.module)
-        if stack == "encoder":
-            passes.encoder_mask = mask
-        elif stack and any(each() is x for each in passes.memories):
-            record.stack, record.mask = "encoder", passes.encoder_mask
         return record
+
+    def _keep_inputs(self, record: Record, x: Any) -> None:
+        """Keep what a call on the long way reads; layers with two inputs have both."""
+        if not torch.is_grad_enabled():  # a checkpoint's first pass, or nothing will come back
+            self._find_stack(record, x)
+        elif isinstance(x, tuple):
+            record.x, record.version = tuple(each.detach() for each in x), x[0]._version
+        else:
+            self._keep_input(record, x)
+
+    def _find_stack(self, record: Record, x: Any) -> None:
+        """A decoder's layer that reads what the encoder returned has the encoder's tokens."""
+        passes = self.passes
+        if record.stack == "encoder":
+            passes.encoder_mask = record.mask
+        elif any(each() is x for each in passes.memories):
+            record.stack, record.mask = "encoder", passes.encoder_mask
 
     def _keep_input(self, record: Record, x: Any) -> None:
         """Keep what a call reads, by reference: autograd itself keeps it for the weight."""
-        if not torch.is_grad_enabled():  # a checkpoint's first pass, or nothing will come back
-            return
-        if isinstance(x, tuple):
-            record.x, record.version = tuple(each.detach() for each in x), x[0]._version
-            return
+        if record.stack:
+            self._find_stack(record, x)
         if not self._keeps_factors and runs_checkpoint() and current_backward() == NO_BACKWARD:
             record.is_replayed = True  # it is computed again: nothing of it has to be kept
             self.arrivals.await_replay(record.watched)
             return
         if x.ndim == 4:
             record.strides = x.stride()
+        version: int | None
+        try:
+            version = x._version
+        except RuntimeError:  # a tensor of inference mode has none
+            version = None
+        casts = may_autocast() and is_cast(record.watched.rule, x)
         last = self._last
-        if last is not None and last[2] == x._version and last[0]() is x:  # q, k and v share it
-            record.x, record.version = last[1], last[1]._version
+        if last is not None and last[0]() is x and last[2:] == (version, casts):  # q, k and v do
+            record.x, record.version = last[1], None if casts else version
             return
-        kept: Tensor = x.detach() if x.requires_grad else x
-        record.x = kept
-        rule = record.watched.rule
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-            record.x = kept = as_multiplied(rule, kept)
-        if not x.is_inference():
-            record.version = kept._version
-            if kept.dtype == x.dtype or rule in rules.AUTOCAST:
-                self._last = (weakref.ref(x), kept, x._version)
+        kept = x.detach() if x.requires_grad else x
+        if casts:  # a copy, which nobody else can write into
+            kept = kept.to(torch.get_autocast_dtype(x.device.type))
+        record.x, record.version = kept, None if casts else version
+        self._last = (weakref.ref(x), kept, version, casts)
 
     # -- the sink's other half -----------------------------------------------------------------
 
@@ -215,3 +234,7 @@ class Capture:
         self.passes.memories.clear()
         self.owners.forget()
         self.arrivals.forget()
+        try:
+            self.account.checks.detach()
+        except Exception as error:  # of ours, while the block may be ending with the user's own
+            self.account.refuse(self._parameters, error)

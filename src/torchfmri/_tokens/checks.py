@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torchfmri._backwards import runs_grad
 from torchfmri._hooks import Hook
 from torchfmri._tokens.parameter import ParameterInfo
-from torchfmri._torch_private import NO_BACKWARD, current_backward
+from torchfmri._torch_private import (
+    NO_BACKWARD,
+    HookSet,
+    current_backward,
+    has_post_accumulate_hooks,
+    is_subclass,
+)
 
 OUTPUT, INPUT = 0, 1
 
@@ -55,6 +61,13 @@ def _fixed(length: int, side: int, device: torch.device, dtype: torch.dtype) -> 
     return found.to(device, dtype)
 
 
+def _has_gradients_of_its_own(parameter: nn.Parameter) -> bool:
+    """Whether `.grad` will not simply be what one backward pass brings."""
+    return (
+        parameter.grad is not None or is_subclass(parameter) or has_post_accumulate_hooks(parameter)
+    )
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """No autocast for what is computed in a hook, which may run inside the user's."""
     kind = tensor.device.type
@@ -74,63 +87,113 @@ class Checks:
     def __init__(self, infos: Mapping[str, ParameterInfo]) -> None:
         self._infos = infos
         self._pairs: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
-        self._brought: dict[str, list[Tensor]] = defaultdict(list)
+        self._brought: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)  # tables, places
         self.unread: dict[str, str] = {}
-        self.on_backward: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] | None = None
         self._backward = NO_BACKWARD
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._reads_at_once = self._reads_now = False
         self._received: set[str] = set()
         self._came: dict[str, Tensor | None] = {}
+        self._listen: Callable[[], None] | None = None  # what is left to be done to listen
+        self._counted: set[str] = set()
+
+    # -- what autograd brings ------------------------------------------------------------------
 
     def attach(
-        self, parameters: Mapping[str, nn.Parameter], failed: Callable[..., None]
-    ) -> list[Any]:
-        """Listen for the gradients of the parameters; returns the handles of the hooks.
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        hooks: HookSet,
+        failed: Callable[..., None],
+    ) -> None:
+        """Begin to watch the gradients of the parameters.
 
-        Hooks only note that a gradient came. `.grad` is read when the backward pass is over, all
-        of them in a row; among several processes, where it is then averaged, each hook reads the
-        gradient of its own process at once.
+        `.grad` is read when the backward pass is over, all of them in a row. Where there was none
+        before, that is all; else hooks note what was there when a gradient came. Among several
+        processes, where it is then averaged, each hook reads the gradient of its own process at
+        once; so it does for torch.autograd.grad, which leaves no `.grad`.
         """
         self._parameters = parameters
         self._reads_at_once = (
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
-        return [
-            parameter.register_hook(_Probe(self, name, failed))  # type: ignore[no-untyped-call]
-            for name, parameter in parameters.items()
-        ]
+
+        def listen() -> None:
+            self._listen = None
+            for name, parameter in parameters.items():
+                hooks.gradient(parameter, _Probe(self, name, failed))
+
+        if self._reads_at_once or any(map(_has_gradients_of_its_own, parameters.values())):
+            listen()
+        else:
+            self._listen = listen
+            self._counted.clear()
+
+    def backward_begins(self) -> None:
+        """Listen to a pass whose gradients are added to others, or are not left in `.grad`."""
+        if self._listen is None:
+            return
+        if any(each.grad is not None for each in self._parameters.values()) or runs_grad():
+            listen = self._listen
+            self.settle()
+            listen()
+        else:
+            self._counted.clear()
+
+    def settle(self) -> None:
+        """Read the gradients that are there, of whatever pass, unless hooks were told of them."""
+        if self._listen is None:
+            return
+        for name, parameter in self._parameters.items():
+            if name not in self._counted and parameter.grad is not None:
+                self._came[name] = None
+        self._counted.update(self._came)
+        self._received.update(self._came)
+        self._read_all()
+
+    def detach(self) -> None:
+        """Read what is left; nothing here holds on to the block any more."""
+        self.settle()
+        self._listen = self.on_backward = None
 
     def backward_is_over(self) -> None:
         """Read the gradients that this backward pass brought."""
+        if self._listen is None:
+            self._read_all()
+        else:
+            self.settle()
+
+    def _read_all(self) -> None:
         came, self._came = self._came, {}
-        alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
-        for name in came:
+        alike: dict[tuple[object, ...], dict[str, Tensor]] = defaultdict(dict)
+        for name, before in came.items():
             gradient = self._parameters[name].grad
             if gradient is None:
                 self.unread[name] = _NO_GRAD
-            elif gradient.is_sparse or type(gradient) is not Tensor:
-                self._brought[name].append(self._read(name, gradient))
+                continue
+            if before is not None:
+                self._brought[name].append((before.neg()[None], 0))
+            if gradient.is_sparse or type(gradient) is not Tensor:
+                self._brought[name].append((self._read(name, gradient)[None], 0))
             else:
-                side = self._infos[name].output.first
-                alike[gradient.shape, gradient.dtype, gradient.device, side].append(name)
-        for names in alike.values():
-            for name, each in zip(names, self._read_alike(names).unbind(), strict=True):
-                before = came[name]
-                self._brought[name].append(each if before is None else each - before)
+                info = self._infos[name]
+                key = (info.shape, info.output.first, gradient.dtype, gradient.get_device())
+                alike[key][name] = gradient
+        for gradients in alike.values():
+            found = self._read_alike(gradients)
+            for number, name in enumerate(gradients):
+                self._brought[name].append((found, number))
 
-    def _read_alike(self, names: list[str]) -> Tensor:
+    def _read_alike(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The gradients of parameters of one shape between their vectors, in few operations."""
-        first = self._parameters[names[0]].grad
-        assert first is not None
-        vectors = self.vectors(names[0], first)
-        with without_autocast(first):
-            gradients = [self._parameters[name].grad for name in names]
-            parts = [self._part(names[0], each.detach()) for each in gradients if each is not None]
+        name, first = next(iter(gradients.items()))
+        vectors = self.vectors(name, first)
+        with torch.no_grad(), without_autocast(first):
+            parts = [self._part(name, each) for each in gradients.values()]
             whole = torch.stack(parts).to(vectors[0].dtype)
             if len(vectors) == 1:
                 return whole @ vectors[0]
-            if self._infos[names[0]].output.first == 0:
+            if self._infos[name].output.first == 0:
                 return (whole @ vectors[1]) @ vectors[0][block(len(vectors[0]))]
             return (whole @ vectors[1][block(len(vectors[1]))]) @ vectors[0]
 
@@ -138,8 +201,8 @@ class Checks:
         """The part of a gradient that the vectors look at, as a matrix; all of it for 1-D."""
         shape = self._infos[name].shape
         if len(shape) < 2:
-            return gradient.reshape(-1)
-        matrix = gradient.reshape(shape[0], -1)
+            return gradient if shape else gradient.reshape(1)
+        matrix = gradient if len(shape) == 2 else gradient.reshape(shape[0], -1)
         if self._infos[name].output.first == 0:
             return matrix[block(shape[0])]
         return matrix[:, block(matrix.shape[1])]
@@ -190,19 +253,22 @@ class Checks:
     def brought(self, name: str) -> Tensor | None:
         """What autograd's gradient is between the vectors; None if it was not read."""
         found = self._brought.get(name)
-        return None if not found else torch.stack(found).double().sum()
+        if not found:
+            return None
+        return torch.stack([table[place] for table, place in found]).double().sum()
 
     def arrived(self, name: str, gradient: Tensor) -> None:
         """Take note of a gradient that reaches a parameter."""
         if self._backward != current_backward():
             self._backward = current_backward()
             self._reads_now = self._reads_at_once or runs_grad()
-            self.on_backward()
+            if self.on_backward is not None:
+                self.on_backward()
         self._received.add(name)
         if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
             self.unread[name] = "sharded over processes: the check needs the whole gradient"
         elif self._reads_now:
-            self._brought[name].append(self._read(name, gradient))
+            self._brought[name].append((self._read(name, gradient)[None], 0))
         elif name not in self._came:
             earlier = self._parameters[name].grad  # of passes before: this one is added to it
             self._came[name] = None if earlier is None else self._read(name, earlier)

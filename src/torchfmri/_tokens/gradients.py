@@ -26,7 +26,10 @@ from torchfmri._tokens.plan import Stacks, describe_all, find_parameters, watche
 from torchfmri._tokens.record import Axis
 from torchfmri._tokens.runs import Masks, joined
 from torchfmri._tokens.selection import TokenSelection
+from torchfmri._torch_private import HookSet
 from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
+
+_GRADIENTS = frozenset({"gradients"})
 
 
 class TokenGradients:
@@ -69,14 +72,8 @@ class TokenGradients:
         self._capture = Capture(
             self._infos, self._parameters, self._watched, self._padding, keep, max_bytes
         )
-        targets = [
-            Target(each.layer, each.module, frozenset({"gradients"}))
-            for each in self._watched.values()
-        ]
-        capture = self._capture
-        self._taps = Taps(targets, capture, capture.wants, capture.take_light, capture.called)
-        capture.arrivals.at_end = self._taps.at_end_of_backward
         self._handles: list[Any] = []
+        self._hooks = HookSet()
         self._stack: contextlib.ExitStack | None = None
         self._found: dict[str, dict[Axis, TokenGradient]] = {}
         self._masks: Masks = {}
@@ -94,7 +91,7 @@ class TokenGradients:
             stack.enter_context(compiled_code_as_eager())
             stack.callback(self._remove_handles)
             self._add_handles()
-            stack.enter_context(self._taps)
+            stack.enter_context(self._tapped())
             stack.callback(self._padding.detach)
             self._padding.attach()
             self._stack = stack.pop_all()
@@ -110,6 +107,14 @@ class TokenGradients:
             self._stack.close()
             self._stack = None
 
+    def _tapped(self) -> Taps:
+        """The taps of a block, made for it: what listens and what is told form a cycle."""
+        capture = self._capture
+        targets = [Target(each.layer, each.module, _GRADIENTS) for each in self._watched.values()]
+        taps = Taps(targets, capture, capture.wants, capture.take_light, capture.called)
+        capture.listen(taps.at_end_of_backward)
+        return taps
+
     def _add_handles(self) -> None:
         capture, handles = self._capture, self._handles
         model = self._model
@@ -118,14 +123,12 @@ class TokenGradients:
             handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             after = Hook(capture.passes.model_returns, model)
             handles.append(model.register_forward_hook(after))
-        handles += capture.account.checks.attach(self._parameters, capture.failed)
+        capture.account.checks.attach(self._parameters, self._hooks, capture.failed)
         for watched in self._watched.values():
             module, layer = watched.module, watched.layer
             if watched.rule is None:
                 hook = Hook(partial(capture.owners.begins, layer))
-                handles.append(
-                    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-                )
+                self._hooks.before(module, hook, first=True)
         stacks = Stacks(self._layers)
         if stacks.encoder:
             module = self._layers[stacks.encoder]
@@ -138,6 +141,7 @@ class TokenGradients:
                 handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
 
     def _remove_handles(self) -> None:
+        self._hooks.remove()
         for handles in (self._handles, self._capture.arrivals.handles):
             while handles:
                 handles.pop().remove()

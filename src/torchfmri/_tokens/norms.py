@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._kernels.rows import Asked, Product, Rows
+from torchfmri._kernels.rows import SMALLEST, Asked, Product, Rows
 from torchfmri._tokens import factors, rules
 from torchfmri._tokens.checks import INPUT, OUTPUT, Checks
 from torchfmri._tokens.factors import Term
@@ -50,6 +50,19 @@ class Reducer:
             names = record.watched.parameters
             found = {key: self.terms([term], names[key]) for key, term in record.terms().items()}
         return found
+
+    def at_once(self, record: Record, g: Tensor) -> Found | None:
+        """The same if that is a pass or two of compiled code over memory; else None."""
+        rule = record.watched.rule
+        if g.dtype is not torch.float32 or not g.is_cpu or g.numel() < SMALLEST:
+            return None
+        if rule is rules.linear:
+            if g.ndim > 3 or not g.is_contiguous():
+                return None
+            return _outer(self, record, g)
+        if rule is rules.own_rms_norm or rule is rules.rms_norm:
+            return _rms_norm(self, record, g)
+        return None
 
     def terms(self, several: Sequence[Term], name: str) -> Reduced:
         """The numbers of a parameter from its terms, with all cross terms."""
@@ -93,7 +106,7 @@ class Reducer:
         size = width
         if self.by_voxel and record is not None:
             size = self._checks.info(next(iter(record.watched.parameters.values()))).voxel
-        key = (width, side, size, values.dtype, values.device)
+        key = (width, side, size, values.dtype, values.get_device())
         asked = self._known.get(key)
         if asked is None:
             start, vector = self._checks.block_vector(width, side, values)

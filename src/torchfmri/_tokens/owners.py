@@ -52,7 +52,9 @@ class Owners:
         self._watched, self._parameters = watched, parameters
         self._passes, self._padding, self._account = passes, padding, account
         self._keeps_factors = keeps_factors
-        self._devices = frozenset(each.device for each in parameters.values())
+        devices = {each.device for each in parameters.values()}
+        self._kinds = sorted({"cpu", *(each.type for each in devices)} - {"meta"})
+        self._cuda = [each for each in devices if each.type == "cuda"]
         self._states: dict[str, RunState] = {}
         self._replayed: dict[str, list[Any]] = defaultdict(list)
         self._waiting: list[OwnerCall] = []
@@ -64,16 +66,22 @@ class Owners:
         if current_backward() == NO_BACKWARD:
             if layer:
                 self._passes.module_begins(layer, call[1], call[2])
-            self._states[layer] = RunState.now(self._devices)
+            self._states[layer] = RunState.now(self._kinds, self._cuda)
         elif torch.is_grad_enabled() and not self._keeps_factors:
             _, arguments, keywords = call
-            self._replayed[layer].append((arguments, dict(keywords), RunState.now(self._devices)))
+            state = RunState.now(self._kinds, self._cuda)
+            self._replayed[layer].append((arguments, dict(keywords), state))
 
     def wants(self, watched: Watched) -> bool:
         """Whether a call has to be looked at: not that of a container whose layers were called."""
         if watched.layer:
             self._passes.module_ends(watched.layer)
-        return bool(watched.parameters) or any(map(bool, self._unaccounted(watched)))
+        if watched.parameters:
+            return True
+        all_called = watched.below.keys() <= self._passes.calls.keys()
+        if all_called and not watched.reads_weights:  # as most containers are
+            return False
+        return any(map(bool, self._unaccounted(watched)))
 
     def called(
         self,

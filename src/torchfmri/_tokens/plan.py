@@ -104,13 +104,12 @@ def watched_modules(
     for layer, module in layers.items():
         names.setdefault(id(module), layer)
     uses: dict[str, int] = defaultdict(int)
-    for layer in names.values():
-        for key in layers[layer]._parameters:
-            uses[aliases.get(f"{layer}.{key}" if layer else key, "")] += 1
     stacks = Stacks(layers)
     watched: dict[str, Watched] = {}
     for layer in names.values():
         module = layers[layer]
+        if not module._parameters:
+            continue
         own = {
             key: aliases[name]
             for key in module._parameters
@@ -118,13 +117,16 @@ def watched_modules(
         }
         if not own:
             continue
+        for name in own.values():
+            uses[name] += 1
         rule = rules.rule_of(module)
-        shared = any(uses[name] > 1 for name in own.values())
         reads = rule is None and _reads_weights(module)
-        watched[layer] = Watched(layer, module, rule, own, {}, shared, stacks.of(layer), reads)
+        watched[layer] = Watched(layer, module, rule, own, {}, False, stacks.of(layer), reads)
+    for each in watched.values():
+        each.is_shared = any(uses[name] > 1 for name in each.parameters.values())
     for layer in list(watched):
         owner = _owner_of(layer, layers)
-        if owner is not None and watched[layer].parameters:
+        if owner is not None:
             first = names[id(layers[owner])]
             if first not in watched:
                 above, reads = layers[owner], _reads_weights(layers[owner])
@@ -140,7 +142,7 @@ def _owner_of(layer: str, layers: Mapping[str, nn.Module]) -> str | None:
     """The nearest module above that has a forward of its own, and may use the layer's weights."""
     while layer:
         layer = layer.rpartition(".")[0]
-        if not isinstance(layers.get(layer), (*_NO_FORWARD, type(None))):
+        if layer in layers and not isinstance(layers[layer], _NO_FORWARD):
             return layer
     return None
 
@@ -151,6 +153,8 @@ class Stacks:
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.encoder = self.decoder = ""
         for name, module in layers.items():
+            if not name.endswith("decoder"):
+                continue
             head, _, last = name.rpartition(".")
             encoder = f"{head}.encoder" if head else "encoder"
             if last == "decoder" and encoder in layers and _reads_memory(module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torchfmri._tokens.axes import Grid, features_last, features_second
 from torchfmri._tokens.factors import Term
 from torchfmri._tokens.reduced import Reduced
 from torchfmri._tokens.rules import Rule
-from torchfmri._torch_private import NO_BACKWARD, current_backward
+from torchfmri._torch_private import NO_BACKWARD
 from torchfmri.exceptions import InspectionError
 
 
@@ -75,14 +74,15 @@ class Part(NamedTuple):
 
 
 class Record:
-    """One call of a layer with a rule; a hook on the call's output.
+    """One call of a layer with a rule.
 
     Attributes:
         watched: The layer.
         run: The number of the pass; `model` is what the model was handed, (b, s).
         mask: Which positions are padding.
         stack: Whose tokens they are, the encoder's or the decoder's.
-        x: What the call read, at this `version` and with these `strides` (where they matter).
+        x: What the call read, at this `version` (None: it cannot change) and with these `strides`
+            (where they matter).
         is_replayed: A checkpoint computes the call again, and brings x then.
         settings: What the rule asks the module for.
         g: The gradient of the output, of this `shape`, from this `backward` pass.
@@ -90,7 +90,7 @@ class Record:
     """
 
     x: Any = None
-    version = 0
+    version: int | None = None
     strides: tuple[int, ...] = ()
     is_replayed = False
     settings: Any = None
@@ -107,13 +107,9 @@ class Record:
         run: int,
         model: tuple[int, int] | None,
         mask: TokenMask | None,
-        arrived: Callable[[Record, Tensor, int], None],
     ) -> None:
         self.watched, self.run, self.model, self.mask = watched, run, model, mask
-        self.stack, self._arrived = watched.stack, arrived
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._arrived(self, gradient, current_backward())
+        self.stack = watched.stack
 
     def spread(self, gradient: Tensor) -> None:
         """Take the gradient of the addition that spread this output over the batch."""
@@ -186,8 +182,8 @@ class Record:
                 f"The input of {layer!r} was not kept: it ran inside a checkpoint whose second "
                 "pass did not bring it back. Write token_gradients(..., keep='factors')."
             )
-        first = self.x[0] if isinstance(self.x, tuple) else self.x
-        if not first.is_inference() and first._version != self.version:
+        first = self.x[0] if type(self.x) is tuple else self.x
+        if self.version is not None and first._version != self.version:
             raise InspectionError(
                 f"The input of {layer!r} was written in place after the call, so its values are "
                 "gone. Let the model write into a copy."

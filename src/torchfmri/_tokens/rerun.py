@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +44,12 @@ class RunState:
     autocast: dict[str, tuple[bool, torch.dtype]]
 
     @staticmethod
-    def now(devices: frozenset[torch.device]) -> RunState:
-        """The state that a call starts from."""
-        random = {
-            each.index: torch.cuda.get_rng_state(each) for each in devices if each.type == "cuda"
-        }
+    def now(kinds: Iterable[str], cuda: Iterable[torch.device]) -> RunState:
+        """The state that a call starts from, on these kinds of device."""
+        random = {each.index: torch.cuda.get_rng_state(each) for each in cuda}
         autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {"cpu", *(each.type for each in devices)} - {"meta"}
+            for kind in kinds
         }
         return RunState(torch.get_rng_state(), random, autocast)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -96,6 +97,10 @@ def _scale_and_shift(g: Tensor, hat: Tensor, grid: Grid) -> Terms:
 
 def epsilon(module: Any, dtype: torch.dtype) -> float:
     """What a norm layer adds to the mean square."""
+    own = vars(module)  # asked first: a module is slow to say that it has no such attribute
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if own.get(name) is not None:
+            return float(own[name])
     for name in ("eps", "variance_epsilon", "epsilon"):
         value = getattr(module, name, None)
         if value is not None:
@@ -350,6 +355,8 @@ def _neutral_weight(module: nn.Module) -> float | None:
         return None
     weight = module._parameters.get("weight")
     if weight is None or len(module._parameters) != 1 or weight.ndim != 1 or weight.is_meta:
+        return None
+    if len(signature(type(module).forward).parameters) != 2:  # x alone; others have a gate as well
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, len(weight), generator=generator).to(weight.device)

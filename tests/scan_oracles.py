@@ -28,10 +28,8 @@ def _own(name: str, model: str, sizes: dict[str, Any], *attention: str) -> Archi
     return Architecture(name, f"{model}ForCausalLM", f"{model}Config", sizes, _BATCH, kinds)
 
 
-_FALCON = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+_IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_FALCON = {**_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LANGUAGE_MODELS = {
     **{
         name: ARCHITECTURES[name]
@@ -50,14 +48,74 @@ LANGUAGE_MODELS = {
     "falcon": _own("falcon", "Falcon", _FALCON),
     "falcon-alibi": _own("falcon-alibi", "Falcon", {**_FALCON, "alibi": True}, "eager"),
     "opt": _own("opt", "OPT", {**_PLAIN, "ffn_dim": 24, "word_embed_proj_dim": 16}),
-}
+    "bloom": _own(
+        "bloom", "Bloom", {**_IDS, "hidden_size": 16, "n_layer": 2, "n_head": 4}, "eager"
+    ),
+    # A cache of compressed keys and values, which one projection unfolds again at each step.
+    "deepseek-v3": _own(
+        "deepseek-v3", "DeepseekV3",
+        {
+            **_PLAIN, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_group": 1,
+            "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8, "first_k_dense_replace": 1,
+        },
+    ),
+    # Heads of different sizes, so that its configuration names none.
+    "gemma4": Architecture(
+        "gemma4", "Gemma4ForCausalLM", "Gemma4TextConfig",
+        {
+            **_SIZES, "head_dim": 4, "global_head_dim": 8, "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0,
+        },
+        _BATCH,
+    ),
+    "jamba": _own(
+        "jamba", "Jamba",
+        {
+            **_SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+            "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
+            "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+        },
+    ),
+    # Its norms have a gate beside their input.
+    "mamba2": _own(
+        "mamba2", "Mamba2",
+        {
+            **_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 4,
+            "state_size": 4, "n_groups": 1,
+        },
+        "",
+    ),
+}  # fmt: skip
 """Causal language models of many kinds, a few dozen units wide."""
+PECULIAR = {
+    # Its cache counts no positions, and a step with padding is not what a pass computes.
+    "recurrent-gemma": _own(
+        "recurrent-gemma", "RecurrentGemma",
+        {
+            **_SIZES, "num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 32,
+            "head_dim": 4,
+        },
+    ),
+    # Its cache has states of linear attention beside keys and values.
+    "minimax": _own(
+        "minimax", "MiniMax",
+        {
+            **_SIZES, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+"""Those that are not asked everything that the others are."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny language model in eval mode."""
-    architecture = LANGUAGE_MODELS.get(name) or ARCHITECTURES[name]
-    attention = (architecture.attention or (None,))[-1]
+    architecture = {**ARCHITECTURES, **PECULIAR, **LANGUAGE_MODELS}[name]
+    attention = (architecture.attention or (None,))[-1] or None
     return architecture.build(attention, **changes).to(dtype).eval()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import torchfmri
-from torchfmri import InspectionError, load_model
+from torchfmri import InspectionError, _named_models, load_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,6 +101,15 @@ def test_dtype_and_device_are_those_asked_for(dtype: Any) -> None:
 def test_a_wrong_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(InspectionError, match=r"no dtype of parameters\. Write float32"):
         load_model("tiny", dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["cudda", "meta:1:2", "cuda:99", 1.5])
+def test_a_device_that_is_not_there_is_refused_before_loading(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_named_models, "_find", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(InspectionError, match=rf"device='{device}' cannot be used: .*Here are cpu"):
+        load_model("tiny", device=device)
 
 
 def test_a_folder_is_loaded_as_it_was_saved(folder: Path) -> None:

@@ -157,6 +157,32 @@ def test_what_is_no_prompt(prompt: Any, words: str) -> None:
         encode(prompt, Empty())
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "Hi"}, "has 'content'"),
+        ({"role": "user"}, "has 'role'"),
+        ({"role": "user", "text": "Hi"}, "has 'role', 'text'"),
+        ({}, "has nothing"),
+    ],
+    ids=str,
+)
+def test_a_message_without_role_or_content(message: Any, words: str) -> None:
+    """A template would fail somewhere inside, or write an empty message."""
+    with pytest.raises(InspectionError, match=rf"role and a content.*{words}"):
+        encode([message], tokenizer())
+
+
+def test_a_single_message_stands_in_a_list() -> None:
+    with pytest.raises(InspectionError, match=r"not dict\. A single message stands in a list"):
+        encode(MESSAGES[0], tokenizer())
+
+
+def test_what_is_no_tokenizer() -> None:
+    with pytest.raises(InspectionError, match="tokenizer='tiny' is no tokenizer"):
+        encode("Hi", "tiny")
+
+
 def test_a_text_needs_a_tokenizer() -> None:
     with pytest.raises(InspectionError, match=r"needs a tokenizer.*token ids"):
         encode("Hi", None)

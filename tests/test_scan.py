@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from oracles import assert_same_state, state_of
 from scan_oracles import build, prompts
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, Scan, Scanner, ScanOptions
@@ -147,12 +149,27 @@ def test_an_exception_in_the_user_s_function(argument: str) -> None:
     assert_same_state(before, state_of(model))
 
 
-def test_ids_beyond_the_vocabulary_are_the_model_s_error() -> None:
+def test_ids_beyond_the_vocabulary_are_refused_before_the_model_runs() -> None:
+    """On a GPU such an id ends the whole process."""
     model = model_in_use()
     before = state_of(model)
-    with pytest.raises(IndexError):
-        torchfmri.scan(model, None, [5, 6, 1000], STEPS)
+    for wrong in ([5, 6, 1000], [5, 6, -1], [5, 6, 67]):
+        words = rf"Token id {wrong[2]} at position 2 of prompt 0.*from 0 to 66"
+        with pytest.raises(InspectionError, match=words):
+            torchfmri.scan(model, None, wrong, STEPS)
     assert_same_state(before, state_of(model))
+
+    class Own(nn.Sequential):
+        """A module that cannot tell how many tokens it knows."""
+
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    for own in (nn.Sequential, Own):
+        small = own(nn.Embedding(9, 4), nn.Linear(4, 9))
+        with pytest.raises(InspectionError, match=r"Token id -3.*never negative"):
+            torchfmri.scan(small, None, [5, -3], STEPS)
+        assert len(torchfmri.scan(small, None, [5, 3], STEPS)) == 1
 
 
 def test_buffers_are_put_back() -> None:
@@ -462,6 +479,53 @@ class PeftModel(nn.Module):
         return self.base_model.model.generate(*arguments, **keywords)
 
 
+class Prepared(PeftModel):
+    """As PEFT's activated LoRA: its own forward and generate prepare what the inner model does."""
+
+    def _prepared(self, run: Any, arguments: Any, keywords: Any) -> Any:
+        norm = self.base_model.model.model.norm
+        handle = norm.register_forward_pre_hook(lambda module, inputs: (inputs[0].flip(-1),))
+        try:
+            return run(*arguments, **keywords)
+        finally:
+            handle.remove()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._prepared(self.base_model, arguments, keywords)
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._prepared(self.base_model.model.generate, arguments, keywords)
+
+
+def test_the_wrapper_s_own_generate_is_used() -> None:
+    model, ids = Prepared(build("llama")), torch.tensor([prompts()[0]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=66)[0].tolist()
+    inner = build("llama").generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=66)
+    assert expected != inner[0].tolist()
+    scan = torchfmri.scan(model, None, ids, 4, eos_token_id=66)
+    assert scan.tokens.ids.tolist() == expected
+    assert scan.only.checks["live_difference"] < 1e-5
+
+
+class Prompted(PeftModel):
+    """As PEFT's prompt learning."""
+
+    _adapters_disabled = False
+    active_peft_config = SimpleNamespace(
+        is_prompt_learning=True, peft_type="PREFIX_TUNING", num_virtual_tokens=3
+    )
+
+
+@pytest.mark.parametrize("per", [None, "position"])
+def test_virtual_tokens_are_refused_by_name(per: Any) -> None:
+    model = Prompted(build("llama"))
+    words = r"PREFIX_TUNING\) puts 3 virtual tokens before.*disable_adapter"
+    with pytest.raises(InspectionError, match=words):
+        torchfmri.scan(model, None, prompts()[0], 2, per=per)
+    model._adapters_disabled = True
+    assert len(torchfmri.scan(model, None, prompts()[0], 2, per=per)) == 1
+
+
 @pytest.mark.parametrize("wrap", [PeftModel, nn.DataParallel])
 @pytest.mark.parametrize("per", [None, "position"])
 def test_a_wrapped_model_is_scanned_as_the_one_inside(wrap: Any, per: Any) -> None:
@@ -501,6 +565,19 @@ def test_a_loop_that_never_runs_the_model() -> None:
         ({"loss": "sum"}, "loss='sum'.*'generated', 'all'"),
         ({"voxel": 0}, "voxel=0"),
         ({"voxel": 2.5}, r"voxel=2\.5"),
+        ({"voxel": True}, "voxel=True"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"seed": "x"}, "seed='x'.*64 bits"),
+        ({"seed": 2**70}, "seed=11.*64 bits"),
+        ({"input_ids": torch.ones(1, 2)}, "input_ids= is a matter of the prompt"),
+        ({"attention_mask": torch.ones(1, 7)}, "attention_mask= is a matter of the prompt"),
+        ({"generation_config": GenerationConfig(max_new_tokens=3)}, "max_new_tokens=3, and the"),
+        ({"live": "no"}, "live='no': choose True or False"),
+        ({"verify": 1}, "verify=1: choose True or False"),
+        ({"adapter_names": ["a"]}, "adapter_names=.*set_adapter"),
+        ({"position_ids": torch.ones(1, 7)}, "position_ids= is an input of Qwen3For.*per=None"),
+        ({"loss": lambda output: output}, r"lambda>\(output\) is called with output, ids and"),
+        ({"loss": lambda output, ids, other, mask, more: output}, "more.*def loss"),
         ({"max_new_tokens": -3}, "max_new_tokens=-3"),
         ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0"),
         ({"max_new_tokens": 0, "loss": "generated"}, "nothing is generated.*loss='all'"),
@@ -534,6 +611,11 @@ def test_a_pattern_that_matches_nothing(argument: str) -> None:
     assert isinstance(caught.value, LookupError)
 
 
+def test_options_are_no_dictionary() -> None:
+    with pytest.raises(InspectionError, match=r"options is a dict\. Write options=torchfmri\.Scan"):
+        Scanner(build("llama"), None, {"per": None})  # type: ignore[arg-type]
+
+
 def test_a_model_is_no_name() -> None:
     with pytest.raises(InspectionError, match=r"not str.*load_model"):
         torchfmri.scan("gpt2", None, [1, 2])  # type: ignore[arg-type]
@@ -553,6 +635,37 @@ def test_embeddings_in_the_place_of_ids() -> None:
 
     with pytest.raises(InspectionError, match=r"inputs_embeds.*input_ids"):
         torchfmri.scan(build("llama"), None, prompts()[0], 2, decode=decode)
+
+
+def test_other_inputs_while_generating() -> None:
+    """Of images and the like only what happens while generating can be had."""
+    model, ids = build("llama"), torch.tensor([prompts()[0]])
+    positions = torch.arange(7)[None]
+    options = {"position_ids": positions, "eos_token_id": 66}
+    scan = torchfmri.scan(model, None, ids, 2, per=None, **options)
+    expected = model.generate(ids, max_new_tokens=2, do_sample=False, **options)
+    assert scan.tokens.ids.tolist() == expected[0].tolist()
+    with pytest.raises(InspectionError, match="position_ids="):
+        torchfmri.scan(model, None, ids, 2, per=None, live=False, **options)
+
+
+def test_tensors_that_are_left_out_are_refused_each_time() -> None:
+    scanner = Scanner(build("llama"), None, ScanOptions(None, "*.mlp", tensors="model.norm"))
+    for _ in range(2):
+        with pytest.raises(InspectionError, match=r"tensors='model\.norm'.*leaves out"):
+            scanner.scan(prompts()[0], 2)
+
+
+def test_wrong_names_are_said_before_the_model_runs() -> None:
+    scanner = Scanner(build("llama"))
+    said: list[object] = []
+    for wrong in ({"names": ["one"]}, {"conditions": "ab"}):
+        with pytest.raises(InspectionError, match=r"2 sequences and .* one for each"):
+            scanner.scan(prompts(), 2, on_token=said.append, **wrong)  # type: ignore[arg-type]
+    assert not said
+    assert (
+        len(scanner.scan(prompts(), 0, names=["a", "b"], generate={"num_return_sequences": 2})) == 2
+    )
 
 
 def test_a_typing_mistake_is_not_swallowed() -> None:

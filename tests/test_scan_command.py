@@ -196,7 +196,8 @@ def test_the_text_comes_as_it_is_written_on_a_terminal(monkeypatch: pytest.Monke
     [
         (["--prompt", "x", "--model", "tinny"], "There is no model 'tinny'. Write 'tiny'"),
         (["--prompt", "x", "--layers", "mpl.*"], "No layer matches 'mpl.*'"),
-        (["--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens=-1"),
+        (["--prompt", "x", "--max-new-tokens", "-1"], "--max-new-tokens=-1"),
+        (["--prompt", "x", "--device", "cudda"], "device='cudda' cannot be used"),
         (["--prompt", "x", "--voxel", "0"], "voxel=0"),
         (["--prompt", "x", "--temperature", "2"], "--temperature is for --sample"),
         (["--prompt", "x", "--batch", "2"], "--batch does nothing with --prompt"),
@@ -240,6 +241,15 @@ def test_a_picture_without_matplotlib_is_refused_first(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert cli.main(["scan", "--prompt", "x", "--picture", "x.png"]) == 2
     assert "pip install 'torchfmri[plots]'" in capsys.readouterr().err
+    assert models == []
+
+
+@pytest.mark.parametrize("arguments", [["--picture", "x.xyz"], ["--max-new-tokens", "-1"]])
+def test_what_is_wrong_is_said_before_the_model_is_loaded(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], models: list[str]
+) -> None:
+    assert cli.main(["scan", "--prompt", "x", *arguments]) == 2
+    assert "loading" not in capsys.readouterr().err
     assert models == []
 
 
@@ -299,7 +309,8 @@ def test_rows_that_fail_are_said_and_are_a_finding(
     assert cli.main(arguments) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("2 sequences scanned, 0 were there already")
-    assert lines[1].startswith(f"not scanned: Line 2 of {str(rows)!r}: IndexError: index out of")
+    why = "InspectionError: Token id 1000000 at position 0"
+    assert lines[1].startswith(f"not scanned: Line 2 of {str(rows)!r}: {why}")
     assert lines[2] == "Run the same command again to try these again."
     assert cli.main([*arguments, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)

@@ -14,9 +14,18 @@ import pytest
 import torch
 from stored_scans import ANATOMY, assert_same_sequence, make_sequence, read_everything
 from torch import nn
+from transformers import GenerationConfig
 
 import torchfmri
-from torchfmri import InspectionError, LayerNotFoundError, Scan, Scanner, ScanOptions, load
+from torchfmri import (
+    InspectionError,
+    LayerNotFoundError,
+    Scan,
+    Scanner,
+    ScanOptions,
+    load,
+    load_model,
+)
 from torchfmri._scanning import dataset
 from torchfmri._scanning.dataset import scan_rows
 from torchfmri._scanning.dataset_rows import Row, rows_of
@@ -325,6 +334,26 @@ def test_a_batch_gives_what_rows_alone_give(tmp_path: Path) -> None:
             np.testing.assert_allclose(other.layers[metric], values, 1e-3, 1e-5 * largest)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"per": None}, r"per= is one of.*ScanOptions\(per=None\)"),
+        ({"layers": "*.mlp"}, r"ScanOptions\(layers='\*\.mlp'\)"),
+        ({"do_sample": True}, "give a seed=, or do_sample=False"),
+        ({"generation_config": GenerationConfig(do_sample=True)}, "give a seed="),
+    ],
+    ids=str,
+)
+def test_what_would_be_taken_for_an_option_of_generate(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """`per=None` would be passed over by generate(), and gradients taken all the same."""
+    model, tokenizer = load_model("tiny")
+    with pytest.raises(InspectionError, match=words):
+        torchfmri.scan_dataset(model, tokenizer, ["One"], tmp_path / "x.fmri", 2, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sampling_does_not_depend_on_interruptions(tmp_path: Path) -> None:
     prompts = [f"row {number}" for number in range(4)]
 
@@ -445,7 +474,10 @@ def test_a_disk_that_fails_is_no_failing_row(
         ({"options": ScanOptions(per=None, layers="*")}, "holds a scan of 1 layers, yours has 3"),
         ({"options": ScanOptions(per=None, layers="mlp", voxel=4)}, "other voxels"),
         ({"new": 2}, "'max_new_tokens' is 1 there and 2 here"),
-        ({"temperature": 0.5, "do_sample": True}, "'decoding' is {} there and {'temperature': 0.5"),
+        (
+            {"temperature": 0.5, "do_sample": True, "seed": 1},
+            "'decoding' is {} there and {'temperature': 0.5",
+        ),
     ],
 )
 @pytest.mark.parametrize("rows", [["one"], ["one", "two"]], ids=["done", "more"])
@@ -518,6 +550,9 @@ class FakeScanner:
 
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1)
+
+    def samples(self, generate: Any) -> bool:
+        return False
 
     def describe(self, prompt: Any, *_: Any, **__: Any) -> tuple[Any, dict[str, Any]]:
         return ANATOMY, {"model": "fake"}

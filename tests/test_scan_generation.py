@@ -6,6 +6,7 @@ on one plain pass over the finished sequences (`scan_oracles.py`).
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -769,6 +770,16 @@ def test_an_encoder_with_a_decoder_is_refused(steps: int) -> None:
         torchfmri.scan(build("t5"), None, prompts()[0], steps)
 
 
+@pytest.mark.parametrize("name", ["jamba", "minimax", "recurrent-gemma"])
+def test_a_cache_with_more_than_keys_and_values_cannot_be_held_constant(name: str) -> None:
+    model = build(name)
+    words = rf"per='cached' holds.*{type(model).__name__}.*Use per='position'"
+    with pytest.raises(InspectionError, match=words):
+        torchfmri.scan(model, None, prompts()[0], STEPS, per="cached", eos_token_id=66)
+    scan = torchfmri.scan(model, None, prompts()[0], STEPS, eos_token_id=66)
+    assert scan.only.checks["gradient_residual"] < 1e-5
+
+
 def test_a_recurrent_state_is_no_cache() -> None:
     with pytest.raises(InspectionError, match=r"MambaForCausalLM.*per='position'"):
         torchfmri.scan(build("mamba"), None, prompts()[0], 4, per="cached")
@@ -864,6 +875,52 @@ def test_the_live_difference_is_rounding(name: str) -> None:
     assert 0 < scan.only.checks["live_difference"] < 2e-6
     assert scan.only.checks["gradient_residual"] < 1e-5
     assert scan.only.checks["greedy_tokens"] is True
+
+
+def test_a_cache_that_counts_no_positions() -> None:
+    """Recurrent states beside attention: the cache says that it holds nothing, at every step."""
+    model = build("recurrent-gemma")
+    scan = torchfmri.scan(model, None, prompts()[0], STEPS, eos_token_id=66)
+    assert written(scan) == cut(plain(model, prompts()[:1], eos_token_id=66), 7, 66)
+    assert 0 < scan.only.checks["live_difference"] < 2e-6
+
+
+def test_a_new_cache_at_each_step_is_noticed() -> None:
+    """The same sign, from a loop that forgets what it has read."""
+
+    def forgetful(model: Any, ids: Tensor) -> Tensor:
+        new = ids
+        for _ in range(3):
+            new = model(new, past_key_values=DynamicCache()).logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, new], 1)
+        return ids
+
+    with pytest.raises(InspectionError, match="At position 0 the model was fed"):
+        torchfmri.scan(build("llama"), None, prompts()[0], STEPS, decode=forgetful)
+
+
+def test_a_projection_of_the_whole_cache_is_seen_at_every_token() -> None:
+    model = build("deepseek-v3")
+    scan = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, eos_token_id=66)
+    assert not any(name.endswith("kv_b_proj") for name in scan.meta["missed"])
+    truth = activations(model, torch.from_numpy(scan.tokens.ids)[None])
+    for layer in ("model.layers.0.self_attn.kv_b_proj", "model.layers.1.self_attn.kv_b_proj"):
+        ours = torch.from_numpy(scan.only.layers["activation"][:-1, scan.layers.index(layer)])
+        assert is_close(ours, rms(truth[layer][0][0])[:-1], FLOAT32)
+
+
+def test_a_model_that_goes_wrong_with_its_cache_is_said_in_the_table() -> None:
+    """As RWKV does in a batch: what `generate` computes is not what a pass over the tokens does."""
+    model = build("llama")
+    right = torchfmri.scan(model, None, prompts()[0], STEPS, eos_token_id=66)
+    assert "check:" not in right.table()
+
+    def other(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        return output * 1.5 if output.shape[1] == 1 else None
+
+    model.model.norm.register_forward_hook(other)
+    wrong = torchfmri.scan(model, None, prompts()[0], STEPS, eos_token_id=66)
+    assert re.search(r"check: activations while [^%]* \d\d% apart", wrong.table())
 
 
 def test_the_live_difference_sees_a_live_value_that_is_not_the_pass_s() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from architectures import tokens
 from scan_oracles import (
+    activations,
     build,
     dense_gradients,
     is_close,
@@ -38,7 +39,7 @@ from torchfmri._scanning.cached_pass import run_cached
 from torchfmri._scanning.gradient_pass import Pass, Sequences, run_pass
 from torchfmri._scanning.scan_loss import ScanLoss
 from torchfmri._scanning.subject import Subject, find_subject
-from torchfmri._scanning.token_loss_pass import run_token_losses
+from torchfmri._scanning.token_loss_pass import _residual, run_token_losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RUN: dict[str, Callable[..., Pass]] = {
@@ -545,6 +546,77 @@ def test_the_residual_sees_a_gradient_that_is_not_the_tokens_sum() -> None:
     wrong = torchfmri.scan(model, None, ids, 0, loss=penalised)
     assert right[0].checks["gradient_residual"] < 1e-5
     assert wrong[0].checks["gradient_residual"] > 1e-2
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_residual(name: str) -> None:
+    """The bias of attention keys moves nothing: what remains of its gradient is noise alone."""
+    model = build(name)
+    scan = torchfmri.scan(model, None, tokens(length=WIDTH, seed=21)[0], 3, per="token_loss")
+    assert scan.only.checks["gradient_residual"] < 1e-5
+
+
+def test_the_residual_of_token_losses_can_be_large() -> None:
+    """Only what is small beside all the others is measured against those."""
+    parts, whole = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor(3.0)
+    right, noise = (parts, whole), (1e-9 * parts, -1e-9 * whole)
+    assert _residual([right, noise], torch.float32) < 1e-4
+    assert _residual([noise], torch.float32) == pytest.approx(2.0)
+    assert _residual([right, (0.01 * parts, 0.005 * whole)], torch.float32) == pytest.approx(0.5)
+    assert _residual([], torch.float32) is None
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_weight_of_a_gated_norm() -> None:
+    """Mamba 2 norms x times a gate: the learning cost is that of what it really computes."""
+    model = build("mamba2", torch.float64)
+    ids = tokens(length=WIDTH, seed=21)[:1]
+    scan = torchfmri.scan(model, None, ids, 0)
+    layer = "backbone.layers.1.mixer.norm"
+    counts = torch.ones_like(ids, dtype=torch.bool)
+
+    def run() -> Tensor:
+        return summed_loss(model(ids).logits, ids, counts).sum()
+
+    gradient = output_gradients(model, run, *ids.shape)[layer][0]
+    scaled = activations(model, ids)[layer][0] / model.get_submodule(layer).weight  # y = w * hat
+    expected = (gradient * scaled.detach()).norm(dim=-1)[0].detach()
+    ours = torch.from_numpy(scan.only.layers["learning_cost"][:-1, scan.layers.index(layer)])
+    assert is_close(ours, expected[:-1], 1e-6)
+    assert scan.only.checks["gradient_residual"] < 1e-10
+
+
+class Stacked(nn.Module):
+    """Two parameters that hold matrices as rows, as experts are held: four of them, and two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.four = nn.Parameter(torch.randn(4, 8, 8))
+        self.two = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.einsum("bsi,eio->bso", x, self.four)
+        return torch.einsum("bsi,eio->bso", first.tanh(), self.two)
+
+
+@pytest.mark.parametrize("per", ["position", "token_loss"])
+def test_stacks_of_different_numbers_in_one_layer(per: Any) -> None:
+    """As Funnel's attention has them; the voxels are those of the larger one."""
+    model = nn.Sequential(nn.Embedding(67, 8), Stacked(), nn.Linear(8, 67)).double()
+    ids = tokens(length=WIDTH, seed=21)[:1]
+    scan = torchfmri.scan(model, None, ids, 0, per=per)
+    assert scan.only.checks["gradient_residual"] < 1e-10
+    column = scan.layers.index("1")
+    cost = torch.from_numpy(scan.only.layers["learning_cost"][:-1, column])
+    assert cost.isfinite().all()
+    if per == "token_loss":
+        counts = torch.ones_like(ids, dtype=torch.bool)
+        for at in range(WIDTH - 1):
+            loss = summed_loss(model(ids), ids, counts)[0, at]
+            dense = dense_gradients(model, loss)
+            expected = (dense["1.four"].square().sum() + dense["1.two"].square().sum()).sqrt()
+            assert float(cost[at]) == pytest.approx(float(expected), rel=1e-6)
 
 
 # -- a model as it comes -------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.colors import LogNorm, Normalize  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
+from torchfmri.visualization._brain import Band, band_edges  # noqa: E402
 from torchfmri.visualization._colour_scale import pool_rows, scale_colours, tops  # noqa: E402
 from torchfmri.visualization._fonts import fonts_for  # noqa: E402
 from torchfmri.visualization._token_track import spans, token_label  # noqa: E402
@@ -139,7 +140,7 @@ def test_voxels_of_a_layer_are_rows() -> None:
     values = scan.values(by="voxel", pattern=layer).values.T.astype(float)
     expected = np.array([np.clip(row / row_top(row), 0, 1) for row in values])
     np.testing.assert_allclose(drawn_rows(ax), expected, rtol=1e-6)
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["[head 0]", "[head 1]"]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["head 0", "head 1"]
     everything = scan.plot_brain(by="voxel", layers="*.mlp")
     assert drawn_rows(everything).shape == (4, 12)
     with pytest.raises(LayerNotFoundError):
@@ -177,6 +178,33 @@ def test_layers_over_depth() -> None:
         ).plot_layers()
 
 
+@pytest.mark.parametrize(("blocks", "numbers"), [(4, [0, 1, 2, 3]), (30, list(range(0, 30, 2)))])
+def test_what_is_outside_of_blocks_has_its_name_on_the_axis(
+    blocks: int, numbers: list[int]
+) -> None:
+    """A block -1 does not exist."""
+    scan = make_scan(blocks=blocks, tokens=6)
+    for ax in (scan.plot_layers(), scan.plot_token(1)):
+        marks = dict(
+            zip(ax.get_xticks(), [t.get_text() for t in ax.get_xticklabels()], strict=True)
+        )
+        assert [at for at, text in marks.items() if text == str(int(at))] == numbers
+        outside = {line.get_label(): line.get_xdata()[0] for line in ax.lines}
+        for name in ("embed", "norm", "lm_head"):
+            assert marks[outside[name]] == name
+
+
+def test_few_rows_leave_room_for_the_colour_bar_and_many_have_no_stray_gaps() -> None:
+    few = band_edges([Band("x", [row]) for row in range(3)], 7.5)
+    assert few[-1][1] > 1.0
+    many = band_edges([Band("x", [2 * row, 2 * row + 1]) for row in range(93)], 7.5)
+    assert 6.5 < many[-1][1] <= 7.5
+    gaps = [after[0] - before[1] for before, after in pairwise(many)]
+    assert max(gaps) == pytest.approx(0.0, abs=1e-9)
+    some = band_edges([Band("x", [row]) for row in range(12)], 7.5)
+    assert min(after[0] - before[1] for before, after in pairwise(some)) > 0.01
+
+
 def test_token_against_the_others() -> None:
     scan = make_scan(blocks=8, tokens=15)
     ax = scan.plot_token(4, "activation", layers="*.mlp")
@@ -188,6 +216,8 @@ def test_token_against_the_others() -> None:
     assert "at token 14" in scan.plot_token(-1).get_title()
     with pytest.raises(InspectionError, match="no token 15: this sequence has 15 tokens"):
         scan.plot_token(15)
+    with pytest.raises(InspectionError, match=r"no token 'the': .* 15 tokens"):
+        scan.plot_token("the")  # type: ignore[arg-type]
 
 
 def test_one_figure_for_all_metrics(tmp_path: Path) -> None:

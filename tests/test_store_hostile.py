@@ -113,8 +113,13 @@ def test_without_its_meta_it_is_no_scan(folder: Path, name: str) -> None:
     with pytest.raises(ScanFormatError, match=name):
         load(folder)
     (folder / name).unlink()
-    with pytest.raises(ScanFormatError, match="missing"):
+    with pytest.raises(ScanFormatError, match=r"x\.fmri' .* it has no meta\.json, and holds manif"):
         load(folder)
+
+
+def test_the_folder_around_a_scan_names_it(folder: Path) -> None:
+    with pytest.raises(ScanFormatError, match=r"holds x\.fmri\. Did you mean '.*x\.fmri'\?"):
+        load(folder.parent)
 
 
 def test_what_is_no_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields
 from os import PathLike
 from typing import Any, Literal
 
@@ -165,6 +166,13 @@ def scan_dataset(
         InspectionError: The dataset cannot be read, the folder holds another scan (the message says
             what differs), or the first rows cannot be scanned.
     """
+    misplaced = [each.name for each in fields(ScanOptions) if each.name in generate]
+    if misplaced:
+        name = misplaced[0]
+        raise InspectionError(
+            f"{name}= is one of the options of a scan: write "
+            f"options=torchfmri.ScanOptions({name}={generate[name]!r})."
+        )
     rows = rows_of(dataset, field, condition_field)
     return scan_rows(
         Scanner(model, tokenizer, options),

@@ -26,6 +26,7 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
     renormalise themselves. Other parameters are too large to copy: `written` is told the name of
     each that the forward pass wrote into. `.grad` is for the caller to spare.
     """
+    _reshard(model)
     restore = [*_save_generators(), *_save_modules(model)]
     spared = {id(each) for each in _renormalised(model)}
     versions = [
@@ -36,11 +37,23 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
     try:
         yield
     finally:
+        _reshard(model)
         for put_back in restore:
             put_back()
         for name, parameter, version in versions:
             if written is not None and parameter._version != version:
                 written(name)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP (`fully_shard`) put its shards in the place of the gathered parameters.
+
+    After a forward pass some stay gathered, and FSDP remembers that: were only the parameters put
+    back, the next pass would take the shards for the whole.
+    """
+    for module in model.modules():
+        if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 @contextmanager

@@ -55,6 +55,12 @@ class BatchRun:
     notes: list[str] = field(default_factory=list)
     missed: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def count(self) -> int:
+        """How many sequences there will be."""
+        prompt = self._expanded() if self.decoding.max_new_tokens else self.prompt
+        return len(prompt.ids)
+
     def run(self, generates: bool) -> list[BatchRow]:
         """Generate, pass, and cut the batch into its sequences."""
         options, model = self.options, self.subject.model

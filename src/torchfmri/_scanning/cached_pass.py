@@ -112,7 +112,12 @@ def check_cached(model: nn.Module, loss: ScanLoss) -> None:
             "for a loss of your own. Use per='position'."
         )
     kind = type(unwrap(model)).__name__
-    if not takes(model, "past_key_values") or not loss.causal:
+    if not loss.causal:
+        raise InspectionError(
+            f"{kind} is no causal language model: per='cached' needs one that writes token by "
+            "token. Use per='position'."
+        )
+    if not takes(model, "past_key_values"):
         raise InspectionError(
             f"{kind} takes no past_key_values: it has no KV cache to hold constant "
             "(a recurrent state is updated in place and cannot be differentiated step by step). "
@@ -128,6 +133,7 @@ class _Steps:
         self._positions = positions_of(sequences.mask)
         self._cache: Any = None
         self._last: Tensor | None = None
+        self._is_constant = False  # whether the cache was seen to hold nothing but constants
         shape = sequences.ids.shape
         device = sequences.ids.device
         found.surprisal = torch.full(shape, torch.nan, device=device)
@@ -151,13 +157,17 @@ class _Steps:
             raise InspectionError("The model returned no logits for token ids.")
         self._cache = getattr(output, "past_key_values", None)
         if not _is_key_value(self._cache):
-            kind = type(self._cache).__name__
-            raise InspectionError(
-                f"per='cached': the model's cache is a {kind}, whose state is recurrent or "
-                "unknown; it cannot be held constant step by step. Use per='position'."
-            )
+            raise self._refusal()
         self._read(logits.detach(), first, count)
         return logits
+
+    def _refusal(self) -> InspectionError:
+        kind, name = type(self._cache).__name__, type(unwrap(self._model)).__name__
+        what = f"that of {name} is a {kind}, whose state is recurrent or unknown"
+        return InspectionError(
+            "per='cached' holds the KV cache constant step by step, and "
+            f"{f'{name} returns none' if self._cache is None else what}. Use per='position'."
+        )
 
     def _read(self, logits: Tensor, first: int, count: int) -> None:
         before = (
@@ -176,6 +186,10 @@ class _Steps:
         """Make what is in the cache a constant for the steps that follow."""
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        if not self._is_constant:
+            if _has_graph(self._cache):
+                raise self._refusal()
+            self._is_constant = True
 
 
 def _is_key_value(cache: Any) -> bool:
@@ -188,6 +202,13 @@ def _is_key_value(cache: Any) -> bool:
         and not hasattr(each, "conv_states")
         for each in layers
     )
+
+
+def _has_graph(cache: Any) -> bool:
+    """Whether something in a cache can still be differentiated: a state beside keys and values."""
+    held = [value for owner in (cache, *cache.layers) for value in vars(owner).values()]
+    parts = [each for value in held for each in (value if isinstance(value, list) else [value])]
+    return any(isinstance(each, Tensor) and each.requires_grad for each in parts)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torchfmri._rows import plural
 from torchfmri._scanning.dataset import DatasetScan, scan_rows
 from torchfmri._scanning.dataset_rows import Row, rows_of
 from torchfmri._scanning.live_token import LiveToken
-from torchfmri._scanning.scan_options import ScanOptions
+from torchfmri._scanning.scan_options import ScanOptions, check_number
 from torchfmri._scanning.scanner import Scanner
 from torchfmri._scans.scan import Scan
 from torchfmri.exceptions import InspectionError
@@ -134,9 +134,25 @@ def _check_options(options: Namespace) -> None:
         raise InspectionError(
             f"{str(options.out)!r} exists. Choose another folder, or replace it: --overwrite."
         )
-    if options.picture is not None and find_spec("matplotlib") is None:
+    check_number(
+        "--max-new-tokens", options.max_new_tokens, 0, "how many tokens to generate, 0 for none"
+    )
+    if options.picture is not None:
+        _check_picture(options.picture)
+
+
+def _check_picture(path: Path) -> None:
+    if find_spec("matplotlib") is None:
         raise InspectionError(
             "--picture needs matplotlib, which is not installed: pip install 'torchfmri[plots]'"
+        )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise InspectionError(
+            f"--picture {path}: {path.suffix!r} is no format of pictures. The ending is one of "
+            f"{', '.join(sorted(known))}."
         )
 
 
@@ -161,8 +177,6 @@ def _run_prompt(options: Namespace, scanner: Scanner, generate: dict[str, Any]) 
     lines += [f"wrote {path}" for path in files]
     data = {**summary(scan), "files": [str(path) for path in files]}
     code = 1 if scan[0].checks.get("tokens_identical") is False else 0
-    if code:
-        lines.append("the tokens differ from those of generate without hooks")
     return data, "\n".join(lines).rstrip(), code
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchfmri._scanning.dataset_rows import Row
+from torchfmri._scanning.refusals import refuse_shared_work
 from torchfmri._scanning.scanner import Scanner
 from torchfmri._scans.anatomy import Anatomy
 from torchfmri._scans.folder import META
@@ -87,7 +88,14 @@ def scan_rows(
     """
     if not isinstance(batch, int) or batch < 1:
         raise InspectionError(f"batch={batch!r}: how many rows are run at once, such as 1.")
+    if max_new_tokens and seed is None and scanner.samples(generate or {}):
+        raise InspectionError(
+            "Tokens are drawn, by your options or by the model's own settings, and a dataset must "
+            "not depend on when it was interrupted: give a seed=, or do_sample=False."
+        )
     rank, world = _processes()
+    if world > 1:
+        refuse_shared_work(scanner.model)
     pending = _list_pending(rows, Path(path), rank, world)
     job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, len(rows) - len(pending))
     own = pending[rank::world]

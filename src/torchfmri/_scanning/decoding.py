@@ -136,7 +136,8 @@ class Decoding:
         return found
 
     def _generate(self, model: nn.Module, prompt: EncodedPrompt, endings: Endings) -> Tensor:
-        generate: Any = unwrap(model).generate
+        generate = _generate_of(model)
+        assert generate is not None
         options = {**self.options, "max_new_tokens": self.max_new_tokens}
         if options.get("past_key_values") is not None:  # it would be written into
             options["past_key_values"] = copy.deepcopy(options["past_key_values"])
@@ -188,7 +189,13 @@ class Decoding:
 
 
 def _generates(model: nn.Module) -> bool:
-    return callable(getattr(unwrap(model), "generate", None))
+    return _generate_of(model) is not None
+
+
+def _generate_of(model: nn.Module) -> Callable[..., Any] | None:
+    """`generate` of the model, or of the wrapper around it: that of PEFT prepares adapters."""
+    found = (getattr(each, "generate", None) for each in (model, unwrap(model)))
+    return next((each for each in found if callable(each)), None)
 
 
 def takes_option(function: Callable[..., Any], name: str) -> bool:

@@ -339,7 +339,9 @@ def read_costs(
 def columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
     """The columns that are a parameter's voxels; None where the layer's are others."""
     if info.output.last - info.output.first == 2:
-        return layer.experts
+        # A layer may have several such parameters, of which not all have as many rows.
+        rows = layer.experts.stop - layer.experts.start
+        return layer.experts if info.shape[info.output.first] == rows else None
     units = info.output.length(info.shape)
     same = layer.axis is None or units == layer.axis.width
     return layer.voxels if info.voxel == layer.size and same else None

@@ -93,6 +93,7 @@ class LiveRecording:
         self._first = self._new = self._fed = 0
         self._ids = prompt
         self.is_step = False
+        self._cache: Any = None  # that of the last pass
         self._distribution: Tensor | None = None  # the logits that the next token is drawn from
 
     def __enter__(self) -> LiveRecording:
@@ -113,6 +114,7 @@ class LiveRecording:
 
     def __exit__(self, *_: object) -> None:
         self._detach()
+        self._cache = None
         self._flush()
 
     def _detach(self) -> None:
@@ -138,7 +140,11 @@ class LiveRecording:
                 "decoding method that tries several candidates. Scan it from the pass alone: "
                 "torchfmri.scan(..., live=False)."
             )
-        start = _held(keywords, ids.shape[1], self.seen)
+        cache = keywords.get("past_key_values")
+        # The first pass may be without one: the model makes it.
+        again = cache is self._cache or (self._cache is None and self._passes > 0)
+        start = _held(keywords, ids.shape[1], self.seen, again)
+        self._cache = cache
         known = self._prompt.shape[1] + self._passes
         if start and start + ids.shape[1] > known:
             raise fed_twice(start, ids.shape[1], known)
@@ -185,8 +191,12 @@ class LiveRecording:
         new = self._new
         if rows is None:  # the last layer may run on the last position alone
             rows, new = layer.axis.rows(tensor, self._b, 1), 1
+        if rows is None:  # or a projection of the cache on all that it holds (DeepSeek's kv_b_proj)
+            rows, new = layer.axis.rows(tensor, self._b, self._first + self._new), self._new
         if rows is None:
-            self.missed[layer.name] = f"its output has an unexpected shape: {tuple(tensor.shape)}"
+            self.missed[layer.name] = (
+                f"its activations while generating: an output of the shape {tuple(tensor.shape)}"
+            )
             return
         rows = rows[:, -new:].detach()
         first = self._first + self._new - new
@@ -459,18 +469,35 @@ def surprisal_and_entropy(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return surprisal, entropy
 
 
-def _held(keywords: Mapping[str, Any], fed: int, seen: int) -> int:
+def _held(keywords: Mapping[str, Any], fed: int, seen: int, again: bool) -> int:
     """How many positions the model remembers as it is called.
 
     A KV cache says so. Another cache, or a single token without any, goes on from what was seen;
     otherwise the model starts from the beginning.
+
+    Args:
+        keywords: Of the call.
+        fed: How many tokens it is given.
+        seen: How many positions were seen before.
+        again: Whether its cache is that of the pass before.
     """
     cache = keywords.get("past_key_values")
     length = getattr(cache, "get_seq_length", None)
     if callable(length):
-        return int(length())
+        held = _length_of(length)
+        # One that was run and holds nothing keeps a state, and no positions (RecurrentGemma,
+        # MiniMax).
+        return seen if held is None or (not held and again and fed == 1) else held
     goes_on = cache is not None or keywords.get("cache_params") is not None or fed == 1
     return seen if goes_on else 0
+
+
+def _length_of(length: Callable[[], Any]) -> int | None:
+    """What a cache says; None where it has states alone and says so by raising."""
+    try:
+        return int(length())
+    except (ValueError, NotImplementedError):
+        return None
 
 
 def fed_twice(held: int, fed: int, known: int) -> InspectionError:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._layers import unwrap
-from torchfmri.exceptions import InspectionError
 
 
 @lru_cache(maxsize=256)
@@ -78,26 +77,6 @@ def is_causal(model: nn.Module) -> bool:
     """
     can_generate = getattr(unwrap(model), "can_generate", None)
     return bool(can_generate()) if callable(can_generate) else True
-
-
-def refuse_padding(model: nn.Module, mask: Tensor) -> None:
-    """Raise where sequences are padded and the model would take the padding for text."""
-    if not bool(mask.all()) and not takes(model, "attention_mask"):
-        raise InspectionError(
-            f"{type(unwrap(model)).__name__}.forward takes no attention_mask, so prompts of "
-            "different lengths cannot be run together. Scan them one by one."
-        )
-
-
-def refuse_two_stacks(model: nn.Module) -> None:
-    """Raise for encoder-decoder models, whose two stacks have different tokens."""
-    model = unwrap(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise InspectionError(
-            f"{type(model).__name__} has an encoder and a decoder, with different tokens each: a "
-            "scan has one token axis. Scan its encoder or decoder by itself, or use "
-            "torchfmri.token_gradients, which keeps the two apart."
-        )
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -75,6 +75,7 @@ def _is_single(prompt: Any) -> bool:
         raise InspectionError(
             f"A prompt is a text, a list of chat messages, token ids, or a list of these, not "
             f"{type(prompt).__name__}."
+            + (" A single message stands in a list, too." if isinstance(prompt, Mapping) else "")
         )
     return bool(prompt) and (isinstance(prompt[0], Mapping) or _is_id(prompt[0]))
 
@@ -108,6 +109,11 @@ def _ids(prompt: Any, tokenizer: Any, chat: bool) -> list[int]:
         raise InspectionError(
             "A text needs a tokenizer: scan(model, tokenizer, text). Without one, give token ids."
         )
+    if not callable(tokenizer):
+        raise InspectionError(
+            f"tokenizer={str(tokenizer)[:80]!r} is no tokenizer: it cannot be called with a text. "
+            "Give that of the model, or token ids and None."
+        )
     if chat:
         return _template([{"role": "user", "content": prompt}], tokenizer)
     ids = tokenizer(prompt)["input_ids"]
@@ -122,6 +128,12 @@ def _template(messages: list[Any], tokenizer: Any) -> list[int]:
             "Chat messages need a tokenizer with a chat template; this one has none. Give the "
             "text as it is, without chat=True."
         )
+    for each in messages:
+        if "role" not in each or not {"content", "tool_calls"} & set(each):
+            raise InspectionError(
+                "A chat message has a role and a content, as in {'role': 'user', 'content': "
+                f"'Hello'}}; this one has {', '.join(map(repr, each)) or 'nothing'}."
+            )
     found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     ids = found["input_ids"] if isinstance(found, Mapping) else found
     return list(ids[0] if ids and isinstance(ids[0], (list, tuple)) else ids)

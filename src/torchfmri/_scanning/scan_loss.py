@@ -95,6 +95,7 @@ def check_loss(loss: str | OwnLoss | None, generates: bool, causal: bool) -> Sca
         InspectionError: It is neither a known name nor a function.
     """
     if callable(loss):
+        _check_arguments(loss)
         return ScanLoss("own", loss, causal)
     if loss is None:
         loss = "generated" if generates else "all"
@@ -107,6 +108,23 @@ def check_loss(loss: str | OwnLoss | None, generates: bool, causal: bool) -> Sca
             "loss='generated', but with max_new_tokens=0 nothing is generated. Use loss='all'."
         )
     return ScanLoss(loss, None, causal)
+
+
+def _check_arguments(loss: OwnLoss) -> None:
+    """Raise where a function cannot be called as a loss is: better now than after generating."""
+    try:
+        found = signature(loss)
+    except (TypeError, ValueError):  # it has none that could be read
+        return
+    try:
+        masked = {"mask": 0} if "mask" in found.parameters else {}
+        found.bind("output", "ids", "generated", **masked)
+    except TypeError as error:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise InspectionError(
+            f"loss={name}{found} is called with output, ids and generated ({error}). Write it as "
+            "def loss(output, ids, generated), with mask as a fourth parameter if it wants that."
+        ) from error
 
 
 def gradient_positions(

@@ -43,7 +43,18 @@ class ScanOptions:
         if self.per not in PER:
             known = "'position', 'token_loss', 'cached' or None"
             raise InspectionError(f"per={self.per!r}: choose {known}.")
-        if not isinstance(self.voxel, int) or self.voxel < 1:
-            raise InspectionError(
-                f"voxel={self.voxel!r}: the number of units of a voxel, such as 64."
-            )
+        check_number("voxel", self.voxel, 1, "the number of units of a voxel, such as 64")
+        for name, value in (("live", self.live), ("verify", self.verify)):
+            if not isinstance(value, bool):
+                raise InspectionError(f"{name}={value!r}: choose True or False.")
+
+
+def check_number(name: str, value: object, least: int | None, meaning: str) -> None:
+    """Raise where an argument is no whole number, too small, or beyond 64 bits.
+
+    Raises:
+        InspectionError: With the argument, its value, and what it means.
+    """
+    lowest = -(2**63) if least is None else least
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < 2**63:
+        raise InspectionError(f"{name}={value!r}: {meaning}.")

@@ -11,22 +11,27 @@ from torch import Tensor, nn
 
 from torchfmri._attachment import switched_off
 from torchfmri._layers import find_layers, named_layers, runnable, unwrap
+from torchfmri._rows import plural
 from torchfmri._scanning.batch_rows import BatchRow
 from torchfmri._scanning.batch_run import BatchRun
 from torchfmri._scanning.cached_pass import check_cached
 from torchfmri._scanning.decoding import Decode, Decoding
 from torchfmri._scanning.description import scan_meta
-from torchfmri._scanning.live import fed_twice
 from torchfmri._scanning.live_token import LiveToken
-from torchfmri._scanning.model_call import (
-    device_of,
-    is_causal,
+from torchfmri._scanning.model_call import device_of, is_causal
+from torchfmri._scanning.prompt import Prompt, encode
+from torchfmri._scanning.refusals import (
+    refuse_inputs,
+    refuse_options,
+    refuse_other_prompts,
     refuse_padding,
+    refuse_shards,
     refuse_two_stacks,
+    refuse_unknown_ids,
+    refuse_virtual_tokens,
 )
-from torchfmri._scanning.prompt import EncodedPrompt, Prompt, encode
 from torchfmri._scanning.scan_loss import ScanLoss, check_loss
-from torchfmri._scanning.scan_options import ScanOptions
+from torchfmri._scanning.scan_options import ScanOptions, check_number
 from torchfmri._scanning.spelling import Speller
 from torchfmri._scanning.subject import Subject, find_subject
 from torchfmri._scans.anatomy import Anatomy
@@ -61,7 +66,12 @@ class Scanner:
                 "model, tokenizer = torchfmri.load_model('tiny')."
             )
         refuse_two_stacks(model)
+        if options is not None and not isinstance(options, ScanOptions):
+            raise InspectionError(
+                f"options is a {type(options).__name__}. Write options=torchfmri.ScanOptions(...)."
+            )
         self.options = options or ScanOptions()
+        refuse_shards(model, self.options.per)
         self._model, self._tokenizer = runnable(model), tokenizer
         self._speller = Speller(tokenizer)
         self._subject: Subject | None = None
@@ -75,6 +85,10 @@ class Scanner:
     def model(self) -> nn.Module:
         """The model that is scanned."""
         return self._model
+
+    def samples(self, generate: Mapping[str, Any]) -> bool:
+        """Whether tokens are drawn, by these options or by the model's own settings."""
+        return bool(Decoding(0, generate).setting(self._model, "do_sample"))
 
     def scan(
         self,
@@ -107,23 +121,25 @@ class Scanner:
         """
         if on_token is not None and not callable(on_token):
             raise InspectionError(f"on_token={on_token!r} is no function of a token.")
+        if seed is not None:
+            check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
         started = time.perf_counter()
         with torch.inference_mode(False):
             run = self._prepare(prompt, max_new_tokens, chat, generate or {}, decode)
             run.seed, run.on_token = seed, on_token
+            samples = max_new_tokens > 0 and self.samples(generate or {})
+            refuse_other_prompts(self._model, run.prompt.ids, seed, samples)
+            if decode is None:  # whose sequences are counted when they are there
+                _check_labels(run.count, names, conditions)
             written: list[str] = []
             with unchanged(self._model, written.append):
                 self._model.eval()
                 rows = run.run(max_new_tokens > 0)
         if written:
             run.notes.append(f"the model wrote into its parameters: {', '.join(written[:3])}")
+        _check_labels(len(rows), names, conditions)
         names = names if names is not None else _names(rows)
         conditions = conditions if conditions is not None else [""] * len(rows)
-        if not len(names) == len(conditions) == len(rows):
-            raise InspectionError(
-                f"{len(rows)} sequences were scanned, with {len(names)} names and "
-                f"{len(conditions)} conditions: give one of each per sequence."
-            )
         sequences = [
             row.sequence(name, condition)
             for row, name, condition in zip(rows, names, conditions, strict=True)
@@ -167,13 +183,16 @@ class Scanner:
             )
         side = "left" if is_causal(self._model) else "right"
         encoded = encode(prompt, self._tokenizer, chat, side).to(device_of(self._model))
+        refuse_unknown_ids(self._model, encoded.ids)
         refuse_padding(self._model, encoded.mask)
         if decode is not None and not bool(encoded.mask.all()):
             raise InspectionError(
                 "decode= is handed token ids without a mask, so prompts of different lengths "
                 "cannot be padded for it. Scan them one by one."
             )
-        _check_cache(generate, encoded)
+        refuse_options(generate, encoded, max_new_tokens)
+        if self.options.per is not None or not self.options.live:
+            refuse_inputs(self._model, generate)
         loss = self._loss(max_new_tokens > 0)
         decoding = Decoding(max_new_tokens, generate, decode, self._tokenizer)
         subject = self._find_subject(encoded.ids)
@@ -191,14 +210,28 @@ class Scanner:
 
     def _find_subject(self, ids: Tensor) -> Subject:
         if self._subject is None:
-            self._subject = find_subject(self._model, self.options.layers, ids, self.options.voxel)
-            absent = sorted(self._tensors - set(self._subject.anatomy.layers))
+            subject = find_subject(self._model, self.options.layers, ids, self.options.voxel)
+            absent = sorted(self._tensors - set(subject.anatomy.layers))
             if absent:
                 raise InspectionError(
                     f"tensors={self.options.tensors!r} asks for {absent[0]!r}, which "
                     f"layers={self.options.layers!r} leaves out or which has no tokens."
                 )
+            self._subject = subject
         return self._subject
+
+
+def _check_labels(
+    count: int, names: Sequence[str] | None, conditions: Sequence[str] | None
+) -> None:
+    """Raise where sequences have not a name and a condition each, if these were given."""
+    for what, given in (("names", names), ("conditions", conditions)):
+        if given is not None and (isinstance(given, str) or len(given) != count):
+            number = "one text" if isinstance(given, str) else str(len(given))
+            raise InspectionError(
+                f"{plural(count, 'sequence')} and {number} for {what}=: give a list with one for "
+                "each sequence."
+            )
 
 
 def _names(rows: Sequence[BatchRow]) -> list[str]:
@@ -212,20 +245,10 @@ def _check_possible(model: nn.Module, max_new_tokens: int) -> None:
             "TORCHFMRI=off in the environment switches every attachment off, and a scan is "
             "nothing else. Unset it to scan."
         )
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise InspectionError(
-            f"max_new_tokens={max_new_tokens!r}: how many tokens to generate, 0 for none."
-        )
+    check_number("max_new_tokens", max_new_tokens, 0, "how many tokens to generate, 0 for none")
+    refuse_virtual_tokens(model)
     if max_new_tokens and not is_causal(model):
         raise InspectionError(
             f"{type(unwrap(model)).__name__} is no causal language model and cannot go on writing. "
             "Read the text with max_new_tokens=0."
         )
-
-
-def _check_cache(options: Mapping[str, Any], prompt: EncodedPrompt) -> None:
-    """Raise where a cache is given that holds the whole prompt already."""
-    length = getattr(options.get("past_key_values"), "get_seq_length", None)
-    held = int(length()) if callable(length) else 0
-    if held >= prompt.ids.shape[1]:
-        raise fed_twice(held, prompt.ids.shape[1], prompt.ids.shape[1])

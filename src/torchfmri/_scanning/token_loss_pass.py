@@ -7,8 +7,9 @@ see: of a layer's output over all positions, and of a layer's parameters.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -141,12 +142,12 @@ class _Costs:
                     total[info.name].append(self._probe(info.name, gradient))
         sink.token = (-1, -1)
         everything = torch.autograd.grad((losses * wanted).sum(), leaves, allow_unused=True)
-        differences = [
-            _apart(torch.stack(total[info.name]), self._probe(info.name, gradient))
+        probes = {
+            info.name: (torch.stack(total[info.name]), self._probe(info.name, gradient))
             for (_, info, _), gradient in zip(self._places, everything[:count], strict=True)
             if gradient is not None and info.name in total
-        ]
-        self._found.residual = max(differences, default=None)
+        }
+        self._found.residual = _residual(probes.values(), losses.dtype)
         self._found.cost, self._found.layer_cost = self._squares.sqrt(), self._by_layer.sqrt()
 
     def _probe(self, name: str, gradient: Tensor) -> Tensor:
@@ -196,7 +197,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _apart(parts: Tensor, whole: Tensor) -> float:
-    """How far numbers are from adding up to their sum, relative to their size."""
-    size = float(parts.abs().sum())
-    return abs(float(parts.sum()) - float(whole)) / size if size else 0.0
+def _residual(probes: Collection[tuple[Tensor, Tensor]], dtype: torch.dtype) -> float | None:
+    """How far the parts of each parameter are from adding up to its whole; the worst of them.
+
+    Relative to the parts' sizes. Some gradients are zero but for rounding (the bias of attention
+    keys): what is small beside all the others is measured against those.
+
+    Args:
+        probes: The parts, one number each, and the whole.
+        dtype: Of the gradients.
+    """
+    sizes = [float(parts.abs().sum()) for parts, _ in probes]
+    if not sizes:
+        return None
+    floor = math.sqrt(torch.finfo(dtype).eps) * max(sizes)
+    apart = [abs(float(parts.sum()) - float(whole)) for parts, whole in probes]
+    return max(
+        gap / max(size, floor) if gap else 0.0 for gap, size in zip(apart, sizes, strict=True)
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from torchfmri._scans.folder import list_names
+from torchfmri._scans.folder import META, list_names
 from torchfmri._scans.meta import read_meta
 from torchfmri._scans.scan import Scan
 from torchfmri._scans.stored_sequences import StoredSequences
+from torchfmri.exceptions import ScanFormatError
+
+_SHOWN = 5
 
 
 def load(path: str | PathLike[str]) -> Scan:
@@ -25,6 +28,16 @@ def load(path: str | PathLike[str]) -> Scan:
         ScanFormatError: It is no scan, or its meta.json is damaged.
     """
     folder = Path(path).absolute()
-    list_names(folder)  # says so where there is none
+    _require_meta(folder, list_names(folder))
     anatomy, meta = read_meta(folder)
     return Scan(anatomy, StoredSequences(folder, anatomy), meta)
+
+
+def _require_meta(folder: Path, names: list[str]) -> None:
+    """Raise for a folder that is none of ours, with what is in it: the scan may be one of these."""
+    if META in names:
+        return
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    scans = [name for name in names if (folder / name / META).is_file()]
+    hint = f" Did you mean {str(folder / scans[0])!r}?" if scans else ""
+    raise ScanFormatError(str(folder), f"it has no {META}, and holds {shown or 'nothing'}.{hint}")

@@ -56,7 +56,7 @@ def plot_voxels(
     voxels = list(range(span.start, span.stop))
     values = reading.table(metric, "voxel")[:, span].T
     bands = [
-        Band(voxel_name(reading.anatomy, voxel).removeprefix(layer), [row])
+        Band(_part(voxel_name(reading.anatomy, voxel).removeprefix(layer)), [row])
         for row, voxel in enumerate(voxels)
     ]
     title = f"{_model(reading)}: {_words(metric)} of the voxels of {layer}"
@@ -72,7 +72,7 @@ def plot_layers(reading: Reading, metric: str, *, layers: Pattern, ax: Axes | No
     columns = _rows(reading, layers)
     low, middle, high = (_quantile(values, q) for q in (0.1, 0.5, 0.9))
     lines = [
-        Line(kind, depths, middle[members], low[members], high[members])
+        Line(kind, depths, middle[members], low[members], high[members], _outside(reading, members))
         for kind, members, depths in _by_depth(reading, columns)
     ]
     ax = draw_lines(axes_or_new(ax, 9.0, 4.6), lines, value=meaning(metric))
@@ -89,9 +89,9 @@ def plot_token(
 ) -> Axes:
     """One token against the others, over depth; see `Scan.plot_token`."""
     tokens = reading.sequence.tokens
-    if not -len(tokens) <= index < len(tokens):
+    if not hasattr(index, "__index__") or not -len(tokens) <= index < len(tokens):
         raise InspectionError(
-            f"There is no token {index}: this sequence has {plural(len(tokens), 'token')}, "
+            f"There is no token {index!r}: this sequence has {plural(len(tokens), 'token')}, "
             "counted from 0."
         )
     index %= len(tokens)
@@ -99,7 +99,8 @@ def plot_token(
     scores = standardised(values if metric == DELTA else log10(values), axis=0)[index]
     columns = _rows(reading, layers)
     lines = [
-        Line(kind, depths, scores[members]) for kind, members, depths in _by_depth(reading, columns)
+        Line(kind, depths, scores[members], is_outside=_outside(reading, members))
+        for kind, members, depths in _by_depth(reading, columns)
     ]
     of = "" if metric == DELTA else "log10 of "
     ax = draw_lines(
@@ -223,6 +224,11 @@ def _by_depth(reading: Reading, columns: Sequence[int]) -> list[tuple[str, list[
     ]
 
 
+def _outside(reading: Reading, members: Sequence[int]) -> bool:
+    """Whether these are a layer outside of the numbered blocks."""
+    return depth_of(reading.anatomy.layers[members[0]]) is None
+
+
 def _name_layers(ax: Axes, reading: Reading, columns: Sequence[int]) -> None:
     """Without numbered blocks the x axis counts layers."""
     names = [reading.anatomy.layers[column] for column in columns]
@@ -238,6 +244,11 @@ def _quantile(values: NDArray[np.floating[Any]], q: float) -> Doubles:
         if len(finite):
             found[column] = np.quantile(finite, q)
     return found
+
+
+def _part(name: str) -> str:
+    """The name of a voxel within its layer: "head 3", and units as they are cut, "[0:64]"."""
+    return name.strip("[]") if name[1:2].isalpha() else name
 
 
 # -- words ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torchfmri._scans.reading import Reading, Values, merged_statistics
 from torchfmri._scans.saving import save
 from torchfmri._scans.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scans.stored_sequences import StoredSequences
-from torchfmri._scans.summary import sequences_grid, summary_grid
+from torchfmri._scans.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scans.variables import to_xarray
 from torchfmri.exceptions import InspectionError, ScanFormatError
 
@@ -181,10 +181,10 @@ class Scan:
         return merged_statistics(chosen, column)
 
     def _reading(self, sequence: int) -> Reading:
-        if not -len(self) <= sequence < len(self):
+        if not hasattr(sequence, "__index__") or not -len(self) <= sequence < len(self):
+            number = plural(len(self), "sequence")
             raise InspectionError(
-                f"There is no sequence {sequence}: this scan has {plural(len(self), 'sequence')}, "
-                "counted from 0."
+                f"There is no sequence {sequence!r}: this scan has {number}, counted from 0."
             )
         return Reading(self.anatomy, self[sequence], self.meta)
 
@@ -211,13 +211,14 @@ class Scan:
         return summary_grid(reading, title, fold=folded, notes=self._notes(reading.sequence))
 
     def _notes(self, sequence: ScannedSequence) -> list[str]:
-        """What was not measured or not read, and padding."""
+        """What was not measured or not read, padding, and checks that failed."""
         notes = [
             f"not captured: {layer or 'the model'} ({plural(number, 'layer')}): {why}"
             for layer, number, why in group_reasons(dict(self.meta.get("missed") or {}))
         ]
         if sequence.padding:
             notes.append(f"padding is left out: {plural(sequence.padding, 'position')}")
+        notes += failed_checks(sequence)
         return [*notes, *(f"not read: {problem}" for problem in self.problems)]
 
     def _first(self) -> ScannedSequence | None:

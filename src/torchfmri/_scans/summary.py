@@ -22,6 +22,8 @@ _TITLES = {
 }
 _LONGEST_LINE = 24
 _TEXT = 60
+_SUSPICIOUS = 0.05
+"""A relative difference that no rounding explains, in 16 bits neither."""
 
 
 def summary_grid(reading: Reading, title: str, *, fold: bool, notes: Sequence[str]) -> Grid:
@@ -69,6 +71,25 @@ def sequences_grid(
     ]
     names = [printable(each.name) or "-" for each in shown]
     return Grid(title, "sequence", names, columns, notes)
+
+
+def failed_checks(sequence: ScannedSequence) -> list[str]:
+    """What a sequence found wrong with itself, in words; rounding is far below the limit."""
+    checks, found = sequence.checks, []
+    if float(checks.get("live_difference") or 0.0) > _SUSPICIOUS:
+        found.append(
+            "check: activations while generating and those of the pass are "
+            f"{checks['live_difference']:.0%} apart: the model did not do the same in both (does "
+            "it look ahead, or go wrong with its cache or with padding?)"
+        )
+    if float(checks.get("gradient_residual") or 0.0) > _SUSPICIOUS:
+        found.append(
+            f"check: the tokens' gradients are {checks['gradient_residual']:.0%} off autograd's: "
+            "some gradient came through no token, or a learning cost is wrong"
+        )
+    if checks.get("tokens_identical") is False:
+        found.append("check: the tokens differ from those of generate without hooks")
+    return found
 
 
 def _type_of(types: Sequence[str], group: Sequence[int]) -> str:

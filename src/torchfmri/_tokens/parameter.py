@@ -119,12 +119,15 @@ def head_size(config: Any) -> int | None:
     """The size of an attention head, as the configuration of a model (transformers) has it."""
     if config is None:
         return None
-    for name in ("head_dim", "d_kv", "attention_head_size"):
-        size = getattr(config, name, None)
-        if isinstance(size, int):
-            return size
-    width = getattr(config, "hidden_size", None)
-    count = getattr(config, "num_attention_heads", None)
+    try:
+        for name in ("head_dim", "d_kv", "attention_head_size"):
+            size = getattr(config, name, None)
+            if isinstance(size, int):
+                return size
+        width = getattr(config, "hidden_size", None)
+        count = getattr(config, "num_attention_heads", None)
+    except RuntimeError:  # its layers have heads of different sizes, so it names none (Gemma 4)
+        return None
     if isinstance(width, int) and isinstance(count, int) and count and width % count == 0:
         return width // count
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torchfmri.visualization._colour_scale import (
     scale_colours,
     ticks_between,
 )
-from torchfmri.visualization._figure import GREY, escape, ink
+from torchfmri.visualization._figure import GREY, escape
 from torchfmri.visualization._token_track import (
     TRACK_INCHES,
     TokenTrack,
@@ -32,6 +33,10 @@ _ABSENT, _HATCH = "#e4e4e4", "#bdbdbd"
 _SINGLE, _GAP = 0.17, 0.05
 _SMALLEST_BAND, _LARGEST_BAND = 0.34, 1.5
 _ROW = 0.042
+_LEAST, _LARGEST_FACTOR = 1.7, 2.5
+_THINNEST = 0.012
+_LETTERS = 17.0
+"""How many letters of a colour bar's label stand along an inch of it."""
 _MANY_BANDS = 20
 _MOST_ROWS = 900
 _BETWEEN_LABELS = 0.105
@@ -108,10 +113,13 @@ def band_edges(bands: Sequence[Band], most: float) -> list[tuple[float, float]]:
     single = np.array([len(band.rows) == 1 for band in bands])
     close = (single & np.append(single[1:], False)) | (len(bands) > _MANY_BANDS)
     gaps = np.where(close, _GAP / 3, _GAP)
-    shrink = min(1.0, most / float((heights + gaps).sum()))
-    ends = np.cumsum((heights + gaps) * shrink)
+    total = float((heights + gaps).sum())
+    # Few rows are made higher, so that there is room for the colour bar and its label.
+    factor = most / total if total > most else max(1.0, min(_LEAST / total, _LARGEST_FACTOR))
+    gaps[gaps * factor < _THINNEST] = 0.0  # some would be drawn and others not
+    ends = np.cumsum((heights + gaps) * factor)
     return [
-        (float(end - (height + gap) * shrink), float(end - gap * shrink))
+        (float(end - (height + gap) * factor), float(end - gap * factor))
         for end, height, gap in zip(ends, heights, gaps, strict=True)
     ]
 
@@ -237,12 +245,13 @@ def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
     if ticks is not None:
         bar.ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         bar.ax.set_yticks([], minor=True)
-    bar.set_label(escape(scale.label), fontsize=7.5)
+    along = max(16, int(_LETTERS * inches))
+    lines = [part for line in scale.label.splitlines() for part in wrap(line, along)]
+    bar.set_label(escape("\n".join(lines)), fontsize=7.5)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.outline.set_visible(False)
     if np.isnan(scale.shown).any():
         bar.ax.text(
             0, -0.2 / max(inches, 1.0), "hatched:\nno value", transform=bar.ax.transAxes,
-            fontsize=6.5, va="top",
-            color=ink(ax),
+            fontsize=6.5, va="top", color=GREY,
         )  # fmt: skip

@@ -21,6 +21,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
 _WIDE = 30
+_MOST_NUMBERS = 16
 
 
 class Line(NamedTuple):
@@ -32,6 +33,7 @@ class Line(NamedTuple):
         middle: (layer,)
         low: The lower edge of the band around it, (layer,); None without one.
         high: The upper edge.
+        is_outside: Whether it is a layer outside of the blocks.
     """
 
     label: str
@@ -39,6 +41,7 @@ class Line(NamedTuple):
     middle: Floats
     low: Floats | None = None
     high: Floats | None = None
+    is_outside: bool = False
 
 
 def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
@@ -58,7 +61,9 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
         single = len(line.depths) == 1
         marker = "D" if single else "o" if len(line.depths) <= 40 else ""
         size = 5 if single else 2.5
-        ax.plot(line.depths, line.middle, marker=marker, markersize=size, linewidth=1.4, **look)
+        # Those below are wider: gradients of a block and of its parts are often the same.
+        width = 1.4 if single else max(1.4, 3.4 - index)
+        ax.plot(line.depths, line.middle, marker=marker, markersize=size, linewidth=width, **look)
         if line.low is not None and line.high is not None:
             colour = look["color"]
             if single:
@@ -72,11 +77,31 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
     ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.locator_params(axis="x", integer=True)
+    _write_depths(ax, lines)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     if not any(np.isfinite(line.middle).any() for line in lines):
         ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color=GREY)
     return ax
+
+
+def _write_depths(ax: Axes, lines: Sequence[Line]) -> None:
+    """The numbers of the blocks; what stands before and after them has its name there."""
+    alone = {
+        line.depths[0]: layer_label(line.label).rpartition(".")[2]
+        for line in lines
+        if line.is_outside
+    }
+    inside = [each for line in lines if not line.is_outside for each in line.depths]
+    if not inside:
+        ax.locator_params(axis="x", integer=True)
+        return
+    step = max(1, -(-int(max(inside) - min(inside) + 1) // _MOST_NUMBERS))
+    numbers = range(int(min(inside)), int(max(inside)) + 1, step)
+    marks = {**{float(each): str(each) for each in numbers}, **alone}
+    ax.set_xticks(list(marks), [escape(shorten(each, 16)) for each in marks.values()])
+    for mark, tick in zip(marks, ax.get_xticklabels(), strict=True):
+        if mark in alone:
+            tick.set(rotation=45, ha="right", rotation_mode="anchor", fontsize=7)
 
 
 def scale_wide(ax: Axes, lines: Sequence[Line]) -> None:

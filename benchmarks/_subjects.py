@@ -10,25 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks._qwen3 import SMALL, build_qwen3
+
 Subject = tuple[nn.Module, Any, Callable[..., Tensor] | str | None]
 
 
 def qwen3(batch: int = 4, length: int = 128, attention: str = "eager") -> Subject:
     """A small Qwen3 (4 layers, 256 wide) in training mode, its attention written out."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    config._attn_implementation = attention
-    model = transformers.Qwen3ForCausalLM(config).train()
+    model = build_qwen3(SMALL, attention=attention).train()
     return model, tokens(batch, length), None
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from benchmarks import _peers
 from benchmarks._peers import Builder, Task
+from benchmarks._qwen3 import SMALL, build_qwen3
 from benchmarks._timing import PLAIN_AGAIN, Effort, Run, describe_machine, measure_ratios, report
 
 # Our figures are taken before any peer is imported, and TorchLens is last: it leaves torch
@@ -84,24 +85,19 @@ def build_task(
     tokens: int = 256, new_tokens: int = 8, hidden_size: int = 256, layers: int = 4
 ) -> Task:
     """A small Qwen3 with random weights, and one row of random tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=1000,
+    model = build_qwen3(
+        SMALL,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=hidden_size // 64,
         num_key_value_heads=max(1, hidden_size // 128),
-        head_dim=64,
         max_position_embeddings=tokens + new_tokens,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).eval()
-    return Task(model, torch.randint(3, config.vocab_size, (1, tokens)), new_tokens)
+    ).eval()
+    return Task(model, torch.randint(3, model.config.vocab_size, (1, tokens)), new_tokens)
 
 
 def build_ours(task: Task) -> dict[str, Run]:

@@ -23,27 +23,9 @@ import torch
 from torch import nn
 
 from benchmarks._monitor_peers import COPYING, NEEDS, NOTES, PEERS
+from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
 from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
 
-SMALL = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-LARGE = {  # Qwen3-1.7B
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 CUDA_SIZES = ((4, 1024), (8, 2048))
 STEPS_FOR_PEAK = 6
 
@@ -133,15 +115,11 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def build_training(device: str, batch: int, tokens: int) -> Training:
     """A Qwen3 with random weights, its Linears, and one step on random tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     on_cuda = device == "cuda"
     shape = LARGE if on_cuda else SMALL
-    config = Qwen3Config(**shape, max_position_embeddings=tokens, use_cache=False)
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(dtype).train()
+    options = {"max_position_embeddings": tokens, "use_cache": False}
+    model = build_qwen3(shape, device, dtype, **options).train()
     ids = torch.randint(3, shape["vocab_size"], (batch, tokens), device=device)
     optimizer = build_optimizer(model)
     linears = {

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks import _peers
 from benchmarks._peers import Task
+from benchmarks._qwen3 import SMALL, build_qwen3
 from benchmarks._timing import PLAIN_AGAIN, Effort, Run, describe_machine, measure_ratios, report
 
 PEERS = (("nnsight", _peers.build_nnsight), ("torchlens", _peers.build_torchlens))
@@ -228,18 +229,5 @@ def smollm2_shape() -> nn.Module:
 
 def small_qwen3() -> nn.Module:
     """The small Qwen3 of the other benchmarks."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).eval()
+    model: nn.Module = build_qwen3(SMALL, max_position_embeddings=4096, pad_token_id=0)
+    return model.eval()

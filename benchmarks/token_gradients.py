@@ -18,28 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
 from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
 from benchmarks._token_peers import NEEDS, NOTES, PEERS
 
-SMALL = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-LARGE = {  # Qwen3-1.7B
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 SHAPES = {"small": (SMALL, 2, 128), "1.7b": (LARGE, 4, 1024)}  # with batch and tokens
 NUMBERS = 256  # of a projection
 
@@ -114,8 +96,6 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def build_task(arguments: argparse.Namespace) -> Task:
     """A Qwen3 with random weights in training mode, and random tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     shape, batch, tokens = SHAPES[arguments.shape]
     batch, tokens = arguments.batch or batch, arguments.tokens or tokens
     chosen = {
@@ -125,12 +105,11 @@ def build_task(arguments: argparse.Namespace) -> Task:
         "vocab_size": arguments.vocabulary,
         "tie_word_embeddings": arguments.tied,
     }
-    options: dict[str, Any] = shape | {key: value for key, value in chosen.items() if value}
-    config = Qwen3Config(**options, max_position_embeddings=tokens, use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(arguments.device):
-        model = Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype)).train()
-    ids = torch.randint(3, config.vocab_size, (batch, tokens), device=arguments.device)
+    options: dict[str, Any] = {key: value for key, value in chosen.items() if value}
+    options |= {"max_position_embeddings": tokens, "use_cache": False}
+    dtype = getattr(torch, arguments.dtype)
+    model = build_qwen3(shape, arguments.device, dtype, **options).train()
+    ids = torch.randint(3, model.config.vocab_size, (batch, tokens), device=arguments.device)
     return Task(model, ids)
 
 

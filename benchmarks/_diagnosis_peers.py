@@ -26,15 +26,19 @@ from benchmarks._cases import Case
 MEANING: dict[str, frozenset[str]] = {
     "anomaly_mode": frozenset({"nonfinite_backward", "nonfinite_loss"}),
     "hf_debug": frozenset({"nonfinite_forward", "nonfinite_data"}),
-    "VanishingGradient": frozenset({"vanishing_gradients", "half_underflow"}),
+    "VanishingGradient": frozenset(
+        {"vanishing_gradients", "half_underflow", "signal_shrinks", "clipping_too_strong"}
+    ),
     "ExplodingTensor": frozenset({"nonfinite_forward", "nonfinite_update", "nonfinite_data"}),
     "DeadRelu": frozenset({"dead_units"}),
     "SaturatedActivation": frozenset({"saturated_units"}),
-    "PoorWeightInitialization": frozenset({"init_too_large", "symmetric_init"}),
+    "PoorWeightInitialization": frozenset(
+        {"init_too_large", "symmetric_init", "signal_shrinks"}
+    ),
     "UnchangedTensor": frozenset(
         {"learning_rate_zero", "updates_lost", "missing_from_optimizer", "frozen_layer",
          "stopped_training", "optimizer_never_steps", "graph_cut", "unused_layer",
-         "cleared_gradients"}
+         "cleared_gradients", "step_before_backward", "updates_undone", "clipping_too_strong"}
     ),
     "WeightUpdateRatio": frozenset(
         {"learning_rate_too_high", "learning_rate_too_low", "learning_rate_zero"}

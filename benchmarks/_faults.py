@@ -21,6 +21,8 @@ from benchmarks._cases import (
     texts,
     token_loss,
 )
+from benchmarks._faults_loss import LOSS_FAULTS
+from benchmarks._faults_setup import SETUP_FAULTS
 
 BLOBS = Blobs()
 CE = nn.CrossEntropyLoss()
@@ -839,5 +841,7 @@ FAULTS = (
     Fault("unequal classes, sorted", sorted_unequal_classes, "unshuffled_data", (), "data", 0, "data"),
     Fault("ReLU dead behind a shift", dead_behind_a_shift, "dead_units", ("fc2",), "forward", 0, "flow"),
     Fault("learning rate x 100 half-way", rate_times_100_half_way, "learning_rate_too_high", (), "optimizer", 12, "optimizer"),
+    *LOSS_FAULTS,
+    *SETUP_FAULTS,
 )  # fmt: skip
 _ = Block

@@ -21,6 +21,8 @@ from benchmarks._cases import (
     texts,
     token_loss,
 )
+from benchmarks._healthy_loss import LOSS_HEALTHY
+from benchmarks._healthy_setup import SETUP_HEALTHY
 
 BLOBS = Blobs()
 CE = nn.CrossEntropyLoss()
@@ -627,4 +629,6 @@ HEALTHY = (
     Healthy("a loss that is 0 at most steps", mostly_zero_loss, "gradients of 0, and sudden ones"),
     Healthy("batches of one sample", one_sample, "losses that scatter a hundredfold"),
     Healthy("negative loss", negative_loss, "a loss that passes 0"),
+    *LOSS_HEALTHY,
+    *SETUP_HEALTHY,
 )  # fmt: skip

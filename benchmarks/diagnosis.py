@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import diagnosis_sentinel
@@ -27,7 +28,8 @@ from benchmarks._healthy import HEALTHY, STEPS
 from benchmarks._timing import Run, describe_machine, report
 from benchmarks.monitor import Training, build_training
 from torchfmri import Diagnosis, Monitor, diagnose
-from torchfmri._diagnosis import signals
+from torchfmri._diagnosis import profiles, rates, signals
+from torchfmri._diagnosis.comparing import logits_left
 from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.live import LiveDiagnosis
 from torchfmri._diagnosis.observation import Observation
@@ -221,28 +223,35 @@ def _highest(values: Any) -> float:
 
 
 def _update(seen: Observation) -> float:
-    """The largest median of five steps."""
-    ratios = signals.update_ratios(seen)
+    """The largest median of five steps, of all matrices or of a group far above the others."""
+    groups = [each.parameters for each in rates.far_groups(seen) if each.above]
     return _highest(
         value
+        for among in (None, *groups)
+        for ratios in [signals.update_ratios(seen, among)]
         for place in range(max(1, len(ratios) - 4))
         if math.isfinite(value := signals.median(ratios[place : place + 5]))
     )
 
 
 def _smallest_update(seen: Observation) -> float:
-    ratios = signals.update_ratios(seen)
-    return signals.median(ratios[ratios > 0])
+    """The typical update of all matrices, or of a group far below the others."""
+    if rates.rate_fell(seen) is not None:
+        return math.nan
+    groups = [each.parameters for each in rates.far_groups(seen) if not each.above]
+    found = [signals.update_ratios(seen, among) for among in (None, *groups)]
+    known = [signals.median(ratios[ratios > 0]) for ratios in found]
+    return min((each for each in known if math.isfinite(each)), default=math.nan)
 
 
 def _depth(seen: Observation) -> float:
-    profile = signals.gradient_profile(seen)
+    profile = profiles.gradient_profile(seen)
     falls = profile is not None and profile.trend > CUTS["DEPTH_TREND"].value
     return profile.ratio if profile is not None and falls else math.nan
 
 
 def _growth(seen: Observation) -> float:
-    along_depth = [each.factor for each in signals.growths(seen) if each.trend >= 0.9]
+    along_depth = [each.factor for each in profiles.growths(seen) if each.trend >= 0.9]
     in_time = [] if seen.steps is None else list(seen.steps.growth.values())
     return _highest([*along_depth, *in_time])
 
@@ -285,9 +294,75 @@ def _underflow(seen: Observation) -> float:
     return math.nan if seen.steps is None else _highest(seen.steps.half_gradients.values())
 
 
+def _large_input(seen: Observation) -> float:
+    size = _input_size(seen)
+    return size if size >= 1 else math.nan
+
+
+def _small_input(seen: Observation) -> float:
+    size = _input_size(seen)
+    return size if signals.is_stuck(seen) and size < 1 else math.nan
+
+
+def _signal_if_stuck(seen: Observation) -> float:
+    return profiles.signal_left(seen) if signals.is_stuck(seen) else math.nan
+
+
+def _logits_if_stuck(seen: Observation) -> float:
+    return logits_left(seen) if signals.is_stuck(seen) else math.nan
+
+
+def _rate_left(seen: Observation) -> float:
+    """The learning rate of the last quarter of the steps / the largest."""
+    found = np.zeros(0) if seen.steps is None else seen.steps.learning_rate
+    if len(found) < 4 or found.min() == found.max() or not found[-1] > 0:
+        return math.nan
+    return float(found[-(len(found) // 4)] / found.max())
+
+
+def _momentum(seen: Observation) -> float:
+    return _highest(each["momentum"] for each in seen.structure.groups if each["momentum"])
+
+
+def _clipped_norm(seen: Observation) -> float:
+    clipped = _clip(seen)
+    if seen.steps is None or not clipped < CUTS["CLIPPED"].value:
+        return math.nan
+    return signals.median(seen.steps.norm) * clipped
+
+
+def _norm_values(seen: Observation) -> float:
+    several = [each.values for each in seen.norms if each.training and each.samples > 1]
+    return min(several, default=math.nan)
+
+
+def _norm_momentum(seen: Observation) -> float:
+    return _highest(each.momentum for each in seen.norms if each.training and each.momentum > 0)
+
+
+def _future(seen: Observation) -> float:
+    if seen.loss is None or seen.loss.targets != "next inputs":
+        return math.nan
+    return _highest(each.future for each in seen.heads)
+
+
 MEASURED: dict[str, tuple[str, Signal]] = {
     "UPDATE_HIGH": ("learning_rate_too_high", _update),
     "UPDATE_LOW": ("learning_rate_too_low", _smallest_update),
+    "RATE_LEFT": ("learning_rate_too_low", _rate_left),
+    "MOMENTUM": ("momentum_too_high", _momentum),
+    "CLIPPED_NORM": ("clipping_too_strong", _clipped_norm),
+    "SIGNAL_LEFT": ("signal_shrinks", _signal_if_stuck),
+    "INPUT_SMALL": ("unscaled_inputs", _small_input),
+    "LOGITS_LEFT": ("logits_too_small", _logits_if_stuck),
+    "CHANGING": (
+        "contradictory_labels",
+        lambda seen: math.nan if seen.data is None else seen.data.changing,
+    ),
+    "MIXED": ("samples_mixed", lambda seen: math.nan if seen.data is None else seen.data.mixed),
+    "FUTURE": ("missing_causal_mask", _future),
+    "NORM_VALUES": ("batch_norm_of_few", _norm_values),
+    "NORM_MOMENTUM": ("batch_norm_statistics", _norm_momentum),
     "CLIPPED": ("clipping_hides_explosion", _clip),
     "DEPTH_RATIO": ("vanishing_gradients", _depth),
     "GROWTH_WARN": ("activation_growth", _growth),
@@ -303,7 +378,7 @@ MEASURED: dict[str, tuple[str, Signal]] = {
     "INITIAL_LOSS": ("initial_loss", signals.initial_loss_ratio),
     "GAIN": ("init_too_large", _gain),
     "OUTPUT_SIZE": ("init_too_large", _output_size),
-    "INPUT_SIZE": ("unscaled_inputs", _input_size),
+    "INPUT_SIZE": ("unscaled_inputs", _large_input),
     "TARGET_SIZE": (
         "unscaled_targets",
         lambda seen: math.nan if seen.data is None else seen.data.target_rms,

@@ -474,7 +474,7 @@ def test_command_on_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("place", "name"),
     [
         ("torchfmri._checkup.watcher.Watcher._leave", "layer"),
-        ("torchfmri._checkup.watcher.Watcher._look_at_update", "update"),
+        ("torchfmri._checkup.gradient_watch.GradientWatch._look_at_update", "update"),
         ("torchfmri._checkup.operations.OperationWatch._look", "operation"),
         ("torchfmri._checkup.batch_log.BatchLog.add", "batch"),
         ("torchfmri._checkup.run.Checkup._look_at_loss", "loss"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -13,22 +14,33 @@ from torch import Tensor, nn
 
 from torchfmri._checkup.copies import Split
 from torchfmri._checkup.weights import rms
-from torchfmri._diagnosis.observation import DataFacts
+from torchfmri._diagnosis.facts import DataFacts
 from torchfmri._elements import flatten
 from torchfmri._layers import named_layers
 
 LEAST_NUMBERS = 8
 """Samples of fewer numbers repeat by chance (a truth table has four)."""
 LEAST_CLASSES_BATCH = 8
+LEAST_AGAIN = 32
+"""So many samples must have come again before their classes are compared."""
 _MOST_VALUES = 1 << 20
+_MOST_SAMPLES = 1 << 14
 
 
 @dataclass
 class BatchLog:
-    """Takes in batch after batch."""
+    """Takes in batch after batch.
+
+    Attributes:
+        rms: Of the floating-point inputs, the largest so far.
+        samples: How many there were.
+        varies: Whether there were two batches that differ.
+    """
 
     rms: float = 0.0
     samples: int = 0
+    varies: bool = False
+    _first: Tensor | None = None
     _has_floats: bool = False
     _target_rms: float = 0.0
     _repeated: int = 0
@@ -37,6 +49,9 @@ class BatchLog:
     _one_class: int = 0
     _judged: int = 0
     _classes: Counter[int] = field(default_factory=Counter)
+    _class_of: dict[bytes, int] = field(default_factory=dict)
+    _again: int = 0
+    _changed: int = 0
     _padded: int = 0
     _positions: int = 0
     _tokens: Counter[int] = field(default_factory=Counter)
@@ -53,6 +68,10 @@ class BatchLog:
             values = each.detach()[torch.isfinite(each.detach())].float()
             if values.numel():
                 self.rms = max(self.rms, float(values.square().mean().sqrt()))
+        if inputs and self._first is None:
+            self._first = inputs[0]
+        elif inputs and self._first is not None and not self.varies:
+            self.varies = not torch.equal(self._first, inputs[0])
         if inputs and inputs[0].ndim:
             self.samples += inputs[0].shape[0]
             self._compare(inputs[0], target)
@@ -75,11 +94,27 @@ class BatchLog:
         again = counts[places] > 1
         self._repeated += int(again.sum())
         is_class = target is not None and not target.is_floating_point() and target.ndim == 1
-        if bool(again.any()) and is_class and target is not None and len(target) == len(rows):
+        if not is_class or target is None or len(target) != len(rows):
+            return
+        self._follow(rows, target.tolist())
+        if bool(again.any()):
             for group in set(places[again].tolist()):
                 labels = target[(places == group).to(target.device)]
                 if len(set(labels.tolist())) > 1:
                     self._contradicting += len(labels)
+
+    def _follow(self, rows: Tensor, classes: list[int]) -> None:
+        """Count the samples that came before, and those of them that had another class then."""
+        if len(self._class_of) > _MOST_SAMPLES:
+            return
+        now = {
+            hashlib.blake2b(row.tobytes(), digest_size=8).digest(): label
+            for row, label in zip(rows.contiguous().numpy(), classes, strict=True)
+        }
+        known = [key for key in now if key in self._class_of]
+        self._again += len(known)
+        self._changed += sum(self._class_of[key] != now[key] for key in known)
+        self._class_of |= now
 
     def _count_classes(self, target: Tensor) -> None:
         if target.is_floating_point() or target.ndim != 1 or len(target) < LEAST_CLASSES_BATCH:
@@ -127,6 +162,7 @@ class BatchLog:
             "" if reader is None else reader[0],
             self._repeated / self._compared if self._compared else 0.0,
             self._contradicting / self._compared if self._compared else 0.0,
+            self._changed / self._again if self._again >= LEAST_AGAIN else 0.0,
             self.samples,
             self._sorted_share(),
             len(self._classes),

@@ -1,4 +1,4 @@
-"""What single operations do: how the loss reads the output, how attention spreads, who reads whom.
+"""What single operations do: how attention spreads, what softmaxes run over, who reads whom.
 
 A dispatch mode sees each operation below autograd, whatever the code above it is called. It is on
 for a few steps of a check-up only.
@@ -6,13 +6,15 @@ for a few steps of a check-up only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchfmri._checkup.attention import LEAST_KEYS, head_activity, logits_of_fused
+from torchfmri._checkup.loss_watch import LossWatch
+from torchfmri._checkup.softmaxes import Softmax, SoftmaxLog
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import HeadActivity
 from torchfmri._torch_private import DispatchMode
@@ -67,9 +69,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
-_COMPARISONS = frozenset(["sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "mul"])
-_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "nll_loss_forward")
-_MEAN = 1
+_COPIES = frozenset(["clone", "_to_copy", "contiguous", "_unsafe_view"])
 
 
 class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
@@ -79,43 +79,41 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         where: The layer that is running, "" outside of the model.
         step: The number of the step.
         notes: Takes down what fails in here.
+        samples: How many samples the batch has; 0 where another axis is as long.
 
     Attributes:
         heads: Attention by layer.
-        classes: Of the cross entropy, if there is one.
-        cross_entropy: Its mean in nats.
-        misread: What the output is taken for, and what it is.
-        broadcast: Two shapes that a comparison in the loss blew up, and the result's.
-        inner: The value of the last built-in loss.
+        loss: What the operations of the loss say about it.
         consumed: The layers whose output was read by an operation of another.
-        ignored: The target that a cross entropy leaves out; None if there is no cross entropy.
-        outside: The share of targets of a binary cross entropy that are no probabilities.
+        softmaxes: The softmaxes, and those that run over the wrong axis.
     """
 
-    def __init__(self, where: Callable[[], str], step: int, notes: Notes) -> None:
+    def __init__(self, where: Callable[[], str], step: int, notes: Notes, samples: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where, self._step = where, step
         self._guard = notes.guard("Some operation")
         self.in_loss = False
         self.heads: list[HeadActivity] = []
-        self.classes: int | None = None
-        self.cross_entropy: float | None = None
-        self.misread: tuple[str, str] | None = None
-        self.broadcast: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
-        self.inner: float | None = None
+        self.loss = LossWatch()
         self.consumed: set[str] = set()
-        self.ignored: int | None = None
-        self.outside = 0.0
+        self.softmaxes = SoftmaxLog(samples)
         self._makers: dict[int, str] = {}
         self._kept: list[Tensor] = []
         self._logits: dict[int, Tensor] = {}
-        self._expanded: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
 
     def made(self, layer: str, output: Tensor) -> None:
         """A layer returned this; from now on somebody may read it."""
         if output.layout == torch.strided:
             self._makers[output.untyped_storage().data_ptr()] = layer
             self._kept.append(output)  # so that its memory is not used again in this step
+
+    def release(self) -> None:
+        """Let go of the tensors of the step; what was noted about them stays."""
+        self._kept.clear()
+        self._makers.clear()
+        self._logits.clear()
+        self.softmaxes.release()
+        self.loss.release()
 
     def __torch_dispatch__(
         self,
@@ -136,27 +134,22 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         self._note_readers(name, args)
         if name in ("bmm", "baddbmm") or (name == "matmul" and isinstance(result, Tensor)):
             self._mark(result)
+            if name == "bmm" and not self.in_loss and torch.is_grad_enabled():
+                self.softmaxes.contracted(args[0], args[1])
         elif name in _KEEPS_LOGITS and isinstance(result, Tensor):
             if any(isinstance(each, Tensor) and id(each) in self._logits for each in args):
                 self._mark(result)
         elif name in ("_softmax", "_safe_softmax"):
-            self._look_at_softmax(args[0], result)
+            self._look_at_softmax(args, result)
         elif name in _ATTENTION:
-            self._look_at_attention(args, kwargs)
+            logits = logits_of_fused(args, kwargs)
+            if logits is not None:
+                self._add_heads(logits, logits.softmax(-1).nan_to_num())
         elif name == "_log_softmax":
-            self._look_at_logits(args[0])
-        elif name.startswith("nll_loss") and name.endswith("forward"):
-            self._look_at_nll(args, result)
-        elif name == "binary_cross_entropy_with_logits":
-            self._look_at_binary(args[0], args[1])
-        if self.in_loss and name == "expand":
-            self._expanded[id(result)] = (result, tuple(args[0].shape))
-        if self.in_loss and name in _COMPARISONS:
-            self._look_at_comparison(name, args, result)
-        if name in _LOSSES:
-            value = result[0] if isinstance(result, tuple) else result
-            if value.numel() == 1:
-                self.inner = float(value.detach())
+            self._add_softmax(args, result, of_scores=False)
+        if name in _COPIES and isinstance(result, Tensor):
+            self.softmaxes.copied(args[0], result)
+        self.loss.look(name, args, result, self.in_loss)
 
     # -- who reads whom ----------------------------------------------------------------------
 
@@ -171,113 +164,31 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
                     if maker is not None and maker != here and not here.startswith(f"{maker}."):
                         self.consumed.add(maker)
 
-    # -- the loss ----------------------------------------------------------------------------
-
-    def _look_at_logits(self, logits: Tensor) -> None:
-        if logits.ndim < 2 or (logits.shape[-1] < 2 and logits.shape[1] < 2):
-            return
-        if self.misread is None and _are_probabilities(logits):
-            self.misread = ("logits", "probabilities")
-        elif self.misread is None and logits.ndim == 2 and _are_probabilities(logits.T):
-            self.misread = ("logits", "probabilities over the batch")
-
-    def _look_at_binary(self, logits: Tensor, target: Tensor) -> None:
-        values = logits.detach()
-        self.outside = float(((target < 0) | (target > 1)).float().mean())
-        inside = bool(((values >= 0) & (values <= 1)).all())
-        if inside and values.numel() >= 8 and float(values.float().std()) > 0:
-            # Logits of a model at its start are of both signs.
-            self.misread = self.misread or ("logits", "probabilities")
-
-    def _look_at_nll(self, args: tuple[Any, ...], result: Any) -> None:
-        log_probabilities, target = args[0].detach().float(), args[1]
-        self.ignored = int(args[4]) if len(args) > 4 else -100
-        if log_probabilities.ndim > 2:
-            log_probabilities = log_probabilities.movedim(1, -1).flatten(0, -2)
-        target = target.reshape(-1)
-        counts = target != self.ignored
-        if log_probabilities.ndim != 2 or not bool(counts.any()):
-            return
-        total = log_probabilities.logsumexp(-1)
-        if bool(torch.isfinite(total).all()) and float(total.abs().max()) > 1e-2:
-            if _are_probabilities(log_probabilities):
-                self.misread = self.misread or ("log-probabilities", "probabilities")
-            else:
-                self.misread = self.misread or ("log-probabilities", "logits")
-            return
-        chosen = log_probabilities[counts].gather(1, target[counts][:, None])
-        self.classes = log_probabilities.shape[-1]
-        self.cross_entropy = float(-chosen.mean())
-
-    def _look_at_comparison(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        if len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
-            return
-        one, other = (
-            self._expanded[id(each)][1] if id(each) in self._expanded else tuple(each.shape)
-            for each in args[:2]
-        )
-        numbers = math.prod(one)
-        if numbers != math.prod(other) or numbers < 2 or len(one) == len(other):
-            return
-        shape = tuple(torch.broadcast_shapes(one, other))  # type: ignore[no-untyped-call]
-        if math.prod(shape) > numbers and self.broadcast is None:
-            self.broadcast = (one, other, shape)
-
     # -- attention ---------------------------------------------------------------------------
 
     def _mark(self, tensor: Tensor) -> None:
         self._logits[id(tensor)] = tensor
 
-    def _look_at_softmax(self, logits: Tensor, probabilities: Tensor) -> None:
-        if id(logits) not in self._logits or logits.ndim < 3 or logits.shape[-1] < 4:
-            return
-        self._add_heads(logits.detach().float(), probabilities.detach().float())
+    def _look_at_softmax(self, args: tuple[Any, ...], probabilities: Tensor) -> None:
+        logits = args[0]
+        scores = id(logits) in self._logits
+        self._add_softmax(args, probabilities, scores and logits.ndim >= 3)
+        axis = int(args[1]) % max(1, logits.ndim) - logits.ndim
+        if scores and logits.ndim >= 3 and axis >= -2 and logits.shape[axis] >= LEAST_KEYS:
+            found = [each.detach().float() for each in (logits, probabilities)]
+            keys_last = found if axis == -1 else [each.transpose(-1, -2) for each in found]
+            self._add_heads(*keys_last)
 
-    def _look_at_attention(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        q, k = args[0].detach().float(), args[1].detach().float()
-        if q.ndim != 4 or k.shape[-2] < 4:
-            return
-        options = dict(kwargs)
-        scale = options.get("scale")
-        causal = options.get("is_causal", next((a for a in args[3:] if isinstance(a, bool)), False))
-        mask = options.get("attn_mask", options.get("attn_bias"))
-        if mask is None:
-            mask = next((a for a in args[3:] if isinstance(a, Tensor)), None)
-        if k.shape[1] != q.shape[1]:  # grouped queries
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        logits = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
-        if mask is not None:
-            mask = mask.detach()
-            if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
-            logits = logits + mask
-        if causal:
-            above = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            logits = logits.masked_fill(above, -math.inf)
-        self._add_heads(logits, logits.softmax(-1).nan_to_num())
-
-    def _add_heads(self, logits: Tensor, probabilities: Tensor) -> None:
-        """Logits (b, heads, s, s) or (b * heads, s, s)."""
-        if logits.ndim == 3:
-            logits, probabilities = logits[None], probabilities[None]
-        hidden = torch.finfo(torch.float16).min / 2  # as -inf, and as the smallest number
-        open_keys = logits > hidden
-        keys = open_keys.sum(-1)
-        entropy = torch.special.entr(probabilities).sum(-1) / keys.clamp(min=2).log()
-        rows = keys >= 4
-        sums = (entropy * rows).sum(dim=(0, -1)) / rows.sum(dim=(0, -1)).clamp(min=1)
-        largest = logits.masked_fill(~open_keys, 0).abs().amax(dim=(0, -1, -2))
-        if not bool(rows.any()):
-            return
-        self.heads.append(
-            HeadActivity(self._where(), self._step, tuple(sums.tolist()), tuple(largest.tolist()))
+    def _add_softmax(self, args: tuple[Any, ...], result: Tensor, of_scores: bool) -> None:
+        if not torch.is_grad_enabled() or result.ndim == 0:
+            return  # in backward, and for targets, it may run over anything
+        axis = int(args[1]) % result.ndim
+        self.softmaxes.add(
+            Softmax(self._where(), axis, result, of_scores, self.in_loss),
+            isinstance(args[0], nn.Parameter),
         )
 
-
-def _are_probabilities(values: Tensor) -> bool:
-    """Whether each row is a distribution: in [0, 1], with sum 1."""
-    rows = values.detach().float()
-    if bool(((rows < 0) | (rows > 1)).any()):
-        return False
-    axes = (-1,) if rows.ndim == 2 else (-1, 1)
-    return any(bool(((rows.sum(axis) - 1).abs() < 1e-3).all()) for axis in axes)
+    def _add_heads(self, logits: Tensor, probabilities: Tensor) -> None:
+        found = head_activity(self._where(), self._step, logits, probabilities)
+        if found is not None:
+            self.heads.append(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,47 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._attachment import compiled_code_as_eager
-from torchfmri._checkup.activations import RANGES, function_behind, share_outside
 from torchfmri._checkup.batch_log import BatchLog
 from torchfmri._checkup.copies import Copies, Lost, Split, loss_of, split_batch
+from torchfmri._checkup.leaves import Leaves
+from torchfmri._checkup.loss_reading import loss_facts, parts_of
+from torchfmri._checkup.mixing import mixed_share
+from torchfmri._checkup.step_log import StepLog
 from torchfmri._checkup.watcher import Watcher
-from torchfmri._checkup.weights import (
-    copied_tables,
-    has_equal_rows,
-    noise_scale,
-    relative_size,
-    rms,
-)
+from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
+from torchfmri._diagnosis.facts import LossFacts, MisplacedSoftmax
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import (
-    LossFacts,
     Observation,
     Reach,
     RouterActivity,
-    StepFacts,
     WeightFacts,
 )
 from torchfmri._diagnosis.structure import Structure, describe, parameters_of
 from torchfmri._diagnosis.trace import trace_of
-from torchfmri._elements import flatten
 from torchfmri._history import History
 from torchfmri._incidents.origin import find_origin
 from torchfmri._monitor import Monitor
 from torchfmri._snapshot import copy_of_data
 from torchfmri.exceptions import InspectionError
-
-
-@dataclass
-class _Log:
-    """What each step brought, as it came."""
-
-    clip: list[float] = field(default_factory=list)
-    norm: list[float] = field(default_factory=list)
-    stale: list[bool] = field(default_factory=list)
-    rate: list[float] = field(default_factory=list)
-    stepped: list[bool] = field(default_factory=list)
-    cleared: list[bool] = field(default_factory=list)
 
 
 class Checkup:
@@ -73,21 +56,22 @@ class Checkup:
         self._monitor = Monitor(copies.model, copies.optimizers, watch="*", history=steps + 1)
         self._watcher = Watcher(copies.model, copies.optimizers, self._structure, notes)
         self._batches = BatchLog()
-        self._log = _Log()
+        self._log = StepLog()
         self._loss = LossFacts()
         self._reach: Reach | None = None
         self._origin: Finding | None = None
         self._ignored: int | None = None
         self._heads: list[Any] = []
+        self._softmaxes: list[MisplacedSoftmax] = []
         self._value: Any = None
         self._consumed: set[str] = set()
-        self._strange: dict[int, Tensor] = {}
+        self._leaves = Leaves(copies, self._watcher)
         self._loss_has_graph = True
 
     @property
     def steps_taken(self) -> int:
         """How many steps were begun."""
-        return len(self._log.clip)
+        return len(self._log)
 
     @property
     def history(self) -> History:
@@ -110,7 +94,7 @@ class Checkup:
                     break
             if len(self._monitor.history) < self.steps_taken - 1:
                 self._notes.add("The statistics of some steps are missing: see the warning.")
-        return self._observation()
+        return self._observation(self._mixed())
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -119,12 +103,9 @@ class Checkup:
         copies, watcher = self._copies, self._watcher
         split = None if copies.own_step is not None else split_batch(batch, copies.loss)
         with self._notes.guard("A batch"):
-            self._batches.add(_looked_at(batch, split))
+            self._batches.add(parts_of(batch, split))
         state = torch.get_rng_state()
-        rate = max(
-            (group["lr"] for each in copies.optimizers for group in each.param_groups),
-            default=math.nan,
-        )
+        rates = [float(group["lr"]) for each in copies.optimizers for group in each.param_groups]
         lost, value = False, None
         with ExitStack() as stack:
             stack.enter_context(suppress(Lost))
@@ -135,21 +116,19 @@ class Checkup:
             if value is not None:
                 step.loss(value.detach() if isinstance(value, Tensor) else value)
             lost = False
-        self._log.clip.append(watcher.clip)
-        self._log.norm.append(watcher.norm)
-        self._log.stale.append(watcher.stale)
-        self._log.stepped.append(watcher.stepped)
-        self._log.cleared.append(watcher.cleared)
-        self._log.rate.append(float(rate))
+        self._log.add(watcher.gradients, rates, watcher.trains)
         if number == 0:
             with self._notes.guard("The loss"):
-                self._look_at_loss(split, value)
+                self._look_at_loss(batch, split, value)
         if number <= 1:
             with self._notes.guard("What the loss depends on"):
-                self._look_for_leaves(number, value if self._value is None else self._value)
+                self._leaves.look(value if self._value is None else self._value)
         if detailed and watcher.last_detailed is not None:
             self._heads += watcher.last_detailed.heads
             self._consumed |= watcher.last_detailed.consumed
+            if number == 0:
+                self._softmaxes = watcher.last_detailed.softmaxes.misplaced
+            watcher.last_detailed.release()
         if (
             not lost
             and isinstance(value, Tensor)
@@ -245,51 +224,13 @@ class Checkup:
 
     # -- the loss, once ----------------------------------------------------------------------
 
-    def _look_at_loss(self, split: Split | None, value: Any) -> None:
-        watch = self._watcher.last_detailed
+    def _look_at_loss(self, batch: Any, split: Split | None, value: Any) -> None:
         value = value if self._value is None else self._value
-        output = self._watcher.output
-        tensors = [each.tensor for each in flatten(output) if each.tensor.is_floating_point()]
-        function = ""
-        if tensors:
-            function, _ = function_behind(tensors[0])
-            for log in self._watcher.units.values():
-                log.is_last = log.function == function and self._makes_output(log.layer, tensors[0])
-        target = None if split is None else split.target
-        outside = share_outside(function, target) if isinstance(target, Tensor) else 0.0
-        reach = RANGES[function][0] if function in RANGES else ""
-        if watch is not None and watch.outside > outside:
-            function, outside, reach = "a binary cross entropy", watch.outside, "0 to 1"
-        misread = None if watch is None else watch.misread
-        if misread is not None and watch is not None and watch.classes is None:
-            known = function in ("sigmoid", "softmax") or misread[0] != "logits"
-            misread = misread if known else None
         called = [name for name in self._watcher.called if self._owns_matrix(name)]
-        self._loss = LossFacts(
-            watch.classes if watch else None,
-            watch.cross_entropy if watch else None,
-            misread,
-            watch.broadcast if watch else None,
-            watch.inner if watch else None,
-            float(value.detach()) if isinstance(value, Tensor) else math.nan,
-            function,
-            called[-1] if called else "",
-            relative_size(tensors[0], target) if tensors else math.nan,
-            outside,
-            reach,
-        )
-        self._ignored = watch.ignored if watch else None
-
-    def _makes_output(self, layer: str, output: Tensor) -> bool:
-        nodes = self._watcher._nodes
-        node = output.grad_fn
-        for _ in range(4):
-            if node is None:
-                return False
-            if nodes.get(node) == layer:
-                return True
-            node = next((each for each, _ in node.next_functions if each is not None), None)
-        return False
+        parts = parts_of(batch, split)
+        self._loss = loss_facts(self._watcher, parts, split is not None, value, called)
+        if self._watcher.last_detailed is not None:
+            self._ignored = self._watcher.last_detailed.loss.ignored
 
     def _owns_matrix(self, layer: str) -> bool:
         return any(
@@ -297,61 +238,33 @@ class Checkup:
             for each in self._structure.parameters.values()
         )
 
-    def _look_for_leaves(self, number: int, value: Any) -> None:
-        """Leaves behind the loss that neither the model nor an optimizer nor the data has.
-
-        A tensor that a step makes for itself (to differentiate with respect to its input) is
-        another one at the next step; what stays is a weight.
-        """
-        if not isinstance(value, Tensor) or value.grad_fn is None:
-            return
-        leaves = self._strange_leaves(value)
-        if number == 0:
-            self._strange = leaves
-        else:
-            self._strange = {key: each for key, each in self._strange.items() if key in leaves}
-
-    def _strange_leaves(self, value: Tensor) -> dict[int, Tensor]:
-        known = {id(each) for each in self._copies.model.parameters()}
-        for optimizer in self._copies.optimizers:
-            known |= {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if isinstance(self._copies.loss, nn.Module):
-            known |= {id(each) for each in self._copies.loss.parameters()}
-        inputs = set(self._watcher.inputs)
-        found: dict[int, Tensor] = {}
-        seen, waiting = set(), [value.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if not isinstance(leaf, Tensor) or id(leaf) in known:
-                pass
-            elif leaf.untyped_storage().data_ptr() not in inputs:
-                found[id(leaf)] = leaf
-            waiting += [each for each, _ in node.next_functions]
-        return found
-
-    def _unregistered(self) -> tuple[str, ...]:
-        return tuple(
-            f"a tensor of shape {tuple(each.shape)}"
-            for each in self._strange.values()
-            if self.steps_taken > 1 or isinstance(each, nn.Parameter)
-        )
-
     # -- the end -----------------------------------------------------------------------------
 
-    def _observation(self) -> Observation:
+    def _mixed(self) -> float:
+        """How much samples influence each other, told by the model as it is after the run."""
+        call = self._watcher.last_call
+        if call is None or self._origin is not None or not self._batches.varies:
+            return math.nan
+        try:
+            return mixed_share(self._copies.model, *call)
+        except Exception as error:
+            self._notes.add(
+                "Whether samples influence each other was not looked at: in evaluation mode the "
+                f"model does not run ({type(error).__name__}: {error})."
+            )
+            return math.nan
+
+    def _observation(self, mixed: float) -> Observation:
         watcher = self._watcher
         units = [log.activity() for log in watcher.units.values()]
         reach = Reach(
             tuple(watcher.called),
             frozenset(watcher.without_graph),
             frozenset(self._consumed),
-            frozenset(name for name, kind in watcher.gradients.items() if kind != "none"),
-            self._unregistered(),
+            frozenset(name for name, kind in watcher.gradients.kinds.items() if kind != "none"),
+            self._leaves.unregistered(),
             self._loss_has_graph,
+            tuple(watcher.linear_pairs),
         )
         place = {layer: index for index, layer in enumerate(watcher.called)}
         routers = [
@@ -365,8 +278,11 @@ class Checkup:
             trace_of(self._monitor.history), self._structure,
             [each for each in units if each is not None], self._heads, routers, self._weights(),
             reach, self._loss,
-            self._batches.facts(self._original, watcher.reader, self._ignored),
-            self._step_facts(), copied_tables(self._original), self._origin,
+            replace(
+                self._batches.facts(self._original, watcher.reader, self._ignored), mixed=mixed
+            ),
+            self._log.facts(watcher, self._batches.samples), copied_tables(self._original),
+            [log.facts() for log in watcher.norms.values()], self._softmaxes, self._origin,
         )  # fmt: skip
 
     def _weights(self) -> dict[str, WeightFacts]:
@@ -377,31 +293,10 @@ class Checkup:
             found[name] = WeightFacts(
                 rms(start), rms(end), has_equal_rows(start), has_equal_rows(end),
                 float((start.detach() != end).float().mean()) if end.numel() else 0.0,
-                self._watcher.gradients.get(name, "none"),
+                self._watcher.gradients.kinds.get(name, "none"),
             )  # fmt: skip
         return found
-
-    def _step_facts(self) -> StepFacts:
-        log, watcher = self._log, self._watcher
-        half = {name: small / some for name, (small, some) in watcher.half.items() if some}
-        size = self._batches.samples / max(1, len(log.clip))
-        return StepFacts(
-            np.array(log.clip), np.array(log.norm), np.array(log.stale, bool), np.array(log.rate),
-            np.array(log.stepped, bool), half,
-            tuple(watcher.flushed) if any(half.values()) or watcher.flushed else (),
-            dict(watcher.spread), noise_scale(watcher.samples, size), np.array(log.cleared, bool),
-            dict(watcher.growth),
-        )  # fmt: skip
 
 
 def _no_step(*_: Any, **__: Any) -> None:
     """Stands for an optimizer's step while a step is traced back."""
-
-
-def _looked_at(batch: Any, split: Split | None) -> Split:
-    """A batch in its parts; of a user's own step the last of several is taken for the target."""
-    if split is not None:
-        return split
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return Split(tuple(batch[:-1]), {}, batch[-1])
-    return Split((), dict(batch)) if isinstance(batch, dict) else Split((batch,), {})

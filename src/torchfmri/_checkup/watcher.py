@@ -1,8 +1,7 @@
-"""The hooks of a check-up: on every layer and parameter of a copy."""
+"""The hooks of a check-up on every layer of a copy."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfmri._checkup.activations import function_behind, function_of_module
-from torchfmri._checkup.copies import Lost
+from torchfmri._checkup.gradient_watch import GradientWatch
+from torchfmri._checkup.norm_log import NormLog
 from torchfmri._checkup.operations import OperationWatch
 from torchfmri._checkup.unit_log import UnitLog
-from torchfmri._checkup.weights import growth_in_time
+from torchfmri._checkup.weights import growth_in_time, relative_spread, spread
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.structure import MATRIX_LAYERS, NORM_LAYERS, Structure, parameters_of
 from torchfmri._elements import flatten
 from torchfmri._layers import named_layers
 from torchfmri._torch_private import is_transformed
 
-_SAMPLE = 4096
 _MOST_NODES = 4
 _CONVOLUTIONS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
@@ -59,20 +58,13 @@ class Watcher:
         self.loads: dict[str, list[list[float]]] = {}
         self.spread: dict[str, float] = {}
         self.growth: dict[str, float] = {}
-        self.gradients: dict[str, str] = {}
-        self.half: dict[str, tuple[int, int]] = {}
-        self.flushed: set[str] = set()
+        self.signal: dict[str, float] = {}
+        self.norms: dict[str, NormLog] = {}
+        self.linear_pairs: dict[tuple[str, str], None] = {}
+        self.trains: bool | None = None
         self.output: Any = None
-        self.samples: list[Tensor] = []
+        self.gradients = GradientWatch(notes)
         self._nodes: dict[Any, str] = {}
-        self._raw: dict[int, float] = {}
-        self._used: set[int] = set()
-        self._tainted: set[int] = set()
-        self._reset_step()
-
-    def _reset_step(self) -> None:
-        self.clip = self.norm = math.nan
-        self.stale = self.stepped = self.cleared = False
 
     # -- attaching ---------------------------------------------------------------------------
 
@@ -85,12 +77,8 @@ class Watcher:
                 if id(module) not in seen:
                     seen.add(id(module))
                     self._hook_module(name, module)
-            for name, parameter in parameters_of(self._model).items():
-                if parameter.requires_grad:
-                    self._hook_parameter(name, parameter)
-            for optimizer in self._optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._before_update))
-                self._handles.append(optimizer.register_step_post_hook(self._after_update))
+            parameters = parameters_of(self._model)
+            self._handles += self.gradients.attach(parameters, self._optimizers)
             yield self
         finally:
             for handle in self._handles:
@@ -101,7 +89,8 @@ class Watcher:
     def observing(self, step: int, detailed: bool, batch: Any) -> Iterator[None]:
         """Around one step."""
         self.step = step
-        self._reset_step()
+        self.gradients.begin_step()
+        self.trains = None
         self._nodes.clear()
         self._stack.clear()
         self.inputs = {
@@ -112,7 +101,7 @@ class Watcher:
         if not detailed:
             yield
             return
-        self.detailed = OperationWatch(self.here, step, self._notes)
+        self.detailed = OperationWatch(self.here, step, self._notes, _samples(batch))
         try:
             with self.detailed:
                 yield
@@ -120,6 +109,19 @@ class Watcher:
             self.last_detailed, self.detailed = self.detailed, None
 
     last_detailed: OperationWatch | None = None
+    last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def idle_parameters(self) -> tuple[str, ...]:
+        """The parameters of the optimizers that never stepped."""
+        names = {id(each): name for name, each in parameters_of(self._model).items()}
+        return tuple(
+            names[id(each)]
+            for optimizer in self._optimizers
+            if not self.gradients.steps[id(optimizer)]
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if id(each) in names
+        )
 
     def here(self) -> str:
         """The innermost layer that is running; "" outside of the model."""
@@ -132,6 +134,8 @@ class Watcher:
             self._stack.append(name)
             if torch.is_grad_enabled() or module.training:
                 self.called.setdefault(name)
+            if name == "" and torch.is_grad_enabled():
+                self.last_call = arguments, keywords
             with guard:
                 self._enter(name, module, arguments)
 
@@ -147,6 +151,8 @@ class Watcher:
     # -- forward -----------------------------------------------------------------------------
 
     def _enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if name in self._structure.modes and torch.is_grad_enabled():
+            self.trains = bool(self.trains) or module.training or self._model.training
         first = arguments[0] if arguments else None
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return
@@ -157,15 +163,22 @@ class Watcher:
         is_input = first.untyped_storage().data_ptr() in self.inputs
         if self.reader is None and is_leaf and reads and is_input:
             self.reader = (name, isinstance(module, NORM_LAYERS))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and torch.is_grad_enabled():
+            self.norms.setdefault(name, NormLog(name, module)).add(first)
         if not isinstance(module, MATRIX_LAYERS) or not first.requires_grad:
             return
+        if self.step == 0 and first.ndim >= 2:
+            self.signal.setdefault(name, spread(first))
         function, before = function_behind(first)
         source = self._maker(before)
         made_by = self._nodes.get(first.grad_fn, "")
+        maker = self._layers.get(made_by)
+        if _is_redundant(maker, module):
+            self.linear_pairs.setdefault((made_by, name))
         if function and not function_of_module(self._layers.get(made_by, module)):
             self._log(name, source, function, module).add(self.step, None, first)
         if self.detailed is not None and first.ndim >= 2:
-            self.spread[name] = _spread(first)
+            self.spread[name] = relative_spread(first)
 
     def _leave(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         elements = flatten(output)
@@ -185,7 +198,7 @@ class Watcher:
             self.detailed.made(name, tensor)
         if tensor.dtype == torch.float16 and tensor.requires_grad and name:
             tensor.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._look_at_half(name, gradient)
+                lambda gradient: self.gradients.look_at_half(name, gradient)
             )
         if isinstance(module, nn.RNNBase) and self.detailed is not None and tensor.ndim == 3:
             self.growth.setdefault(name, growth_in_time(tensor, module.batch_first))
@@ -199,6 +212,17 @@ class Watcher:
             choices = tensor.detach().flatten(0, -2).argmax(-1)
             load = torch.bincount(choices, minlength=count).float() / max(1, choices.numel())
             self.loads.setdefault(name, []).append(load.tolist())
+
+    def makes(self, layer: str, output: Tensor) -> bool:
+        """Whether a layer made a tensor, shifts and shapes aside."""
+        node = output.grad_fn
+        for _ in range(_MOST_NODES):
+            if node is None:
+                return False
+            if self._nodes.get(node) == layer:
+                return True
+            node = next((each for each, _ in node.next_functions if each is not None), None)
+        return False
 
     def _maker(self, node: Any) -> str:
         """The layer that made what a node reads, seen through shifts and scales."""
@@ -217,136 +241,20 @@ class Watcher:
             self.units[key] = UnitLog(name, source, function, channels)
         return self.units[key]
 
-    # -- backward ----------------------------------------------------------------------------
 
-    def _hook_parameter(self, name: str, parameter: Tensor) -> None:
-        guard = self._notes.guard(f"The gradient of {name!r}")
-        self.gradients[name] = "none"
-
-        def arrives(gradient: Tensor) -> None:
-            with guard:
-                self._arrives(name, parameter, gradient)
-
-        def arrived(_: Tensor) -> None:
-            with guard:
-                self._arrived(name, parameter)
-
-        register = parameter.register_hook, parameter.register_post_accumulate_grad_hook
-        self._handles += [register[0](arrives), register[1](arrived)]  # type: ignore[no-untyped-call]
-
-    def _arrives(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        identity = id(parameter)
-        if identity in self._used:  # the optimizer has had what is there
-            self._used.discard(identity)
-            left = parameter.grad
-            if left is not None and bool((left != 0).any()):
-                self._tainted.add(identity)
-            else:
-                self._tainted.discard(identity)
-        elif parameter.grad is None:
-            self._tainted.discard(identity)
-        if gradient.dtype == torch.float16:
-            self._look_at_half(name, gradient)
-
-    def _arrived(self, name: str, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        norm = self._raw[id(parameter)] = _norm(gradient)
-        if norm != 0:
-            self.gradients[name] = "some"
-        elif self.gradients[name] == "none":
-            self.gradients[name] = "zero"
-
-    def _look_at_half(self, name: str, gradient: Tensor) -> None:
-        values = gradient.detach().abs()
-        small = int(((values > 0) & (values < torch.finfo(torch.float16).tiny)).sum())
-        some = int((values > 0).sum())
-        before = self.half.get(name, (0, 0))
-        self.half[name] = (before[0] + small, before[1] + some)
-        if some == 0:
-            self.flushed.add(name)
-        else:
-            self.flushed.discard(name)
-
-    # -- the optimizer -----------------------------------------------------------------------
-
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        with self._notes.guard("What the optimizer gets"):
-            self._look_at_update(optimizer)
-
-    def _look_at_update(self, optimizer: Optimizer) -> None:
-        trained = [each for group in optimizer.param_groups for each in group["params"]]
-        found = [each for each in trained if each.grad is not None]
-        if not all(_is_finite(parameter.grad) for parameter in found):
-            raise Lost
-        now = [_norm(parameter.grad) for parameter in found]
-        if any(id(parameter) in self._tainted for parameter in found):
-            self.stale = True
-        raw = [self._raw.get(id(parameter), math.nan) for parameter in found]
-        before = math.sqrt(sum(each**2 for each in raw if math.isfinite(each)))
-        self.norm = before
-        after = math.sqrt(sum(each**2 for each in now))
-        arrived = any(self._raw.get(id(each), 0.0) > 0 for each in trained)
-        self.cleared = self.cleared or (arrived and after == 0)
-        self.clip = _clip_factor(before, after)
-        self._sample(found)
-
-    def _sample(self, parameters: list[Tensor]) -> None:
-        """Keep evenly spaced values of the gradient, to tell its noise from its mean."""
-        share = max(1, sum(each.numel() for each in parameters) // _SAMPLE)
-        parts = [
-            _real(each.grad.detach()).flatten()[::share].float()
-            for each in parameters
-            if each.grad is not None and not each.grad.is_sparse
-        ]
-        if parts and len(self.samples) < 25:
-            self.samples.append(torch.cat(parts))
-
-    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        self.stepped = True
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._raw.pop(id(parameter), None)
-                self._used.add(id(parameter))
+def _samples(batch: Any) -> int:
+    """How many samples a batch has; 0 where another axis of it is as long, or nobody can tell."""
+    shapes = [tuple(each.tensor.shape) for each in flatten(batch)]
+    if not shapes or not shapes[0] or shapes[0][0] < 2:
+        return 0
+    count = shapes[0][0]
+    if any(not shape or shape[0] != count or count in shape[1:] for shape in shapes):
+        return 0
+    return count
 
 
-def _norm(gradient: Tensor | None) -> float:
-    # In float64: the squares of large gradients overflow float32.
-    values = _dense(gradient)
-    wide = torch.complex128 if values.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(values, dtype=wide).real)
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return bool(torch.isfinite(_dense(gradient)).all())
-
-
-def _dense(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-
-
-def _real(values: Tensor) -> Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
-
-
-def _clip_factor(before: float, after: float) -> float:
-    """By what the gradients were multiplied; 1 where that is the unscaling of a GradScaler."""
-    if before <= 0 or after <= 0:
-        return math.nan
-    factor = after / before
-    power = math.log2(factor)
-    if abs(power) >= 4 and abs(power - round(power)) < 1e-4:
-        return 1.0
-    return factor
-
-
-def _spread(values: Tensor) -> float:
-    """How much rows (samples) differ from each other, relative to their size."""
-    rows = values.detach().float().flatten(1) if values.ndim == 2 else values.detach().float()
-    if rows.shape[0] < 4:
-        return math.nan
-    size = float(rows.square().mean())
-    apart = float((rows - rows.mean(0)).square().mean())
-    return math.sqrt(apart / size) if size > 0 else 0.0
+def _is_redundant(maker: nn.Module | None, reader: nn.Module) -> bool:
+    """Whether two Linear layers in a row are no more than one: nothing between, no waist."""
+    if not isinstance(maker, nn.Linear) or not isinstance(reader, nn.Linear) or maker is reader:
+        return False
+    return maker.out_features >= min(maker.in_features, reader.out_features)

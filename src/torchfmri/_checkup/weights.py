@@ -42,6 +42,20 @@ def rms(parameter: Tensor) -> float:
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
+def spread(values: Tensor) -> float:
+    """Root mean square of how rows (samples) differ from their mean; nan of fewer than four."""
+    rows = values.detach().float()
+    if rows.shape[0] < 4:
+        return math.nan
+    return math.sqrt(float((rows - rows.mean(0)).square().mean()))
+
+
+def relative_spread(values: Tensor) -> float:
+    """How much rows (samples) differ from each other, relative to their size."""
+    apart, size = spread(values), rms(values)
+    return apart if math.isnan(apart) else apart / size if size > 0 else 0.0
+
+
 def growth_in_time(output: Tensor, batch_first: bool) -> float:
     """Rms of a recurrent layer's last output / of its first."""
     steps = output.detach() if not batch_first else output.detach().transpose(0, 1)

@@ -34,7 +34,7 @@ class Cut:
 UPDATE_HIGH = Cut(
     0.1, "update / weight per step, median over the matrices", True,
     "a tenth of every weight replaced per step, while the loss does not fall; the rule of thumb is "
-    "1e-3, healthy runs have 2e-3 to 1.5e-2 and up to 0.1 while the loss falls",
+    "1e-3, healthy runs have 2e-3 to 1.5e-2 and up to 0.11 while the loss falls",
 )  # fmt: skip
 UPDATE_REPLACED = Cut(
     1.0, "update / weight of one step, median over the matrices", True,
@@ -48,6 +48,21 @@ UPDATE_LOW = Cut(
     1e-6, "update / weight per step, median over the matrices", False,
     "a million steps to change a weight once; fine-tuning at lr 1e-6 still has 5e-5",
 )  # fmt: skip
+GROUP_GAP = Cut(
+    10.0, "learning rate of a group / that of the group nearest to it", True,
+    "layer-wise decay has steps of 1.1 to 2.6 and width-wise (muP) rates are equal at the width "
+    "they are tuned at; a head may well have 10 to 1000 times its body's rate, so this counts "
+    "together with the group's own update / weight",
+)  # fmt: skip
+RATE_LEFT = Cut(
+    1e-3, "learning rate / the largest before, on a quarter of the steps", False,
+    "a cosine is below it for the last 2 % of its steps and a line for the last 0.1 %; three "
+    "drops by ten just reach it",
+)  # fmt: skip
+MOMENTUM = Cut(
+    0.999, "momentum of SGD", True,
+    "a gradient is added 1/(1 - momentum) times: a thousandfold; at 1 none is ever forgotten",
+)  # fmt: skip
 LOSS_NOT_BETTER = Cut(
     0.95, "loss afterwards / loss before", True,
     "a run that learns gets below it within a few steps of the size above",
@@ -60,6 +75,10 @@ DIVERGED = Cut(
 CLIPPED = Cut(
     1e-2, "norm after clipping / before, on nine steps in ten", False,
     "measured: 5e-5 where an explosion hides, 0.65 where clipping is in order",
+)  # fmt: skip
+CLIPPED_NORM = Cut(
+    1e-2, "norm of the gradients after clipping, where that leaves a hundredth or less", False,
+    "usual limits are 0.1 to 10: below, it is the limit that is wrong and not the gradients",
 )  # fmt: skip
 DECAY = Cut(
     0.01, "learning rate x weight decay, per step", True,
@@ -103,6 +122,12 @@ GROWTH_ALARM = Cut(
     1e3, "rms of the last / of the first of alike layers, growing along the depth", True,
     "the first layers' share of the sum is below 0.1 %",
 )  # fmt: skip
+SIGNAL_LEFT = Cut(
+    1e-4, "difference between samples, last / first hidden layer, where the loss does not fall",
+    False,
+    "the default of Linear behind ReLU leaves 0.41 per layer: 5e-4 after 9 layers, where Adam "
+    "still learns, and 4e-8 after 20, where nothing does",
+)  # fmt: skip
 DEAD_INFORM = Cut(
     0.1, "share of units that are off for every sample of a window", True,
     "healthy small nets lose up to 16 % of their units without harm",
@@ -110,7 +135,7 @@ DEAD_INFORM = Cut(
 DEAD_WARN = Cut(
     0.25, "share of units that are off for every sample of a window", True,
     "measured: 1.0 with a bad bias; 0 in healthy nets, also where 77 % of the values are 0; a "
-    "remark where the loss falls to half all the same (few clusters, up to 0.41)",
+    "remark where the loss falls to half all the same (few clusters, up to 0.42)",
 )  # fmt: skip
 DEAD_ALARM = Cut(0.5, "share of units that are off for every sample of a window", True, "half")
 DROPPED = Cut(
@@ -157,12 +182,21 @@ GAIN = Cut(
     4.0, "rms of a matrix x sqrt(fan in), together with a symptom", True,
     "0.58 is PyTorch's default for Linear, 1.41 Kaiming's: outputs are so many times the inputs",
 )  # fmt: skip
+LOGITS_LEFT = Cut(
+    0.01, "largest logit / largest output of the last layer, where the loss does not fall", False,
+    "temperatures are 0.01 to 20 (distillation); beyond, differences between classes are lost",
+)  # fmt: skip
 OUTPUT_SIZE = Cut(
     10.0, "rms of the first output / rms of the targets", True, "a hundredfold first squared error",
 )  # fmt: skip
 INPUT_SIZE = Cut(
     30.0, "rms of the input, where no norm layer reads it", True,
     "initialisations assume about 1; raw pixels have 130, healthy data 0.3 to 3",
+)  # fmt: skip
+INPUT_SMALL = Cut(
+    1e-2, "rms of the input, where no norm layer reads it and the loss does not fall", False,
+    "initialisations assume about 1: behind the first layer a bias of default size is then a "
+    "hundred times what differs between samples; audio has 0.02 to 0.1, pixels of 0 to 1 have 0.5",
 )  # fmt: skip
 TARGET_SIZE = Cut(
     100.0, "rms of the targets, where the loss does not fall by 5 %", True,
@@ -172,6 +206,11 @@ TARGET_SIZE = Cut(
 REPEATED = Cut(
     0.5, "share of samples that equal another one of their batch", True, "more copies than data",
 )  # fmt: skip
+CHANGING = Cut(
+    0.5, "share of the samples seen before that had another class then", True,
+    "classes drawn anew agree once in as many times as there are classes; noise in labels is the "
+    "same at each visit",
+)  # fmt: skip
 ONE_CLASS = Cut(
     0.5, "share of batches with a single class, where there are several, above chance", True,
     "sorted data has such a batch at nearly every step, and shuffled data 0 more than chance gives "
@@ -179,6 +218,25 @@ ONE_CLASS = Cut(
 )  # fmt: skip
 PADDING = Cut(0.1, "share of the targets that are padding", True, "a tenth of the loss")
 OUTSIDE = Cut(0.05, "share of the targets that the last function cannot return", True, "arithmetic")
+
+MIXED = Cut(
+    1e-3, "change of an output when another sample is exchanged / how outputs differ", True,
+    "0 where samples are computed one by one; rounding is about 1e-6",
+)  # fmt: skip
+FUTURE = Cut(
+    0.5, "share of later tokens that attention may read, where the next token is the target", True,
+    "arithmetic: 0 with a causal mask, 1 without",
+)  # fmt: skip
+NORM_VALUES = Cut(
+    5.0, "how many numbers of a channel a batch norm averages", False,
+    "two numbers become -1 and 1 whatever they were, and n at most sqrt(n - 1): below five hardly "
+    "more than their order is left",
+)  # fmt: skip
+NORM_MOMENTUM = Cut(
+    0.5, "share of the newest batch in a batch norm's running statistics", True,
+    "arithmetic: they are a mean of about (2 - m)/m batches, less than three above 0.5; 0.1 is "
+    "the default, and what Keras and papers call momentum is 1 - m",
+)  # fmt: skip
 
 # -- precision -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Diagnoses of what flows: sizes along the depth, units off or flat, attention, experts."""
+"""Diagnoses of what flows: units that are off or flat, attention, experts."""
 
 from __future__ import annotations
 
@@ -10,111 +10,21 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding, Severity
 from torchfmri._diagnosis.observation import HeadActivity, Observation
+from torchfmri._diagnosis.profiles import gradient_profile
 from torchfmri._diagnosis.signals import (
-    DepthProfile,
+    SMALL_GAIN,
     dead_shares,
     experts_in_use,
     flat_shares,
     gains,
-    gradient_profile,
-    growths,
+    learns,
     median,
 )
 from torchfmri._diagnosis.words import how_many, listed, percent
 from torchfmri._rows import plural
 
 _LEAST_STEPS = 5
-_SECOND = 1e-3
 _LEAST_VALUES = 1024
-_SMALL_GAIN = 0.2
-
-
-def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that get smaller layer by layer on their way to the input."""
-    profile = gradient_profile(seen)
-    if profile is None or not _vanishes(profile):
-        return
-    small = profile.rms < math.sqrt(cuts.DEPTH_RATIO.value) * profile.rms.max()
-    layers = tuple(
-        dict.fromkeys(
-            each.layer for each, is_small in zip(profile.parameters, small, strict=True) if is_small
-        )
-    )
-    per_layer = profile.ratio ** (1 / (len(profile.rms) - 1))
-    gain = median(list(gains(seen).values()))
-    why = ""
-    if gain < _SMALL_GAIN:
-        why = f" The weights are small: outputs are {gain:.2g} times their inputs."
-    yield Finding(
-        "vanishing_gradients", "alarm", layers, "backward", int(seen.trace.steps[0]),
-        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
-        f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
-        f"per layer: the first layers do not learn.{why}",
-        "Use an activation that is not flat (ReLU, GELU), normalisation or residual connections, "
-        "and an initialisation that keeps variances.",
-        {"ratio": profile.ratio, "factor_per_layer": per_layer, "trend": profile.trend},
-    )  # fmt: skip
-
-
-def exploding_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that get larger layer by layer on their way to the input."""
-    profile = gradient_profile(seen)
-    if profile is None or profile.trend > -cuts.DEPTH_TREND.value:
-        return
-    if profile.ratio >= cuts.DEPTH_RATIO.value or not len(seen.trace):
-        return
-    if profile.second_ratio >= _SECOND:
-        return
-    yield Finding(
-        "exploding_gradients", "alarm",
-        tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])), "backward",
-        int(seen.trace.steps[0]),
-        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
-        f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
-        "Use an initialisation that keeps variances, normalisation, or residual connections.",
-        {"ratio": 1 / profile.ratio, "trend": profile.trend},
-    )  # fmt: skip
-
-
-def activation_growth(seen: Observation) -> Iterator[Finding]:
-    """Outputs that grow from one alike layer to the next."""
-    worst = None
-    for growth in growths(seen):
-        if growth.trend < 0.9 or not growth.factor > cuts.GROWTH_WARN.value:
-            continue
-        # Of a block and the layers inside it the block is the one to name.
-        if worst is None or growth.layers[0].count(".") < worst.layers[0].count("."):
-            worst = growth
-    if worst is None:
-        return
-    severity = "alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn"
-    per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
-    yield Finding(
-        "activation_growth", severity, tuple(worst.layers), "forward", worst.step,  # type: ignore[arg-type]
-        f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to {worst.layers[-1]!r}, "
-        f"by {per_layer:.2g} per layer: what the first layers add is lost in the sum, and the next "
-        "doubling may overflow.",
-        "Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0).",
-        {"factor": worst.factor, "factor_per_layer": per_layer, "rms_last": float(worst.rms[-1])},
-    )  # fmt: skip
-
-
-def recurrent_growth(seen: Observation) -> Iterator[Finding]:
-    """Outputs of a recurrent layer that grow along the sequence."""
-    growth = {} if seen.steps is None else seen.steps.growth
-    large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN.value}
-    if not large:
-        return
-    layer, factor = max(large.items(), key=lambda each: each[1])
-    severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
-    yield Finding(
-        "activation_growth", severity, tuple(large), "forward", int(seen.trace.steps[0]),
-        f"From the first to the last step of a sequence the outputs of {layer!r} grow "
-        f"{factor:,.0f}-fold, and gradients with them on their way back.",
-        "Start the recurrent weights orthogonal with gain 1, use tanh instead of relu, or an LSTM "
-        "or GRU.",
-        {"factor": factor},
-    )  # fmt: skip
 
 
 def excessive_dropout(seen: Observation) -> Iterator[Finding]:
@@ -156,7 +66,7 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
     )
     severity: Severity = "alarm" if share >= cuts.DEAD_ALARM.value else "inform"
     died = worst.first_silent != 0  # what chance switched off at the start is no loss
-    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and not _learns(seen):
+    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and not learns(seen):
         severity = "warn"
     others = f" (and more in {plural(len(dead) - 1, 'other layer')})" if len(dead) > 1 else ""
     yield Finding(
@@ -168,12 +78,6 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
         "GELU.",
         {"dead_share": share, "samples": worst.samples, "steps": worst.steps},
     )  # fmt: skip
-
-
-def _learns(seen: Observation) -> bool:
-    """Whether the loss falls to less than half all the same."""
-    loss = seen.trace.loss
-    return median(loss[-len(loss) // 3 :]) < 0.5 * median(loss[:3])
 
 
 def dead_layer(seen: Observation) -> Iterator[Finding]:
@@ -227,7 +131,7 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
         for layer, gain in list(large.items())[:1]
     )
     severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
-    if severity == "warn" and _learns(seen):
+    if severity == "warn" and learns(seen):
         severity = "inform"
     yield Finding(
         "saturated_units", severity, layers, "forward",
@@ -309,16 +213,8 @@ def routing_collapse(seen: Observation) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _vanishes(profile: DepthProfile) -> bool:
-    return (
-        profile.trend >= cuts.DEPTH_TREND.value
-        and profile.ratio < cuts.DEPTH_RATIO.value
-        and profile.second_ratio < _SECOND
-    )
-
-
 def _signal_is_lost(seen: Observation) -> bool:
     """Whether weights are so small that only biases are left: units are then on or off for all."""
     profile = gradient_profile(seen)
-    small = median(list(gains(seen).values())) < _SMALL_GAIN
-    return profile is not None and small and _vanishes(profile)
+    small = median(list(gains(seen).values())) < SMALL_GAIN
+    return profile is not None and small and profile.vanishes

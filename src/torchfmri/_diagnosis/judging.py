@@ -1,4 +1,4 @@
-"""Diagnoses of data, initialisation, loss and precision: what goes in, and what is compared."""
+"""Diagnoses of data, initialisation and precision: what a model begins with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.signals import gains, growths, initial_loss_ratio
+from torchfmri._diagnosis.profiles import growths
+from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck
 from torchfmri._diagnosis.words import listed, percent
 
 _LARGEST_HALF = 65504.0
@@ -24,6 +25,9 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
     data = seen.data
     if data is None or data.rms is None or data.normalised or not data.reader:
         return
+    if data.rms < cuts.INPUT_SMALL.value:
+        yield from _small_inputs(seen, data.rms, data.reader)
+        return
     if data.rms <= cuts.INPUT_SIZE.value:
         return
     yield Finding(
@@ -33,6 +37,21 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
         "Subtract the mean and divide by the standard deviation of the training data (or put a "
         "norm layer first).",
         {"input_rms": data.rms},
+    )  # fmt: skip
+
+
+def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Finding]:
+    """Inputs so small that biases are all that the next layers see, where nothing is learnt."""
+    if not is_stuck(seen):
+        return
+    yield Finding(
+        "unscaled_inputs", "warn", (reader,), "data", 0,
+        (f"The inputs have an rms of {rms:.2g}" if rms > 0 else "The inputs are 0")
+        + f", and {reader!r} takes them as they are: next to its bias they make no difference, and "
+        "the loss does not fall. Initial weights and learning rates assume about 1.",
+        "Subtract the mean and divide by the standard deviation of the training data; see that it "
+        "is not scaled down twice.",
+        {"input_rms": rms},
     )  # fmt: skip
 
 
@@ -57,7 +76,19 @@ def unscaled_targets(seen: Observation) -> Iterator[Finding]:
 def duplicate_samples(seen: Observation) -> Iterator[Finding]:
     """Batches that consist of copies, or copies that have different targets."""
     data = seen.data
-    if data is None or data.repeated <= cuts.REPEATED.value:
+    if data is None:
+        return
+    if data.changing > cuts.CHANGING.value:
+        yield Finding(
+            "contradictory_labels", "warn", (), "data", 0,
+            f"{percent(data.changing)} of the samples that came again had another class than "
+            "before: targets do not belong to their inputs.",
+            "See that inputs and targets are shuffled together: one dataset that returns both, one "
+            "sampler.",
+            {"changing_share": data.changing},
+        )  # fmt: skip
+        return
+    if data.repeated <= cuts.REPEATED.value:
         return
     contradicting = data.contradicting > cuts.REPEATED.value / 2
     yield Finding(
@@ -162,85 +193,6 @@ def initial_loss(seen: Observation) -> Iterator[Finding]:
         "Make the output layer's weights smaller (or divide the logits); look at its input's size.",
         {"cross_entropy": loss.cross_entropy, "ratio": ratio, "classes": loss.classes},
     )  # fmt: skip
-
-
-def misread_output(seen: Observation) -> Iterator[Finding]:
-    """A loss that takes the output for something it is not."""
-    loss = seen.loss
-    if loss is None or loss.misread is None:
-        return
-    expected, found = loss.misread
-    cures = {
-        ("logits", "probabilities"): "Hand the logits over: the loss applies softmax (or sigmoid) "
-        "itself.",
-        ("logits", "probabilities over the batch"): "Remove the softmax, which besides runs over "
-        "the samples (dim=0) instead of the classes.",
-        ("log-probabilities", "probabilities"): "Take log_softmax, or cross_entropy of the logits.",
-        ("log-probabilities", "logits"): "Use cross_entropy instead of nll_loss, or log_softmax "
-        "before it.",
-    }
-    name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
-    yield Finding(
-        name, "alarm", (loss.output_layer,) if loss.output_layer else (), "loss", 0,
-        f"The loss takes {expected}, but the output is {found}"
-        + (": softmax or sigmoid is applied twice, which flattens the gradient."
-           if expected == "logits" else "."),
-        cures[loss.misread],
-    )  # fmt: skip
-
-
-def loss_broadcast(seen: Observation) -> Iterator[Finding]:
-    """A comparison of output and target that pairs every sample with every other."""
-    if seen.loss is None or seen.loss.broadcast is None:
-        return
-    one, other, result = seen.loss.broadcast
-    yield Finding(
-        "loss_broadcast", "alarm", (), "loss", 0,
-        f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
-        "compared with every target, and the best answer is their mean.",
-        "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
-        {"output": list(one), "target": list(other), "result": list(result)},
-    )  # fmt: skip
-
-
-def inverted_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss with the wrong sign: it is made larger."""
-    loss = seen.loss
-    if loss is None or loss.inner is None or not loss.inner > 0 or not loss.value < 0:
-        return
-    if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
-        return
-    yield Finding(
-        "inverted_loss", "alarm", (), "loss", 0,
-        f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes the "
-        "error larger.",
-        "Remove the minus.",
-        {"loss": loss.value, "error": loss.inner},
-    )  # fmt: skip
-
-
-def unreachable_targets(seen: Observation) -> Iterator[Finding]:
-    """Targets that the last function of the model cannot return."""
-    loss = seen.loss
-    if loss is None:
-        return
-    layers = (loss.output_layer,) if loss.output_layer else ()
-    if loss.outside > cuts.OUTSIDE.value:
-        yield Finding(
-            "unreachable_targets", "alarm", layers, "loss", 0,
-            f"The model ends in {loss.output_function}, which has the range {loss.range}, but "
-            f"{percent(loss.outside)} of the targets lie outside.",
-            "Scale the targets into its range (masks of 0 and 255 by 1/255), or use another last "
-            "activation or loss.",
-            {"outside_share": loss.outside},
-        )  # fmt: skip
-    elif loss.output_function == "relu" and loss.classes is not None:
-        yield Finding(
-            "activation_before_loss", "warn", layers, "loss", 0,
-            "The logits go through relu before the cross entropy: no class can be made less likely "
-            "than one at 0, and units at 0 do not learn.",
-            "Remove the activation after the last layer.",
-        )  # fmt: skip
 
 
 # -- precision -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._diagnosis.facts import DataFacts, LossFacts, MisplacedSoftmax, NormFacts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.structure import Structure
 from torchfmri._diagnosis.trace import Trace
@@ -60,12 +61,17 @@ class HeadActivity:
         step: The step.
         entropy: Of each head, relative to ln of the number of keys; mean over the queries.
         logit: The largest |logit| of each head before the softmax.
+        keys: How many keys there are.
+        future: The share of the keys after its own place that a query may read; nan where queries
+            and keys are not as many.
     """
 
     layer: str
     step: int
     entropy: tuple[float, ...]
     logit: tuple[float, ...]
+    keys: int = 0
+    future: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,7 @@ class Reach:
         reached: Those at whose output a gradient arrived.
         unregistered: Leaf tensors behind the loss that the model does not list as parameters.
         loss_has_graph: Whether the loss can be differentiated at all.
+        linear_pairs: Linear layers with nothing between them that one could not do alone.
     """
 
     called: tuple[str, ...]
@@ -123,71 +130,7 @@ class Reach:
     reached: frozenset[str]
     unregistered: tuple[str, ...]
     loss_has_graph: bool
-
-
-@dataclass(frozen=True)
-class LossFacts:
-    """What the loss does with the output, at the first step.
-
-    Attributes:
-        classes: Of a cross entropy; None where there is none.
-        cross_entropy: The mean over the targets that count, in nats; None likewise.
-        misread: What the output is taken for and what it is: ("logits", "probabilities").
-        broadcast: The two shapes that a comparison blew up, and the shape of the result.
-        inner: The value of the innermost loss (mean squared error, cross entropy), if there is one.
-        value: The loss itself.
-        output_function: What made the output: "relu", "sigmoid", "tanh", "softmax", or "".
-        output_layer: The last layer with parameters.
-        output_size: rms of the output / rms of the targets; nan where these are no numbers.
-        outside: The share of the targets that this function cannot return.
-        range: What it can return, in words.
-    """
-
-    classes: int | None = None
-    cross_entropy: float | None = None
-    misread: tuple[str, str] | None = None
-    broadcast: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
-    inner: float | None = None
-    value: float = float("nan")
-    output_function: str = ""
-    output_layer: str = ""
-    output_size: float = float("nan")
-    outside: float = 0.0
-    range: str = ""
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """What was seen in the batches.
-
-    Attributes:
-        rms: Of the floating-point inputs, largest over the batches; None where there are none.
-        normalised: Whether a norm layer is what reads the input.
-        reader: The layer that reads the input.
-        repeated: The share of samples that equal another of their batch, over all batches.
-        contradicting: The share of these that have another target.
-        samples: How many samples were seen.
-        one_class_batches: The share of batches (of at least 8) in which all targets are one class,
-            less what chance gives.
-        classes_seen: How many classes over all batches.
-        padding: The share of target positions that look like padding and count in the loss.
-        padding_token: Which token that is.
-        padding_rows: Embedding layer -> rms of its padding row, where that is not 0.
-        target_rms: Of floating-point targets, largest over the batches; 0 where there are none.
-    """
-
-    rms: float | None = None
-    normalised: bool = False
-    reader: str = ""
-    repeated: float = 0.0
-    contradicting: float = 0.0
-    samples: int = 0
-    one_class_batches: float = 0.0
-    classes_seen: int = 0
-    padding: float = 0.0
-    padding_token: int | None = None
-    padding_rows: Mapping[str, float] = field(default_factory=dict)
-    target_rms: float = 0.0
+    linear_pairs: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +149,12 @@ class StepFacts:
         noise_scale: Batch size at which the noise of the gradient equals the gradient, in samples.
         cleared: Whether gradients arrived and were gone when the optimizer stepped.
         growth: Recurrent layer -> rms of its last output / of its first, at the first step.
+        rates: (step, group): the learning rate of each group.
+        early: Whether the optimizer stepped before backward, with nothing.
+        evaluated: Whether all dropout and batch norms, and the model, were in evaluation mode.
+        idle: The parameters of optimizers that never stepped.
+        passes: How many backward passes an update is made of, mostly.
+        signal: Matrix layer -> by how much its input differs between samples, at the first step.
     """
 
     clip: Floats
@@ -219,6 +168,12 @@ class StepFacts:
     noise_scale: float = float("nan")
     cleared: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     growth: Mapping[str, float] = field(default_factory=dict)
+    rates: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    early: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    evaluated: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    signal: Mapping[str, float] = field(default_factory=dict)
+    passes: int = 0
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -227,6 +182,8 @@ class Observation:
 
     Attributes:
         copied_tables: Embeddings and output layers that are two parameters of equal values.
+        norms: The batch norms that ran.
+        softmaxes: Those that run over the wrong axis.
         origin: Where the first number that is not finite came from, if the run ended there.
     """
 
@@ -241,6 +198,8 @@ class Observation:
     data: DataFacts | None = None
     steps: StepFacts | None = None
     copied_tables: Sequence[tuple[str, str]] = ()
+    norms: Sequence[NormFacts] = ()
+    softmaxes: Sequence[MisplacedSoftmax] = ()
     origin: Finding | None = None
 
     @property

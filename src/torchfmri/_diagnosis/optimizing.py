@@ -10,22 +10,66 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
+    is_stuck,
     median,
     update_ratios,
 )
-from torchfmri._diagnosis.words import percent
+from torchfmri._diagnosis.words import listed, percent
 
 _SUSTAINED = 3
 _WINDOW = 5
 _LEAST_STEPS = 10
-_STOPPED = 3
 _RECENT = 50
 
 
 def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
-    """Updates that replace the weights, while the loss does not fall."""
+    """Updates that replace the weights, of all while the loss does not fall, or of one group."""
+    found = next(_too_high(seen), None)
+    if found is not None:
+        yield found
+    else:
+        yield from _group_too_high(seen)
+
+
+def _group_too_high(seen: Observation) -> Iterator[Finding]:
+    """One group whose weights are replaced, beside others that are changed with care."""
+    facts = seen.structure.parameters
+    for group in far_groups(seen):
+        weights = [name for name in group.parameters if _is_weight(name)]
+        ratios = update_ratios(seen, weights)
+        large = ratios > cuts.UPDATE_HIGH.value
+        calm = update_ratios(seen, [name for name in facts if name not in group.parameters])
+        if not group.above or not large.any() or median(calm) > cuts.UPDATE_HIGH.value:
+            continue
+        place = int(large.argmax())
+        ahead = ratios[place : place + _WINDOW]
+        replaced = bool((ahead > cuts.UPDATE_REPLACED.value).any())
+        stuck = is_stuck(seen) or seen.origin is not None
+        if int(large[place : place + _WINDOW].sum()) < _SUSTAINED or not (replaced or stuck):
+            continue
+        before, after = _loss_around(seen.trace.loss, place)
+        yield Finding(
+            "learning_rate_too_high", "alarm" if stuck else "warn", group.layers, "optimizer",
+            int(seen.trace.steps[place]),
+            f"From step {seen.trace.steps[place]} on, each step changed the weights of "
+            f"{listed(group.layers)} by {percent(median(ahead))} of their size (usual is about "
+            f"0.1 % to 1 %): their group has the learning rate {group.rate:g}, the nearest other "
+            f"{group.nearest:g}.",
+            f"Lower the learning rate of this group ({group.rate:g}) by a factor of "
+            f"{_factor(median(ahead))}; a head usually has up to ten times its body's.",
+            {"update_ratio": median(ahead), "loss_before": before, "loss_after": after},
+        )  # fmt: skip
+
+
+def _is_weight(name: str) -> bool:
+    """Whether it is the weight of a layer; a prompt or a table of its own may be made anew."""
+    return name.rpartition(".")[2].startswith("weight")
+
+
+def _too_high(seen: Observation) -> Iterator[Finding]:
     ratios = update_ratios(seen)
     steps, loss = seen.trace.steps, seen.trace.loss
     turned = len(ratios) if seen.origin is not None else first_nonfinite(seen)
@@ -59,7 +103,7 @@ def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
             if math.isfinite(after)
             else "and the loss was not seen"
         )
-        rate = _rate(seen)
+        rate = rate_in_words(seen)
         yield Finding(
             "learning_rate_too_high", "alarm", (), "optimizer", int(steps[place]),
             f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} of "
@@ -86,28 +130,8 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
     yield Finding(
         "diverging_loss", "alarm", (), "optimizer", int(seen.trace.steps[start]),
         f"The loss grew from {first:.3g} to {last:.3g} and stays there.",
-        f"Lower the learning rate{_rate(seen)}; with momentum, by more than you think.",
+        f"Lower the learning rate{rate_in_words(seen)}; with momentum, by more than you think.",
         {"loss_first": first, "loss_last": last},
-    )  # fmt: skip
-
-
-def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
-    """Updates so small that nothing will come of them."""
-    ratios = update_ratios(seen)
-    known = ratios[np.isfinite(ratios)]
-    if len(known) < _LEAST_STEPS or not (known > 0).any():
-        return
-    typical = median(known)
-    rates = seen.steps.learning_rate if seen.steps is not None else np.array([])
-    warming_up = len(rates) > 1 and rates[-1] > rates[0]
-    if typical == 0 or typical >= cuts.UPDATE_LOW.value or warming_up or known[-1] > 2 * known[0]:
-        return
-    yield Finding(
-        "learning_rate_too_low", "warn", (), "optimizer", int(seen.trace.steps[0]),
-        f"Each step changes the weights by {percent(typical)} of their size (usual is about 0.1 % "
-        "to 1 %).",
-        f"Raise the learning rate{_rate(seen)}, or look for what makes the gradients so small.",
-        {"update_ratio": typical},
     )  # fmt: skip
 
 
@@ -196,11 +220,6 @@ def _is_worse(before: float, after: float) -> bool:
     if before <= 0:
         return after > before
     return after > cuts.LOSS_NOT_BETTER.value * before
-
-
-def _rate(seen: Observation) -> str:
-    rates = {group["lr"] for group in seen.structure.groups if math.isfinite(group["lr"])}
-    return f" ({max(rates):g})" if rates else ""
 
 
 def _factor(ratio: float) -> str:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._diagnosis.cuts import GROWTH_WARN
+from torchfmri._diagnosis.cuts import LOSS_NOT_BETTER
 from torchfmri._diagnosis.observation import Floats, Observation, UnitActivity
 from torchfmri._diagnosis.structure import ParameterFacts
 
 _NEAR_ZERO = 0.05
 """rms x sqrt(fan in) of weights that have yet to grow (adapters, branches that start at 0)."""
-_LEAST_LAYERS = 4
+SMALL_GAIN = 0.2
+"""rms x sqrt(fan in) below which a layer makes signals a fifth of what they were."""
 _EQUAL = 1e-3
+_APART = 1.1
+LEAST_STEPS = 10
 _LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
-_DIGITS = re.compile(r"\d+")
 
 
 def median(values: Floats | Sequence[float]) -> float:
@@ -50,10 +50,26 @@ def trained_matrices(seen: Observation) -> list[ParameterFacts]:
     return in_order(seen, chosen)
 
 
-def update_ratios(seen: Observation) -> Floats:
-    """Update / weight at each step: the median over the matrices that are not near 0."""
+def _maps(each: ParameterFacts | None) -> bool:
+    """Whether it is an array that an optimizer may change, and no table."""
+    if each is None or not each.trainable or each.optimized is False:
+        return False
+    return len(each.shape) >= 2 and "Embedding" not in each.kind
+
+
+def update_ratios(seen: Observation, among: Collection[str] | None = None) -> Floats:
+    """Update / weight at each step: the median over the matrices that are not near 0.
+
+    Args:
+        seen: What was observed.
+        among: The parameters to look at; all by default.
+    """
     trace = seen.trace
-    names = {each.name: each for each in trained_matrices(seen)}
+    if among is None:
+        names = {each.name: each for each in trained_matrices(seen)}
+    else:  # one group may be a single filter bank of one channel
+        facts = seen.structure.parameters
+        names = {name: facts[name] for name in among if _maps(facts.get(name))}
     chosen = [name for name in trace.parameters if name in names]
     if not chosen or not len(trace):
         return np.full(len(trace), math.nan)
@@ -66,107 +82,6 @@ def update_ratios(seen: Observation) -> Floats:
             gain = sizes[:, known[name]] * math.sqrt(names[name].fan_in)
             ratios[gain < _NEAR_ZERO, column] = math.nan
     return row_medians(ratios)
-
-
-@dataclass(frozen=True)
-class DepthProfile:
-    """How the gradients of the matrices change along the depth.
-
-    Attributes:
-        parameters: In the order in which they run.
-        rms: Of the gradient of each, the median over the steps.
-        trend: Rank correlation of rms with depth; positive: smaller towards the input.
-    """
-
-    parameters: list[ParameterFacts]
-    rms: Floats
-    trend: float
-
-    @property
-    def ratio(self) -> float:
-        """Smallest / largest."""
-        return float(self.rms.min() / self.rms.max())
-
-    @property
-    def second_ratio(self) -> float:
-        """Second smallest / largest: one layer that differs is no trend."""
-        return float(np.sort(self.rms)[1] / self.rms.max())
-
-
-def gradient_profile(seen: Observation) -> DepthProfile | None:
-    """The gradients of the trained matrices by depth; None where there are fewer than four."""
-    found = []
-    for each in trained_matrices(seen):
-        column = seen.trace.column(each.name, "parameter_gradients", "rms")
-        size = median(column[column > 0])
-        if math.isfinite(size):
-            found.append((each, size))
-    if len(found) < _LEAST_LAYERS:
-        return None
-    rms = np.array([each for _, each in found])
-    depth = np.arange(len(rms))
-    logs = np.log(rms)
-    ranks = logs.argsort().argsort()
-    trend = float(np.corrcoef(depth, ranks)[0, 1]) if logs.std() > 0 else 0.0
-    return DepthProfile([each for each, _ in found], rms, trend)
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How the outputs of alike layers grow along the depth.
-
-    Attributes:
-        layers: Alike layers in the order in which they run.
-        rms: Of each layer's output, at the step where it grew most.
-        step: Which one.
-        trend: Correlation of log rms with depth.
-    """
-
-    layers: list[str]
-    rms: Floats
-    step: int
-    trend: float
-
-    @property
-    def factor(self) -> float:
-        """Last / first."""
-        return float(self.rms[-1] / self.rms[0])
-
-
-def growths(seen: Observation) -> list[Growth]:
-    """The growth of each family of at least four alike layers."""
-    trace = seen.trace
-    if not len(trace):
-        return []
-    known = set(trace.names("activations"))
-    families: dict[tuple[str, str], list[str]] = {}
-    for layer in seen.order:
-        if layer in known:
-            key = (_DIGITS.sub("*", layer), seen.structure.kinds.get(layer, ""))
-            families.setdefault(key, []).append(layer)
-    found = []
-    for layers in families.values():
-        if len(layers) < _LEAST_LAYERS:
-            continue
-        rms = np.stack([trace.column(each, "activations", "rms") for each in layers], axis=1)
-        growth = _largest_growth(layers, rms, trace.steps)
-        if growth is not None:
-            found.append(growth)
-    return found
-
-
-def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) -> Growth | None:
-    usable = np.isfinite(rms).all(1) & (rms > 0).all(1)
-    if not usable.any():
-        return None
-    rows, numbers = rms[usable], steps[usable]
-    factors = rows[:, -1] / rows[:, 0]
-    # By the median, so that one spike is no growth; the first step where it is seen.
-    typical = float(np.median(factors))
-    place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN.value))[0])
-    logs = np.log(rows[place])
-    trend = float(np.corrcoef(np.arange(len(logs)), logs)[0, 1]) if logs.std() > 0 else 0.0
-    return Growth(layers, rows[place], int(numbers[place]), trend)
 
 
 def first_nonfinite(seen: Observation) -> int | None:
@@ -237,7 +152,14 @@ def clip_factors(seen: Observation) -> Floats:
         ratios.append(ratio)
     if not ratios:
         return np.full(len(seen.trace), math.nan)
-    return row_medians(np.stack(ratios, axis=1))
+    found = np.stack(ratios, axis=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a row of nan
+        apart = np.nanmax(found, axis=1) > _APART * np.nanmin(found, axis=1)
+    # Clipping multiplies all by the same; a graph that is run through twice does not.
+    if np.mean(apart) > 0.5:
+        return np.full(len(seen.trace), math.nan)
+    return np.where(apart, math.nan, row_medians(found))
 
 
 def gains(seen: Observation) -> dict[str, float]:
@@ -286,3 +208,28 @@ def initial_loss_ratio(seen: Observation) -> float:
     if loss is None or loss.classes is None or loss.cross_entropy is None or loss.classes < 2:
         return math.nan
     return loss.cross_entropy / math.log(loss.classes)
+
+
+def learns(seen: Observation) -> bool:
+    """Whether the loss falls to less than half."""
+    loss = seen.trace.loss
+    return median(loss[-len(loss) // 3 :]) < 0.5 * median(loss[:3])
+
+
+def is_stuck(seen: Observation) -> bool:
+    """Whether the loss of the last third is no better than that of the first steps."""
+    loss = seen.trace.loss
+    if len(loss) < LEAST_STEPS:
+        return False
+    first, last = median(loss[:3]), median(loss[-(len(loss) // 3) :])
+    return last > LOSS_NOT_BETTER.value * first if first > 0 else False
+
+
+def gradient_kind(seen: Observation, each: ParameterFacts) -> str:
+    """Whether a gradient ever arrived: "none", "zero" or "some"."""
+    if each.name in seen.weights:
+        return seen.weights[each.name].gradient
+    rms = seen.trace.column(each.name, "parameter_gradients", "rms")
+    if not np.isfinite(rms).any():
+        return "none"
+    return "some" if (rms > 0).any() else "zero"

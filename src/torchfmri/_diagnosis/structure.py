@@ -62,7 +62,8 @@ class Structure:
         parameters: Parameter name -> facts; one that has two names is listed once.
         aliases: Parameter name -> all layers that own it, where there are several.
         strangers: How many tensors the optimizers hold that are no part of the model.
-        groups: Settings of the optimizers' groups: lr, weight_decay, and the parameters' names.
+        groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, and the
+            parameters' names.
         modes: Layer -> whether it is in training mode, for dropout and batch norms.
         experts: Router layer -> the expert layers that it chooses from.
         trains: Whether the model itself is in training mode.
@@ -158,6 +159,8 @@ def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[d
             "optimizer": type(optimizer).__name__,
             "lr": float(group.get("lr", math.nan)),
             "weight_decay": float(group.get("weight_decay", 0.0) or 0.0),
+            "momentum": float(group.get("momentum", 0.0) or 0.0),
+            "maximize": bool(group.get("maximize", False)),
             "parameters": [names[id(each)] for each in group["params"] if id(each) in names],
         }
         for optimizer in optimizers

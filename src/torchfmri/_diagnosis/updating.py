@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.rates import low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
     median,
@@ -34,7 +36,13 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
         for each in trained_matrices(seen)
         if each.name in seen.weights and seen.weights[each.name].gradient == "some"
     ]
-    still = [each for each in judged if seen.weights[each.name].moved < cuts.UNMOVED.value]
+    told = {name for group, _ in low_groups(seen) for name in group.parameters}
+    told |= set(seen.steps.idle)
+    still = [
+        each
+        for each in judged
+        if seen.weights[each.name].moved < cuts.UNMOVED.value and each.name not in told
+    ]
     if not still:
         return
     layers = tuple(dict.fromkeys(each.layer for each in still))
@@ -64,12 +72,7 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
         rate = group["lr"] * group["weight_decay"]
         if not rate >= cuts.DECAY.value:
             continue
-        shrunk = [
-            seen.weights[name].last_rms / seen.weights[name].rms
-            for name in group["parameters"]
-            if name in seen.weights and seen.weights[name].rms > 0
-        ]
-        left = median(shrunk)
+        left = median([_size_left(seen, name) for name in group["parameters"]])
         if not left < cuts.SHRUNK.value:
             continue
         yield Finding(
@@ -80,6 +83,16 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
             {"decay_per_step": rate, "size_left": left},
         )  # fmt: skip
         return
+
+
+def _size_left(seen: Observation, name: str) -> float:
+    """The size of a parameter at the end / at the start; nan where it is not known."""
+    if name in seen.weights:
+        weight = seen.weights[name]
+        return weight.last_rms / weight.rms if weight.rms > 0 else math.nan
+    sizes = seen.trace.column(name, "parameters", "rms")
+    sizes = sizes[np.isfinite(sizes)]
+    return float(sizes[-1] / sizes[0]) if len(sizes) >= _LEAST_STEPS and sizes[0] > 0 else math.nan
 
 
 def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
@@ -94,6 +107,16 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
     factor = median(factors)
     norm = "" if seen.steps is None else f" (their norm is {median(seen.steps.norm):.3g})"
     first = int(seen.trace.steps[np.flatnonzero(known)[np.flatnonzero(clipped)[0]]])
+    left = math.nan if seen.steps is None else median(seen.steps.norm * factors)
+    if left < cuts.CLIPPED_NORM.value:
+        yield Finding(
+            "clipping_too_strong", "alarm", (), "backward", first,
+            f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(clipped.mean())} "
+            f"of the steps and leaves a norm of {left:.2g}: it is the limit that is too low.",
+            "Clip at 0.1 to 10 (1 is usual), and at a norm rather than at a value.",
+            {"clip_factor": factor, "norm_left": left},
+        )  # fmt: skip
+        return
     yield Finding(
         "clipping_hides_explosion", "alarm", (), "backward", first,
         f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(clipped.mean())} of "
@@ -104,12 +127,29 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def step_before_backward(seen: Observation) -> Iterator[Finding]:
+    """An optimizer that steps before there is a gradient, and backward only then."""
+    early = np.zeros(0, bool) if seen.steps is None else seen.steps.early
+    if int(early.sum()) < _SUSTAINED or early.mean() <= 0.5:
+        return
+    yield Finding(
+        "step_before_backward", "alarm", (), "optimizer", int(seen.trace.steps[early.argmax()]),
+        f"In {int(early.sum())} of {len(early)} steps optimizer.step() came before backward(), "
+        "with no gradient there: nothing is trained.",
+        "Call zero_grad(), backward() and step(), in this order.",
+        {"share_of_steps": float(early.mean())},
+    )  # fmt: skip
+
+
 def cleared_gradients(seen: Observation) -> Iterator[Finding]:
     """Gradients that arrive, and are gone when the optimizer comes for them."""
-    if seen.steps is None or int(seen.steps.cleared.sum()) < _SUSTAINED:
+    if seen.steps is None:
+        yield from _nothing_moves(seen)
         return
     cleared = seen.steps.cleared
-    if cleared.mean() <= 0.5:
+    if int(cleared.sum()) < _SUSTAINED or cleared.mean() <= 0.5:
+        return
+    if seen.steps.early.mean() > 0.5:  # told by another
         return
     yield Finding(
         "cleared_gradients", "alarm", (), "optimizer", int(seen.trace.steps[cleared.argmax()]),
@@ -117,6 +157,50 @@ def cleared_gradients(seen: Observation) -> Iterator[Finding]:
         "or gone when the optimizer stepped.",
         "Call optimizer.zero_grad() before backward, not between backward and step.",
         {"share_of_steps": float(cleared.mean())},
+    )  # fmt: skip
+
+
+def _nothing_moves(seen: Observation) -> Iterator[Finding]:
+    """The same as a Monitor sees it: gradients at layers, none at parameters, and no update."""
+    trace = seen.trace
+    if len(trace) < _LEAST_STEPS or not trace.parameters or not seen.structure.groups:
+        return
+    arrive = np.nan_to_num(trace.matrix("gradients", "rms")) > 0
+    arrived = np.nan_to_num(trace.matrix("parameter_gradients", "rms")) > 0
+    moved = np.nan_to_num(trace.updates) > 0
+    stepped = np.isfinite(trace.updates).any(1)
+    if arrived.any() or moved.any() or np.mean(arrive.any(1)) <= 0.5:
+        return
+    if int(stepped.sum()) < _LEAST_STEPS:  # gradients may be on their way to a later step
+        return
+    if not all(group["lr"] > 0 for group in seen.structure.groups):
+        return
+    yield Finding(
+        "cleared_gradients", "alarm", (), "optimizer", int(trace.steps[0]),
+        f"In {len(trace)} steps gradients arrived at layers, and whenever the optimizer stepped "
+        "there was none at any parameter: nothing is trained.",
+        "Call optimizer.zero_grad() before backward, and optimizer.step() after it.",
+    )  # fmt: skip
+
+
+def updates_undone(seen: Observation) -> Iterator[Finding]:
+    """Weights that every step changes, and that are back when the next one begins."""
+    trace = seen.trace
+    sizes = trace.matrix("parameters", "rms")
+    if len(trace) < _WINDOW or not sizes.size:
+        return
+    moved: NDArray[np.bool_] = np.asarray((np.nan_to_num(trace.updates) > 0).any(1))
+    back: NDArray[np.bool_] = np.asarray((sizes[1:] == sizes[:-1]).all(1) & moved[:-1])
+    if not back[-_WINDOW + 1 :].all():
+        return
+    start = np.flatnonzero(~back)
+    step = int(trace.steps[int(start[-1]) + 1 if len(start) else 0])
+    yield Finding(
+        "updates_undone", "alarm", (), "optimizer", step,
+        f"From step {step} on each step changes the weights, and when the next one begins they "
+        "have their old size again, to the last digit: updates are undone.",
+        "Look for load_state_dict, a copy of the model, or an exchange of weights inside the loop.",
+        {"steps": int(len(trace) - step)},
     )  # fmt: skip
 
 
@@ -165,7 +249,10 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
 
 def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
     """Backward passes that no optimizer step follows."""
-    if seen.steps is None or len(seen.steps.stepped) < _WINDOW or seen.steps.stepped.any():
+    if seen.steps is None or len(seen.steps.stepped) < _WINDOW:
+        return
+    if seen.steps.stepped.any():
+        yield from _one_never_steps(seen, seen.steps.idle)
         return
     if seen.reach is not None and not seen.reach.loss_has_graph:
         return
@@ -173,6 +260,20 @@ def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
         "optimizer_never_steps", "alarm", (), "optimizer", 0,
         f"In {len(seen.steps.stepped)} steps optimizer.step() was not called once.",
         "Call optimizer.step() after backward, of the optimizer that was handed over.",
+    )  # fmt: skip
+
+
+def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding]:
+    """One of several optimizers that nobody calls."""
+    facts = seen.structure.parameters
+    layers = tuple(dict.fromkeys(facts[name].layer for name in idle if name in facts))
+    if not layers:
+        return
+    yield Finding(
+        "optimizer_never_steps", "alarm", layers, "optimizer", 0,
+        f"The optimizer of {listed(layers)} did not step once, while another one does: these "
+        "weights never change.",
+        "Call step() of every optimizer after backward.",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Diagnoses of how things are connected: graph, optimizer, freezing, sharing, symmetry, modes."""
+"""Diagnoses of how things are connected: optimizer, freezing, sharing, symmetry."""
 
 from __future__ import annotations
 
@@ -7,82 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.signals import in_order, stale_steps
+from torchfmri._diagnosis.signals import gradient_kind, in_order, stale_steps
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._diagnosis.words import how_many, listed
+from torchfmri._diagnosis.words import how_many, listed, percent
 
 _ADAPTERS = 0.5
 """Above this share of frozen (or left out) parameters the rest is what is trained on purpose."""
-
-
-def graph_cut(seen: Observation) -> Iterator[Finding]:
-    """Layers that run and are in the optimizer, and that no gradient ever reaches."""
-    reach = seen.reach
-    if reach is None or (not len(seen.trace) and reach.loss_has_graph):
-        return
-    if not reach.loss_has_graph:
-        layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
-        yield Finding(
-            "graph_cut", "alarm", layers, "loss", 0,
-            "The loss has no graph: nothing that is trained can be reached from it.",
-            "Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad between "
-            "the output and the loss.",
-        )  # fmt: skip
-        return
-    called = set(reach.called)
-    without = [
-        each
-        for each in in_order(seen, _optimized(seen))
-        if each.layer in called and _gradient(seen, each) == "none"
-    ]
-    cut = [each for each in without if _is_read(seen, each.layer)]
-    if not cut:
-        return
-    layers = tuple(dict.fromkeys(each.layer for each in cut))
-    beyond = _first_with_gradient_after(seen, layers[-1])
-    no_graph = [layer for layer in layers if layer in reach.without_graph]
-    why = (
-        f"{listed(no_graph)} ran under no_grad"
-        if no_graph
-        else f"the graph ends after {layers[-1]!r}" + (f", before {beyond!r}" if beyond else "")
-    )
-    yield Finding(
-        "graph_cut", "alarm", layers, "backward", 0,
-        f"No gradient reached {listed(layers)} in {len(seen.trace)} steps, although the optimizer "
-        f"is to train {'it' if len(layers) == 1 else 'them'}: {why}.",
-        "Remove the .detach(), no_grad, .item() or argmax there; if the cut is on purpose, set "
-        "requires_grad=False and leave these parameters out of the optimizer.",
-        {"layers_without_gradient": len(layers)},
-    )  # fmt: skip
-
-
-def unused_layer(seen: Observation) -> Iterator[Finding]:
-    """Layers in the optimizer that never run, or whose output nobody reads."""
-    reach = seen.reach
-    if reach is None or not len(seen.trace) or not reach.loss_has_graph:
-        return
-    experts = {name for router in seen.routers for name in router.experts}
-    called = set(reach.called)
-    idle = []
-    for each in _optimized(seen):
-        if _gradient(seen, each) != "none" or _is_inside(each.layer, experts):
-            continue
-        if each.layer not in called or not _is_read(seen, each.layer):
-            idle.append(each)
-    if not idle:
-        return
-    layers = tuple(dict.fromkeys(each.layer for each in idle))
-    never = [layer for layer in layers if layer not in called]
-    what = "never ran" if never else "ran, but nothing reads what it returns"
-    yield Finding(
-        "unused_layer", "warn", layers, "forward", None,
-        f"{listed(layers)} {what}: {sum(each.elements for each in idle):,} parameters in the "
-        "optimizer that cannot learn.",
-        "Call the layer in forward, or remove it.",
-        {"parameters": sum(each.elements for each in idle)},
-    )  # fmt: skip
 
 
 def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
@@ -91,7 +24,7 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
     missing = [
         each
         for each in everything
-        if each.trainable and each.optimized is False and _gradient(seen, each) == "some"
+        if each.trainable and each.optimized is False and gradient_kind(seen, each) == "some"
     ]
     if not missing or not seen.structure.groups:
         return
@@ -111,21 +44,6 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
         "Make the optimizer from model.parameters() after the model is complete; to freeze on "
         "purpose set requires_grad=False.",
         {"parameters": len(missing), "share": share, "strangers": strangers},
-    )  # fmt: skip
-
-
-def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
-    """Tensors that the loss depends on and that the model does not know as its own."""
-    if seen.reach is None or not seen.reach.unregistered:
-        return
-    found = seen.reach.unregistered
-    yield Finding(
-        "unregistered_parameters", "alarm", (), "optimizer", None,
-        f"The loss depends on {len(found)} trainable tensors that are not among "
-        f"model.parameters() ({found[0]}): no optimizer has them, and state_dict() neither.",
-        "Keep layers in nn.ModuleList or nn.ModuleDict instead of a list or dict, and tensors in "
-        "nn.Parameter.",
-        {"tensors": len(found)},
     )  # fmt: skip
 
 
@@ -232,6 +150,42 @@ def symmetric_init(seen: Observation) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
+    """Linear layers in a row with nothing between them, which are one Linear layer."""
+    pairs = () if seen.reach is None else seen.reach.linear_pairs
+    follows = dict(pairs)
+    chains = [(first, second, follows[second]) for first, second in pairs if second in follows]
+    if not chains:
+        return  # a single pair may be a projection
+    layers = tuple(dict.fromkeys(layer for chain in chains for layer in chain))
+    yield Finding(
+        "missing_nonlinearity", "warn", layers, "forward", None,
+        f"Nothing stands between {listed(layers)}: linear layers in a row do what one could do.",
+        "Put an activation between them (ReLU, GELU), or use one layer.",
+        {"layers": len(layers)},
+    )  # fmt: skip
+
+
+def samples_mixed(seen: Observation) -> Iterator[Finding]:
+    """A model whose answer about one sample depends on the others, also in evaluation mode."""
+    if seen.data is None or not seen.data.mixed > cuts.MIXED.value or seen.softmaxes:
+        return
+    recurrent = [
+        layer
+        for layer, kind in seen.structure.kinds.items()
+        if kind in ("RNN", "LSTM", "GRU", "MultiheadAttention") or "Transformer" in kind
+    ]
+    yield Finding(
+        "samples_mixed", "warn", tuple(recurrent), "forward", 0,
+        "When one sample of a batch is exchanged, the outputs of the others change by "
+        f"{percent(seen.data.mixed)} of how they differ: samples are mixed with each other.",
+        ("Set batch_first=True, or hand over (time, batch, features). " if recurrent else "")
+        + "Look for an operation along axis 0 and for view or reshape in place of transpose; where "
+        "samples are meant to see each other (graphs, sets), nothing is to be done.",
+        {"mixed": seen.data.mixed},
+    )  # fmt: skip
+
+
 def untied_weights(seen: Observation) -> Iterator[Finding]:
     """An embedding and an output layer that began as copies and are two parameters."""
     pairs = seen.copied_tables
@@ -244,56 +198,6 @@ def untied_weights(seen: Observation) -> Iterator[Finding]:
         "copied where they were meant to be tied, and drift apart.",
         "Assign the parameter itself: head.weight = embedding.weight, after any copy or move.",
     )  # fmt: skip
-
-
-def evaluation_mode(seen: Observation) -> Iterator[Finding]:
-    """Dropout and batch norms in evaluation mode while the model is trained."""
-    modes = seen.structure.modes
-    called = modes if seen.reach is None else [each for each in modes if each in seen.reach.called]
-    judged = [layer for layer in modes if layer in called]
-    if not judged or any(modes[layer] for layer in judged) or seen.structure.trains:
-        return
-    yield Finding(
-        "evaluation_mode", "warn", tuple(judged), "forward", 0,
-        f"The model is trained in evaluation mode: {how_many(len(judged), len(judged), 'layers')} "
-        "of dropout or batch norm do not do what they do in training.",
-        "Call model.train() before training, and again after each evaluation.",
-    )  # fmt: skip
-
-
-def _optimized(seen: Observation) -> list[ParameterFacts]:
-    return [
-        each for each in seen.structure.parameters.values() if each.trainable and each.optimized
-    ]
-
-
-def _gradient(seen: Observation, each: ParameterFacts) -> str:
-    """Whether a gradient ever arrived: "none", "zero" or "some"."""
-    if each.name in seen.weights:
-        return seen.weights[each.name].gradient
-    rms = seen.trace.column(each.name, "parameter_gradients", "rms")
-    if not np.isfinite(rms).any():
-        return "none"
-    return "some" if (rms > 0).any() else "zero"
-
-
-def _is_read(seen: Observation, layer: str) -> bool:
-    assert seen.reach is not None
-    inside = any(each.startswith(f"{layer}.") for each in seen.reach.called)
-    return inside or layer in seen.reach.consumed or layer in seen.reach.without_graph
-
-
-def _is_inside(layer: str, parents: set[str]) -> bool:
-    return any(layer == each or layer.startswith(f"{each}.") for each in parents)
-
-
-def _first_with_gradient_after(seen: Observation, layer: str) -> str:
-    order = seen.order
-    if layer not in order:
-        return ""
-    later = order[order.index(layer) + 1 :]
-    having = {each.layer for each in _optimized(seen) if _gradient(seen, each) != "none"}
-    return next((each for each in later if each in having), "")
 
 
 def _list_of(layer: str) -> str:

@@ -1,0 +1,70 @@
+"""Attention as numbers per head: entropy, largest logit, and how much of the future is open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfmri._diagnosis.observation import HeadActivity
+
+LEAST_KEYS = 4
+"""Entropy over fewer keys says little."""
+
+
+def logits_of_fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The masked logits that a fused attention never writes down; None where there are few keys."""
+    q, k = args[0].detach().float(), args[1].detach().float()
+    if q.ndim != 4 or k.shape[-2] < LEAST_KEYS:
+        return None
+    options = dict(kwargs)
+    scale = options.get("scale")
+    causal = options.get("is_causal", next((a for a in args[3:] if isinstance(a, bool)), False))
+    mask = options.get("attn_mask", options.get("attn_bias"))
+    if mask is None:
+        mask = next((a for a in args[3:] if isinstance(a, Tensor)), None)
+    if k.shape[1] != q.shape[1]:  # grouped queries
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits: Tensor = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
+    if mask is not None:
+        mask = mask.detach()
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
+        logits = logits + mask
+    if causal:
+        above = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(above, -math.inf)
+    return logits
+
+
+def head_activity(
+    layer: str, step: int, logits: Tensor, probabilities: Tensor
+) -> HeadActivity | None:
+    """Of logits (b, heads, s, s) or (b * heads, s, s); None where no query has enough keys."""
+    if logits.ndim == 3:
+        logits, probabilities = logits[None], probabilities[None]
+    hidden = torch.finfo(torch.float16).min / 2  # as -inf, and as the smallest number
+    open_keys = logits > hidden
+    keys = open_keys.sum(-1)
+    entropy = torch.special.entr(probabilities).sum(-1) / keys.clamp(min=2).log()
+    rows = keys >= LEAST_KEYS
+    if not bool(rows.any()):
+        return None
+    sums = (entropy * rows).sum(dim=(0, -1)) / rows.sum(dim=(0, -1)).clamp(min=1)
+    largest = logits.masked_fill(~open_keys, 0).abs().amax(dim=(0, -1, -2))
+    return HeadActivity(
+        layer, step, tuple(sums.tolist()), tuple(largest.tolist()), logits.shape[-1],
+        _open_future(open_keys),
+    )  # fmt: skip
+
+
+def _open_future(open_keys: Tensor) -> float:
+    """The share of keys after their query that it may read; nan where they are not one text."""
+    queries, keys = open_keys.shape[-2:]
+    if queries != keys:
+        return math.nan
+    after = torch.ones(queries, keys, dtype=torch.bool, device=open_keys.device).triu(1)
+    return float(open_keys[..., after].float().mean())

@@ -1,0 +1,207 @@
+"""The hooks of a check-up on parameters and optimizers: what arrives, and what is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfmri._checkup.copies import Lost
+from torchfmri._diagnosis.notes import Notes
+
+_SAMPLE = 4096
+_MOST_SAMPLES = 25
+
+
+class GradientWatch:
+    """Follows gradients from backward to the optimizer.
+
+    Args:
+        notes: Takes down what fails in here.
+
+    Attributes:
+        clip: Norm of the gradients as the optimizer finds them / as backward left them.
+        norm: Norm of the gradients as backward left them.
+        stale: Whether gradients of the step before were still there when backward began.
+        stepped: Whether the optimizer stepped.
+        cleared: Whether gradients arrived and were gone when the optimizer stepped.
+        passes: How many backward passes the last update was made of.
+        steps: How often each optimizer stepped, by its id.
+        early: Whether it stepped with no gradient at all, before backward.
+        kinds: Parameter -> whether a gradient ever arrived: "none", "zero" or "some".
+        half: Layer or parameter -> how many float16 gradients are subnormal, and not 0.
+        flushed: Those whose float16 gradient was 0 when last seen.
+        samples: Evenly spaced values of the gradient, step by step.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.kinds: dict[str, str] = {}
+        self.half: dict[str, tuple[int, int]] = {}
+        self.flushed: set[str] = set()
+        self.samples: list[Tensor] = []
+        self._raw: dict[int, float] = {}
+        self._used: set[int] = set()
+        self._tainted: set[int] = set()
+        self._arrivals: Counter[int] = Counter()
+        self.passes = 0
+        self.steps: Counter[int] = Counter()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step before."""
+        self.clip = self.norm = math.nan
+        self.stale = self.stepped = self.cleared = self.early = False
+        self._arrived_now = False
+        self._had_nothing: set[int] = set()
+
+    def attach(
+        self, parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+    ) -> list[Any]:
+        """Put the hooks on; the handles that take them off."""
+        handles: list[Any] = []
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                handles += self._hook(name, parameter)
+        for optimizer in optimizers:
+            handles.append(optimizer.register_step_pre_hook(self._before_update))
+            handles.append(optimizer.register_step_post_hook(self._after_update))
+        return handles
+
+    def _hook(self, name: str, parameter: Tensor) -> list[Any]:
+        guard = self._notes.guard(f"The gradient of {name!r}")
+        self.kinds[name] = "none"
+
+        def arrives(gradient: Tensor) -> None:
+            with guard:
+                self._arrives(name, parameter, gradient)
+
+        def arrived(_: Tensor) -> None:
+            with guard:
+                self._arrived(name, parameter)
+
+        register = parameter.register_hook, parameter.register_post_accumulate_grad_hook
+        return [register[0](arrives), register[1](arrived)]  # type: ignore[no-untyped-call]
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _arrives(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+        identity = id(parameter)
+        if identity in self._used:  # the optimizer has had what is there
+            self._used.discard(identity)
+            left = parameter.grad
+            if left is not None and bool((left != 0).any()):
+                self._tainted.add(identity)
+            else:
+                self._tainted.discard(identity)
+        elif parameter.grad is None:
+            self._tainted.discard(identity)
+        if gradient.dtype == torch.float16:
+            self.look_at_half(name, gradient)
+
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        self._arrived_now = True
+        self._arrivals[id(parameter)] += 1
+        self.early = self.early or id(parameter) in self._had_nothing
+        norm = self._raw[id(parameter)] = _norm(gradient)
+        if norm != 0:
+            self.kinds[name] = "some"
+        elif self.kinds[name] == "none":
+            self.kinds[name] = "zero"
+
+    def look_at_half(self, name: str, gradient: Tensor) -> None:
+        """Count what float16 cannot hold well of a gradient."""
+        values = gradient.detach().abs()
+        small = int(((values > 0) & (values < torch.finfo(torch.float16).tiny)).sum())
+        some = int((values > 0).sum())
+        before = self.half.get(name, (0, 0))
+        self.half[name] = (before[0] + small, before[1] + some)
+        if some == 0:
+            self.flushed.add(name)
+        else:
+            self.flushed.discard(name)
+
+    # -- the optimizer -----------------------------------------------------------------------
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        with self._notes.guard("What the optimizer gets"):
+            self._look_at_update(optimizer)
+
+    def _look_at_update(self, optimizer: Optimizer) -> None:
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        found = [each for each in trained if each.grad is not None]
+        if not all(_is_finite(parameter.grad) for parameter in found):
+            raise Lost
+        now = [_norm(parameter.grad) for parameter in found]
+        if any(id(parameter) in self._tainted for parameter in found):
+            self.stale = True
+        raw = [self._raw.get(id(parameter), math.nan) for parameter in found]
+        before = math.sqrt(sum(each**2 for each in raw if math.isfinite(each)))
+        self.norm = before
+        after = math.sqrt(sum(each**2 for each in now))
+        arrived = any(self._raw.get(id(each), 0.0) > 0 for each in trained)
+        self.cleared = self.cleared or (arrived and after == 0)
+        if after == 0 and not self._arrived_now:
+            self._had_nothing |= {id(each) for each in trained}
+        self.clip = _clip_factor(before, after)
+        self.passes = max((self._arrivals[id(each)] for each in found), default=0)
+        self._sample(found)
+
+    def _sample(self, parameters: list[Tensor]) -> None:
+        """Keep evenly spaced values of the gradient, to tell its noise from its mean."""
+        share = max(1, sum(each.numel() for each in parameters) // _SAMPLE)
+        parts = [
+            _real(each.grad.detach()).flatten()[::share].float()
+            for each in parameters
+            if each.grad is not None and not each.grad.is_sparse
+        ]
+        if parts and len(self.samples) < _MOST_SAMPLES:
+            self.samples.append(torch.cat(parts))
+
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepped = True
+        self.steps[id(optimizer)] += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._raw.pop(id(parameter), None)
+                self._arrivals.pop(id(parameter), None)
+                self._used.add(id(parameter))
+
+
+def _norm(gradient: Tensor | None) -> float:
+    # In float64: the squares of large gradients overflow float32.
+    values = _dense(gradient)
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(values, dtype=wide).real)
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return bool(torch.isfinite(_dense(gradient)).all())
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+
+
+def _real(values: Tensor) -> Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _clip_factor(before: float, after: float) -> float:
+    """By what the gradients were multiplied; 1 where that is the unscaling of a GradScaler."""
+    if before <= 0 or after <= 0:
+        return math.nan
+    factor = after / before
+    power = math.log2(factor)
+    if abs(power) >= 4 and abs(power - round(power)) < 1e-4:
+        return 1.0
+    return factor

@@ -1,0 +1,124 @@
+"""What the loss of the first step does with the output: facts from the watcher and the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfmri._checkup.activations import RANGES, SQUASHERS, function_behind, share_outside
+from torchfmri._checkup.copies import Split
+from torchfmri._checkup.loss_watch import LossWatch
+from torchfmri._checkup.watcher import Watcher
+from torchfmri._checkup.weights import relative_size
+from torchfmri._diagnosis.facts import LossFacts
+from torchfmri._elements import flatten
+
+_LEAST_TEXT = 4
+"""Shorter rows of numbers may be anything."""
+
+
+def loss_facts(
+    watcher: Watcher, parts: Split, target_is_known: bool, value: Any, matrices: Sequence[str]
+) -> LossFacts:
+    """The facts about one loss.
+
+    Args:
+        watcher: What was seen of the step.
+        parts: The batch in its parts.
+        target_is_known: Whether its target is known to be one, and not just the last of the batch.
+        value: The loss.
+        matrices: The layers with matrices that ran, in order.
+    """
+    seen = LossWatch() if watcher.last_detailed is None else watcher.last_detailed.loss
+    elements = flatten(watcher.output)
+    tensors = [each.tensor for each in elements if each.tensor.is_floating_point()]
+    target = parts.target if isinstance(parts.target, Tensor) else None
+    function = ""
+    if tensors:
+        function, _ = function_behind(tensors[0])
+        for log in watcher.units.values():
+            log.is_last = log.function == function and watcher.makes(log.layer, tensors[0])
+        if watcher.last_detailed is not None:
+            watcher.last_detailed.softmaxes.against(tensors[0], target)
+    bounded = function in SQUASHERS and seen.logit_range is not None and _is_within(seen)
+    known = target if target_is_known else None
+    outside = 0.0 if known is None else share_outside(function, known)
+    reach = RANGES[function][0] if function in RANGES else ""
+    misread = _misread(watcher, seen, function)
+    if seen.outside > outside:
+        function, outside, reach = "a binary cross entropy", seen.outside, "0 to 1"
+    return LossFacts(
+        seen.classes, seen.cross_entropy, misread, seen.broadcast, seen.inner,
+        float(value.detach()) if isinstance(value, Tensor) else math.nan,
+        function, matrices[-1] if matrices else "",
+        relative_size(tensors[0], known) if tensors else math.nan, outside, reach,
+        bounded, what_targets_are(seen, parts), tuple(seen.weights),
+        math.nan if seen.logit_range is None else max(map(abs, seen.logit_range)),
+    )  # fmt: skip
+
+
+def _misread(watcher: Watcher, seen: LossWatch, function: str) -> tuple[str, str] | None:
+    misread = seen.misread
+    if misread is None:
+        return None
+    detailed = watcher.last_detailed
+    misplaced = detailed is not None and bool(detailed.softmaxes.misplaced)
+    if misplaced and misread == ("log-probabilities", "logits"):
+        return None  # they are normalised, over another axis
+    if seen.classes is None and misread[0] == "logits" and function not in ("sigmoid", "softmax"):
+        return None
+    return misread
+
+
+def _is_within(seen: LossWatch) -> bool:
+    assert seen.logit_range is not None
+    return seen.logit_range[0] >= -1 and seen.logit_range[1] <= 1
+
+
+def what_targets_are(seen: LossWatch, parts: Split) -> str:
+    """Whether the class numbers of a cross entropy are the input, or what comes next in it.
+
+    Told for a single text (samples, length) of tokens as the input: "inputs", "next inputs", "".
+    """
+    compared = seen.compared
+    texts = {
+        each.path: each.tensor
+        for each in flatten((parts.arguments, dict(parts.keywords)))
+        if each.tensor.ndim == 2 and not each.tensor.is_floating_point()
+    }
+    tokens = [
+        each for path, each in texts.items() if "label" not in path and int(each.max()) > 1
+    ]  # fmt: skip
+    if compared is None or len(tokens) != 1 or tokens[0].shape[1] < _LEAST_TEXT:
+        return ""
+    ids = tokens[0].detach().to(compared.device)
+    rows, length = ids.shape
+    if compared.numel() == ids.numel():
+        targets = compared.reshape(rows, length)
+        same, following = _agree(targets, ids, seen), _agree(targets[:, :-1], ids[:, 1:], seen)
+    elif compared.numel() == rows * (length - 1):
+        targets = compared.reshape(rows, length - 1)
+        same, following = _agree(targets, ids[:, :-1], seen), _agree(targets, ids[:, 1:], seen)
+    else:
+        return ""
+    if same == following:
+        return ""
+    return "inputs" if same else "next inputs"
+
+
+def _agree(targets: Tensor, ids: Tensor, seen: LossWatch) -> bool:
+    counts = torch.ne(targets, -100 if seen.ignored is None else seen.ignored)
+    return bool(counts.any()) and bool((targets == ids)[counts].all())
+
+
+def parts_of(batch: Any, split: Split | None) -> Split:
+    """A batch in its parts; of a user's own step the last of several is taken for the target."""
+    if split is not None:
+        return split
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return Split(tuple(batch[:-1]), {}, batch[-1])
+    return Split((), dict(batch)) if isinstance(batch, dict) else Split((batch,), {})

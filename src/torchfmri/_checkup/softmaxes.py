@@ -1,0 +1,154 @@
+"""Softmaxes of a step: over which axis each runs, and which axis what comes after takes it for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchfmri._diagnosis.facts import MisplacedSoftmax
+
+_TOLERANCE, _COARSE = 1e-3, 0.05
+"""bfloat16 sums of many small numbers are off by about 0.01."""
+_LEAST_RIGHT = 0.5
+"""Rows without a single key sum to 0; most rows have some."""
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """One softmax, and what it made.
+
+    Attributes:
+        layer: Where it ran.
+        axis: Over which axis, counted from 0.
+        result: Kept, so that its memory is not used again within the step.
+        of_scores: Whether it reads products of queries and keys.
+        in_loss: Whether it ran after the model.
+    """
+
+    layer: str
+    axis: int
+    result: Tensor
+    of_scores: bool
+    in_loss: bool
+
+
+class SoftmaxLog:
+    """The softmaxes of one step, found again through views and copies.
+
+    Args:
+        samples: How many samples the batch has; 0 where another axis is as long.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._of: dict[int, Softmax] = {}
+        self._kept: list[Tensor] = []
+        self.misplaced: list[MisplacedSoftmax] = []
+
+    def add(self, softmax: Softmax, reads_parameter: bool) -> None:
+        """Take in one that has just run."""
+        self._of[_memory(softmax.result)] = softmax
+        shape = tuple(softmax.result.shape)
+        over_samples = softmax.axis == 0 and shape.count(self._samples) == 1
+        if over_samples and shape[0] == self._samples and len(shape) > 1 and not reads_parameter:
+            self._note(softmax, "the samples of the batch", "")
+
+    def copied(self, source: Tensor, copy: Tensor) -> None:
+        """Take in that something was copied."""
+        if (found := self.of(source)) is not None:
+            self._of[_memory(copy)] = found
+            self._kept.append(copy)
+
+    def of(self, tensor: Tensor) -> Softmax | None:
+        """The softmax that made a tensor, or made what it is a view of."""
+        return self._of.get(_memory(tensor)) if tensor.layout == torch.strided else None
+
+    def contracted(self, one: Tensor, other: Tensor) -> None:
+        """Look at a product of matrices: weights from scores should sum to 1 where they are summed.
+
+        Elsewhere (clusters, capsules) a softmax may well run over another axis on purpose.
+        """
+        for weights, axis in ((one, -1), (other, -2)):
+            softmax = self.of(weights)
+            if softmax is None or not softmax.of_scores or weights.shape[axis] < 2:
+                continue
+            sums = weights.detach().float().sum(axis)
+            is_coarse = weights.dtype in (torch.float16, torch.bfloat16)
+            tolerance = _COARSE if is_coarse else _TOLERANCE
+            right = ((sums - 1).abs() < tolerance).float().mean()
+            if bool(torch.isfinite(sums).all()) and float(right) < _LEAST_RIGHT:
+                self._note(softmax, _axis(softmax), "the keys")
+
+    def against(self, output: Tensor, target: Tensor | None) -> None:
+        """Compare with the model's output, and with the axis that targets say is the classes'."""
+        if output.ndim == 0 or output.shape[0] != self._samples:
+            # One answer for all that was given (a bag, a graph): these are no samples.
+            self.misplaced = [each for each in self.misplaced if each.wanted]
+        if target is None or output.ndim < 2:
+            return
+        classes = class_axis(tuple(output.shape), target)
+        if classes is None:
+            return
+        made = self.of(output)
+        found = [each for each in self._of.values() if each.in_loss]
+        for softmax in ([made] if made is not None else []) + found:
+            same = softmax.result.shape == output.shape
+            told = softmax.axis == 0 and (self._samples > 0 or _is_square(output))
+            if same and softmax.axis != classes and not told:
+                self._note(softmax, _axis(softmax), f"the classes (axis {classes})")
+
+    def release(self) -> None:
+        """Let go of what was kept; what was found stays."""
+        self._of.clear()
+        self._kept.clear()
+
+    def _note(self, softmax: Softmax, over: str, wanted: str) -> None:
+        if any(each.layer == softmax.layer and each.over == over for each in self.misplaced):
+            return
+        shape = tuple(softmax.result.shape)
+        self.misplaced.append(
+            MisplacedSoftmax(softmax.layer, softmax.axis, shape, over, wanted, softmax.in_loss)
+        )
+
+
+def class_axis(shape: Sequence[int], target: Tensor) -> int | None:
+    """Which axis of an output is that of the classes, as its targets tell; None if they do not.
+
+    Class numbers have the output's shape without it; distributions sum to 1 along it alone.
+    """
+    if not target.is_floating_point():
+        fits = [
+            axis
+            for axis in range(1, len(shape))
+            if [*shape[:axis], *shape[axis + 1 :]] == list(target.shape)
+        ]
+    elif list(target.shape) == list(shape):
+        fits = distribution_axes(target)
+    else:
+        return None
+    return fits[0] if len(fits) == 1 else None
+
+
+def distribution_axes(values: Tensor) -> list[int]:
+    """The axes along which every row is a distribution: in [0, 1], with sum 1."""
+    rows = values.detach().float()
+    if rows.ndim == 0 or not rows.numel() or bool(((rows < 0) | (rows > 1)).any()):
+        return []
+    return [
+        axis for axis in range(rows.ndim) if bool(((rows.sum(axis) - 1).abs() < 1e-3).all())
+    ]  # fmt: skip
+
+
+def _is_square(output: Tensor) -> bool:
+    return output.shape[0] in output.shape[1:]
+
+
+def _axis(softmax: Softmax) -> str:
+    return f"axis {softmax.axis}"
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,58 @@
+"""What each step of a run brought between backward and its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchfmri._checkup.gradient_watch import GradientWatch
+from torchfmri._checkup.watcher import Watcher
+from torchfmri._checkup.weights import noise_scale
+from torchfmri._diagnosis.observation import StepFacts
+
+
+class StepLog:
+    """Takes in step after step."""
+
+    def __init__(self) -> None:
+        self._numbers: list[tuple[float, float]] = []
+        self._flags: list[tuple[bool, bool, bool, bool, bool]] = []
+        self._rates: list[Sequence[float]] = []
+        self._passes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._rates)
+
+    def add(self, seen: GradientWatch, rates: Sequence[float], trains: bool | None) -> None:
+        """Take in a step: what its gradients did, each group's rate, and the mode it ran in."""
+        self._numbers.append((seen.clip, seen.norm))
+        self._flags.append((seen.stale, seen.stepped, seen.cleared, seen.early, trains is False))
+        self._rates.append(rates)
+        if seen.stepped:
+            self._passes.append(seen.passes)
+
+    def facts(self, watcher: Watcher, samples: int) -> StepFacts:
+        """What it comes to.
+
+        Args:
+            watcher: What was seen of the layers.
+            samples: How many samples all batches had.
+        """
+        gradients = watcher.gradients
+        half = {name: small / some for name, (small, some) in gradients.half.items() if some}
+        clip, norm = np.array(self._numbers, np.float64).reshape(-1, 2).T
+        stale, stepped, cleared, early, evaluated = np.array(self._flags, bool).reshape(-1, 5).T
+        groups = max((len(each) for each in self._rates), default=0)
+        rates = np.full((len(self), groups), math.nan)
+        for row, each in zip(rates, self._rates, strict=True):
+            row[: len(each)] = each
+        largest = np.array([max(each, default=math.nan) for each in self._rates])
+        return StepFacts(
+            clip, norm, stale, largest, stepped, half,
+            tuple(gradients.flushed) if any(half.values()) or gradients.flushed else (),
+            dict(watcher.spread), noise_scale(gradients.samples, samples / max(1, len(self))),
+            cleared, dict(watcher.growth), rates, early, evaluated, dict(watcher.signal),
+            int(np.median(self._passes)) if self._passes else 0, watcher.idle_parameters(),
+        )  # fmt: skip

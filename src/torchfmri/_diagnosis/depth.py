@@ -1,0 +1,129 @@
+"""Diagnoses of sizes along the depth, and along a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.finding import Finding, Severity
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.profiles import (
+    SECOND_RATIO,
+    STEADY,
+    gradient_profile,
+    growths,
+    signal_left,
+    signal_sizes,
+)
+from torchfmri._diagnosis.signals import SMALL_GAIN, gains, is_stuck, median
+
+
+def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
+    """Gradients that get smaller layer by layer on their way to the input."""
+    profile = gradient_profile(seen)
+    if profile is None or not profile.vanishes:
+        return
+    small = profile.rms < math.sqrt(cuts.DEPTH_RATIO.value) * profile.rms.max()
+    layers = tuple(
+        dict.fromkeys(
+            each.layer for each, is_small in zip(profile.parameters, small, strict=True) if is_small
+        )
+    )
+    per_layer = profile.ratio ** (1 / (len(profile.rms) - 1))
+    gain = median(list(gains(seen).values()))
+    why = ""
+    if gain < SMALL_GAIN:
+        why = f" The weights are small: outputs are {gain:.2g} times their inputs."
+    yield Finding(
+        "vanishing_gradients", "alarm", layers, "backward", int(seen.trace.steps[0]),
+        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
+        f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
+        f"per layer: the first layers do not learn.{why}",
+        "Use an activation that is not flat (ReLU, GELU), normalisation or residual connections, "
+        "and an initialisation that keeps variances.",
+        {"ratio": profile.ratio, "factor_per_layer": per_layer, "trend": profile.trend},
+    )  # fmt: skip
+
+
+def exploding_gradients(seen: Observation) -> Iterator[Finding]:
+    """Gradients that get larger layer by layer on their way to the input."""
+    profile = gradient_profile(seen)
+    if profile is None or profile.trend > -cuts.DEPTH_TREND.value:
+        return
+    if profile.ratio >= cuts.DEPTH_RATIO.value or not len(seen.trace):
+        return
+    if profile.second_ratio >= SECOND_RATIO:
+        return
+    yield Finding(
+        "exploding_gradients", "alarm",
+        tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])), "backward",
+        int(seen.trace.steps[0]),
+        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
+        f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
+        "Use an initialisation that keeps variances, normalisation, or residual connections.",
+        {"ratio": 1 / profile.ratio, "trend": profile.trend},
+    )  # fmt: skip
+
+
+def activation_growth(seen: Observation) -> Iterator[Finding]:
+    """Outputs that grow from one alike layer to the next."""
+    worst = None
+    for growth in growths(seen):
+        if growth.trend < STEADY or not growth.factor > cuts.GROWTH_WARN.value:
+            continue
+        # Of a block and the layers inside it the block is the one to name.
+        if worst is None or growth.layers[0].count(".") < worst.layers[0].count("."):
+            worst = growth
+    if worst is None:
+        return
+    severity = "alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn"
+    per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
+    yield Finding(
+        "activation_growth", severity, tuple(worst.layers), "forward", worst.step,  # type: ignore[arg-type]
+        f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to {worst.layers[-1]!r}, "
+        f"by {per_layer:.2g} per layer: what the first layers add is lost in the sum, and the next "
+        "doubling may overflow.",
+        "Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0).",
+        {"factor": worst.factor, "factor_per_layer": per_layer, "rms_last": float(worst.rms[-1])},
+    )  # fmt: skip
+
+
+def recurrent_growth(seen: Observation) -> Iterator[Finding]:
+    """Outputs of a recurrent layer that grow along the sequence."""
+    growth = {} if seen.steps is None else seen.steps.growth
+    large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN.value}
+    if not large:
+        return
+    layer, factor = max(large.items(), key=lambda each: each[1])
+    severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
+    yield Finding(
+        "activation_growth", severity, tuple(large), "forward", int(seen.trace.steps[0]),
+        f"From the first to the last step of a sequence the outputs of {layer!r} grow "
+        f"{factor:,.0f}-fold, and gradients with them on their way back.",
+        "Start the recurrent weights orthogonal with gain 1, use tanh instead of relu, or an LSTM "
+        "or GRU.",
+        {"factor": factor},
+    )  # fmt: skip
+
+
+def signal_shrinks(seen: Observation) -> Iterator[Finding]:
+    """Differences between samples that get lost layer by layer, so that nothing is learnt."""
+    left = signal_left(seen)
+    if not left < cuts.SIGNAL_LEFT.value or not is_stuck(seen):
+        return
+    profile = gradient_profile(seen)
+    if profile is not None and profile.vanishes:  # the same seen from the other end
+        return
+    layers, _ = signal_sizes(seen)
+    per_layer = left ** (1 / (len(layers) - 1))
+    gain = median(list(gains(seen).values()))
+    yield Finding(
+        "signal_shrinks", "alarm", tuple(layers), "forward", 0,
+        f"From {layers[0]!r} to {layers[-1]!r} what differs between samples shrinks to {left:.1g} "
+        f"of its size, by {per_layer:.2g} per layer (weights make outputs {gain:.2g} times their "
+        "inputs): the output hardly depends on the input, and gradients shrink alike.",
+        "Initialise for the activation (Kaiming for ReLU, Xavier for tanh; the default of Linear "
+        "is too small for deep plain nets), or add normalisation or residual connections.",
+        {"left": left, "factor_per_layer": per_layer, "gain": gain},
+    )  # fmt: skip

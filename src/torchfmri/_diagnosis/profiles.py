@@ -1,0 +1,154 @@
+"""Profiles along the depth: gradients, outputs of alike layers, differences between samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._diagnosis.cuts import DEPTH_RATIO, DEPTH_TREND, GROWTH_WARN
+from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.signals import median, trained_matrices
+from torchfmri._diagnosis.structure import ParameterFacts
+
+SECOND_RATIO = 1e-3
+STEADY = 0.9
+_LEAST_LAYERS = 4
+_DIGITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class DepthProfile:
+    """How the gradients of the matrices change along the depth.
+
+    Attributes:
+        parameters: In the order in which they run.
+        rms: Of the gradient of each, the median over the steps.
+        trend: Rank correlation of rms with depth; positive: smaller towards the input.
+    """
+
+    parameters: list[ParameterFacts]
+    rms: Floats
+    trend: float
+
+    @property
+    def ratio(self) -> float:
+        """Smallest / largest."""
+        return float(self.rms.min() / self.rms.max())
+
+    @property
+    def second_ratio(self) -> float:
+        """Second smallest / largest: one layer that differs is no trend."""
+        return float(np.sort(self.rms)[1] / self.rms.max())
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether they get so much smaller towards the input that the first layers do not learn."""
+        return (
+            self.trend >= DEPTH_TREND.value
+            and self.ratio < DEPTH_RATIO.value
+            and self.second_ratio < SECOND_RATIO
+        )
+
+
+def gradient_profile(seen: Observation) -> DepthProfile | None:
+    """The gradients of the trained matrices by depth; None where there are fewer than four."""
+    found = []
+    for each in trained_matrices(seen):
+        column = seen.trace.column(each.name, "parameter_gradients", "rms")
+        size = median(column[column > 0])
+        if math.isfinite(size):
+            found.append((each, size))
+    if len(found) < _LEAST_LAYERS:
+        return None
+    rms = np.array([each for _, each in found])
+    return DepthProfile([each for each, _ in found], rms, _rank_trend(rms))
+
+
+def signal_sizes(seen: Observation) -> tuple[list[str], Floats]:
+    """By how much the input of each hidden matrix differs between samples, at the first step.
+
+    In the order in which the layers run; what reads the data itself is left out.
+    """
+    known = {} if seen.steps is None else seen.steps.signal
+    layers = [each for each in seen.order if math.isfinite(known.get(each, math.nan))]
+    return layers, np.array([known[each] for each in layers])
+
+
+def signal_left(seen: Observation) -> float:
+    """How much of the difference between samples is left along the depth: last / first.
+
+    nan where there are fewer than four hidden matrices, or no steady fall.
+    """
+    layers, sizes = signal_sizes(seen)
+    if len(layers) < _LEAST_LAYERS or not sizes[0] > 0:
+        return math.nan
+    return float(sizes[-1] / sizes[0]) if _rank_trend(sizes) <= -STEADY else math.nan
+
+
+def _rank_trend(values: Floats) -> float:
+    """Rank correlation with the place."""
+    if not np.std(values) > 0:
+        return 0.0
+    return float(np.corrcoef(np.arange(len(values)), values.argsort().argsort())[0, 1])
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the outputs of alike layers grow along the depth.
+
+    Attributes:
+        layers: Alike layers in the order in which they run.
+        rms: Of each layer's output, at the step where it grew most.
+        step: Which one.
+        trend: Correlation of log rms with depth.
+    """
+
+    layers: list[str]
+    rms: Floats
+    step: int
+    trend: float
+
+    @property
+    def factor(self) -> float:
+        """Last / first."""
+        return float(self.rms[-1] / self.rms[0])
+
+
+def growths(seen: Observation) -> list[Growth]:
+    """The growth of each family of at least four alike layers."""
+    trace = seen.trace
+    if not len(trace):
+        return []
+    known = set(trace.names("activations"))
+    families: dict[tuple[str, str], list[str]] = {}
+    for layer in seen.order:
+        if layer in known:
+            key = (_DIGITS.sub("*", layer), seen.structure.kinds.get(layer, ""))
+            families.setdefault(key, []).append(layer)
+    found = []
+    for layers in families.values():
+        if len(layers) < _LEAST_LAYERS:
+            continue
+        rms = np.stack([trace.column(each, "activations", "rms") for each in layers], axis=1)
+        growth = _largest_growth(layers, rms, trace.steps)
+        if growth is not None:
+            found.append(growth)
+    return found
+
+
+def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) -> Growth | None:
+    usable = np.isfinite(rms).all(1) & (rms > 0).all(1)
+    if not usable.any():
+        return None
+    rows, numbers = rms[usable], steps[usable]
+    factors = rows[:, -1] / rows[:, 0]
+    # By the median, so that one spike is no growth; the first step where it is seen.
+    typical = float(np.median(factors))
+    place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN.value))[0])
+    logs = np.log(rows[place])
+    trend = float(np.corrcoef(np.arange(len(logs)), logs)[0, 1]) if logs.std() > 0 else 0.0
+    return Growth(layers, rows[place], int(numbers[place]), trend)

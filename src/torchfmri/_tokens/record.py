@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torchfmri._tokens.axes import Grid, features_last, features_second
 from torchfmri._tokens.factors import Term
 from torchfmri._tokens.reduced import Reduced
 from torchfmri._tokens.rules import Rule
-from torchfmri._torch_private import NO_BACKWARD
+from torchfmri._torch_private import NO_BACKWARD, may_autocast
 from torchfmri.exceptions import InspectionError
 
 
@@ -170,7 +171,9 @@ class Record:
         assert self.g is not None
         self.check_input()
         settings = self.watched.module if self.settings is None else self.settings
-        with torch.no_grad(), torch.autocast(self.g.device.type, enabled=False):
+        kind = self.g.device.type
+        plain = torch.autocast(kind, enabled=False) if may_autocast() else nullcontext()
+        with torch.no_grad(), plain:
             found = rule(settings, self.x, self.g, self.grid())
         return {key: found[key] for key in self.watched.parameters if key in found}
 

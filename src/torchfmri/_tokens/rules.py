@@ -74,8 +74,11 @@ def rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
 def own_rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     """The same for a class that normalises in a precision and order of its own (transformers).
 
-    xhat is what the module itself returns for a weight that changes nothing.
+    xhat is what the module itself returns for a weight that changes nothing; of float32 that is
+    what all of them compute.
     """
+    if x.dtype == torch.float32:
+        return rms_norm(module, x, g, grid)
     value = _NEUTRAL[type(module)] or 0.0
     neutral = torch.full(x.shape[-1:], value, dtype=module.weight.dtype, device=x.device)
     hat = with_weight(module, neutral).forward(x)

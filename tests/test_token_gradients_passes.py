@@ -475,3 +475,40 @@ def test_layers_that_share_an_input_under_autocast(first: str, dtype: torch.dtyp
     for name, residual in residuals(found).items():
         assert residual is not None
         assert residual < (1e-5 if "norm" in name or dtype == torch.float64 else 1e-2), name
+
+
+class Head(nn.Module):
+    """A head over many words, of which the check in norms mode sees a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 5000, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("size", [4, 40])  # by torch, and by compiled code where there is some
+def test_tokens_mixed_up_are_seen_in_norms_mode(size: int, monkeypatch: Any) -> None:
+    from torchfmri._tokens.norms import Reducer
+
+    def residual() -> float:
+        torch.manual_seed(0)
+        model = Head()
+        x, labels = torch.randn(2, size, 8), torch.randint(5000, (2 * size,))
+        with torchfmri.token_gradients(model, keep="norms") as found:
+            F.cross_entropy(model(x).flatten(0, 1), labels).backward()
+        (row,) = (row for row in found.coverage().rows if row.name == "head.weight")
+        assert row.check == "probe"
+        assert row.residual is not None
+        return row.residual
+
+    assert residual() < 1e-4
+    whole = Reducer.input_numbers
+
+    def shifted(self: Reducer, x: Tensor) -> tuple[Tensor, Tensor]:
+        squares, probes = whole(self, x)
+        return squares, probes.roll(1)  # the input of the neighbour
+
+    monkeypatch.setattr(Reducer, "input_numbers", shifted)
+    assert residual() > 1e-2

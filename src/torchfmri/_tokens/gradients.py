@@ -331,7 +331,11 @@ class TokenGradients:
             return None, ""
         vectors = self._capture.account.checks.vectors(name, found[0].norm())
         probes = torch.cat([each.probes(vectors).double() for each in found])
-        sizes = torch.cat([each.norm().flatten() for each in found])
+        # Of the same part of the parameter: of a head over many words the probe sees a sliver. In
+        # 16 bits that sliver is rounded as the whole is, so there the whole is what counts.
+        sizes = probes
+        if self._is_narrow(name):
+            sizes = torch.cat([probes, *(each.norm().flatten().to(probes) for each in found)])
         scale = max(float(brought.abs()), _length(sizes), torch.finfo(torch.float32).tiny)
         return float((probes.sum() - brought).abs()) / scale, "probe"
 
@@ -350,9 +354,13 @@ class TokenGradients:
         near = abs(here - float(brought)) <= rounding * max(abs(here), abs(float(brought)))
         return gradient.detach() if near else None
 
+    def _is_narrow(self, name: str) -> bool:
+        """Whether a parameter or its gradients have 16 bits."""
+        return self._infos[name].dtype.itemsize < 4 or self._capture.account.is_narrow(name)
+
     def _tolerance(self, name: str) -> float:
         """Above this a residual is more than rounding."""
-        if self._infos[name].dtype.itemsize < 4 or self._capture.account.is_narrow(name):
+        if self._is_narrow(name):
             return 5e-2
         return 1e-6 if self._infos[name].dtype == torch.float64 else 1e-3
 

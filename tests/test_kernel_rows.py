@@ -291,3 +291,25 @@ def _noting(reduce: Callable[..., Any], name: str, called: list[str]) -> Callabl
         return found
 
     return noted
+
+
+@needs_numba
+def test_compiled_bilinear_forms() -> None:
+    """Each against float64, with rows left out at both ends, and none mistaken for another."""
+    from torchfmri._kernels.rows import SMALLEST, Form, bilinear_forms
+
+    generator = torch.Generator().manual_seed(0)
+    forms, expected, alive = [], [], []
+    for rows, width, first in ((1, 5, 0), (7, 3, 2), (64, 256, 0), (130, 1, 5)):
+        matrix = torch.randn(rows + first, width + 4, generator=generator)
+        left, right = (torch.randn(each, generator=generator) for each in (rows, width))
+        alive += [matrix, left, right]
+        start = matrix.data_ptr() + 4 * first * (width + 4)
+        forms.append(Form(start, rows, width, width + 4, left.data_ptr(), right.data_ptr()))
+        seen = matrix[first:, :width].double()
+        expected.append(left.double() @ seen @ right.double())
+    found = bilinear_forms(forms, SMALLEST)
+    assert found is not None
+    assert torch.allclose(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found.roll(1), torch.stack(expected), rtol=1e-2, atol=1e-2)
+    assert bilinear_forms(forms, SMALLEST - 1) is None

@@ -129,3 +129,26 @@ def reduce_products(
                         total[k] += scale * one[k] * other[k]
             token = sample * positions + position
             products[token] = _write(total, token, size, weights, start, squares)
+
+
+@_compile
+def bilinear_forms(forms: Any, found: Any) -> None:
+    """For each of some matrices the number left^T matrix right.
+
+    Args:
+        forms: (n, 6) of int64: address of the matrix, rows, width, stride of a row, addresses of
+            the vector over the rows and of the one over the width.
+        found: What is written, (n,) of float64.
+    """
+    for k in range(forms.shape[0]):
+        rows, width, stride = forms[k, 1], forms[k, 2], forms[k, 3]
+        left = _array_at(_pointer(forms[k, 4]), (rows,), np.float32)
+        right = _array_at(_pointer(forms[k, 5]), (width,), np.float32)
+        total = 0.0
+        for i in range(rows):
+            row = _array_at(_pointer(forms[k, 0] + 4 * i * stride), (width,), np.float32)
+            part = np.float32(0)
+            for j in range(width):
+                part += row[j] * right[j]
+            total += part * left[i]
+        found[k] = total

@@ -13,6 +13,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,27 @@ def queue_works(device: torch.device, dtype: torch.dtype) -> bool:
             stacklevel=2,
         )
     return not reason
+
+
+class Form(NamedTuple):
+    """A matrix of float32 between two vectors: three addresses, and what is read of the matrix."""
+
+    matrix: int
+    rows: int
+    width: int
+    stride: int
+    left: int
+    right: int
+
+
+def bilinear_forms(forms: list[Form], values: int) -> Tensor | None:
+    """left^T matrix right of each, (n,), in one pass over so many values; None without numba."""
+    kernels = compiled_rows() if values >= SMALLEST else None
+    if kernels is None:
+        return None
+    found = torch.empty(len(forms), dtype=torch.float64)
+    kernels.bilinear_forms(np.array(forms, dtype=np.int64), found.numpy())
+    return found
 
 
 class Rows:

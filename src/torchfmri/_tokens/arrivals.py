@@ -20,10 +20,10 @@ from torchfmri._hooks import Hook
 from torchfmri._kernels.cuda_rows import heaviest
 from torchfmri._tokens import rules
 from torchfmri._tokens.account import Account
-from torchfmri._tokens.checks import without_autocast
 from torchfmri._tokens.norms import Reducer
 from torchfmri._tokens.owners import Owners, Parts
 from torchfmri._tokens.passes import Passes
+from torchfmri._tokens.random_vectors import without_autocast
 from torchfmri._tokens.record import Axis, Part, Record, Watched
 from torchfmri._torch_private import NO_BACKWARD, current_backward, may_autocast
 from torchfmri.exceptions import InspectionError, MemoryLimitError

@@ -7,19 +7,17 @@ up, a call missed or a factor of the wrong call all move it.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._backwards import runs_grad
 from torchfmri._hooks import Hook
+from torchfmri._kernels.rows import Form, bilinear_forms
 from torchfmri._tokens.parameter import ParameterInfo
+from torchfmri._tokens.random_vectors import RandomVectors, block, without_autocast
 from torchfmri._torch_private import (
     NO_BACKWARD,
     HookSet,
@@ -28,37 +26,7 @@ from torchfmri._torch_private import (
     is_subclass,
 )
 
-OUTPUT, INPUT = 0, 1
-
-
-_BLOCK = 64
 _NO_GRAD = "it left no .grad to compare with (autograd.grad on a GPU, or it was taken away)"
-
-
-def block(length: int) -> slice:
-    """The output units that are looked at: some neighbours, enough to tell tokens apart."""
-    if length <= _BLOCK:
-        return slice(None)
-    start = length * 7919 % (length - _BLOCK + 1)
-    return slice(start, start + _BLOCK)
-
-
-@lru_cache(maxsize=512)
-def _fixed(length: int, side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Fixed random numbers, 1 to 2 with random signs, which a dtype of 16 bits holds exactly.
-
-    Signs alone would be blind: the gradients of a softmax add up to zero. On the output side all
-    but a block of them are zero.
-    """
-    generator = torch.Generator().manual_seed(2 * length + side)
-    sizes = torch.randint(128, (length,), generator=generator).div(128).add(1)
-    signs = torch.randint(2, (length,), generator=generator).mul(2).sub(1)
-    found = sizes * signs
-    if side == OUTPUT:
-        kept = torch.zeros_like(found)
-        kept[block(length)] = found[block(length)]
-        found = kept
-    return found.to(device, dtype)
 
 
 def _has_gradients_of_its_own(parameter: nn.Parameter) -> bool:
@@ -68,15 +36,7 @@ def _has_gradients_of_its_own(parameter: nn.Parameter) -> bool:
     )
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """No autocast for what is computed in a hook, which may run inside the user's."""
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
-
-
-class Checks:
+class Checks(RandomVectors):
     """The random vectors, and what autograd's gradients are between them.
 
     Attributes:
@@ -85,8 +45,7 @@ class Checks:
     """
 
     def __init__(self, infos: Mapping[str, ParameterInfo]) -> None:
-        self._infos = infos
-        self._pairs: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+        super().__init__(infos)
         self._brought: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)  # tables, places
         self.unread: dict[str, str] = {}
         self.on_backward: Callable[[], None] | None = None
@@ -165,7 +124,7 @@ class Checks:
 
     def _read_all(self) -> None:
         came, self._came = self._came, {}
-        alike: dict[tuple[object, ...], dict[str, Tensor]] = defaultdict(dict)
+        plain: dict[str, Tensor] = {}
         for name, before in came.items():
             gradient = self._parameters[name].grad
             if gradient is None:
@@ -176,20 +135,53 @@ class Checks:
             if gradient.is_sparse or type(gradient) is not Tensor:
                 self._brought[name].append((self._read(name, gradient)[None], 0))
             else:
-                info = self._infos[name]
-                key = (info.shape, info.output.first, gradient.dtype, gradient.get_device())
-                alike[key][name] = gradient
+                plain[name] = gradient
+        compiled = self._read_compiled(plain)
+        alike: dict[tuple[object, ...], dict[str, Tensor]] = defaultdict(dict)
+        for name in plain.keys() - compiled:
+            info, gradient = self._infos[name], plain[name]
+            key = (info.shape, info.output.first, gradient.dtype, gradient.get_device())
+            alike[key][name] = gradient
         for gradients in alike.values():
-            found = self._read_alike(gradients)
-            for number, name in enumerate(gradients):
-                self._brought[name].append((found, number))
+            self._note(gradients, self._read_alike(gradients))
+
+    def _note(self, names: Iterable[str], found: Tensor) -> None:
+        for number, name in enumerate(names):
+            self._brought[name].append((found, number))
+
+    def _read_compiled(self, gradients: Mapping[str, Tensor]) -> set[str]:
+        """Read what compiled code can, in one pass; returns the names."""
+        forms = self._forms(gradients)
+        count = sum(each.rows * each.width for each in forms.values())
+        found = bilinear_forms(list(forms.values()), count)
+        if found is None:
+            return set()
+        self._note(forms, found)
+        return set(forms)
+
+    def _forms(self, gradients: Mapping[str, Tensor]) -> dict[str, Form]:
+        """What compiled code is told of the gradients that it can read."""
+        forms: dict[str, Form] = {}
+        known: dict[tuple[object, ...], Form] = {}
+        for name, gradient in gradients.items():
+            if gradient.dtype is not torch.float32 or not gradient.is_cpu:
+                continue
+            if not gradient.is_contiguous() or not gradient.numel():
+                continue
+            info = self._infos[name]
+            key = (info.shape, info.output.first)
+            form = known.get(key)
+            if form is None:
+                form = known[key] = self.form(name, gradient)
+            forms[name] = form._replace(matrix=gradient.data_ptr() + form.matrix)
+        return forms
 
     def _read_alike(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The gradients of parameters of one shape between their vectors, in few operations."""
         name, first = next(iter(gradients.items()))
         vectors = self.vectors(name, first)
         with torch.no_grad(), without_autocast(first):
-            parts = [self._part(name, each) for each in gradients.values()]
+            parts = [self.part(name, each) for each in gradients.values()]
             whole = torch.stack(parts).to(vectors[0].dtype)
             if len(vectors) == 1:
                 return whole @ vectors[0]
@@ -197,54 +189,9 @@ class Checks:
                 return (whole @ vectors[1]) @ vectors[0][block(len(vectors[0]))]
             return (whole @ vectors[1][block(len(vectors[1]))]) @ vectors[0]
 
-    def _part(self, name: str, gradient: Tensor) -> Tensor:
-        """The part of a gradient that the vectors look at, as a matrix; all of it for 1-D."""
-        shape = self._infos[name].shape
-        if len(shape) < 2:
-            return gradient if shape else gradient.reshape(1)
-        matrix = gradient if len(shape) == 2 else gradient.reshape(shape[0], -1)
-        if self._infos[name].output.first == 0:
-            return matrix[block(shape[0])]
-        return matrix[:, block(matrix.shape[1])]
-
     def _read(self, name: str, gradient: Tensor) -> Tensor:
         with without_autocast(gradient):
             return self.between(name, gradient.detach())
-
-    def vectors(self, name: str, like: Tensor) -> tuple[Tensor, ...]:
-        """The vectors for a parameter read as (shape[0], everything else); one for 1-D."""
-        found = self._pairs.get((name, like.device, like.dtype))
-        if found is not None:
-            return found
-        info = self._infos[name]
-        shape = info.shape
-        if len(shape) < 2:
-            found = (self.vector(shape[0] if shape else 1, OUTPUT, like),)
-        else:
-            sides = (OUTPUT, INPUT) if info.output.first == 0 else (INPUT, OUTPUT)
-            lengths = (shape[0], math.prod(shape[1:]))
-            found = tuple(self.vector(*each, like) for each in zip(lengths, sides, strict=True))
-        self._pairs[name, like.device, like.dtype] = found
-        return found
-
-    def info(self, name: str) -> ParameterInfo:
-        """What is known of a parameter."""
-        return self._infos[name]
-
-    def vector(self, length: int, side: int, like: Tensor) -> Tensor:
-        """A fixed random vector of this length, one per side of a matrix."""
-        dtype = like.dtype if like.dtype == torch.float64 else torch.float32
-        return _fixed(length, side, like.device, dtype)
-
-    def narrow_vector(self, length: int, side: int, like: Tensor) -> Tensor:
-        """The same in the dtype of `like`, which holds its numbers exactly."""
-        return _fixed(length, side, like.device, like.dtype)
-
-    def block_vector(self, length: int, side: int, like: Tensor) -> tuple[int, Tensor]:
-        """Of such a vector the part that is not zero: where it begins, and it."""
-        whole = self.narrow_vector(length, side, like)
-        part = block(length) if side == OUTPUT else slice(None)
-        return part.start or 0, whole[part].contiguous()
 
     def received(self, name: str) -> bool:
         """Whether any gradient reached the parameter."""
@@ -255,7 +202,7 @@ class Checks:
         found = self._brought.get(name)
         if not found:
             return None
-        return torch.stack([table[place] for table, place in found]).double().sum()
+        return torch.stack([table[place].double() for table, place in found]).sum()
 
     def arrived(self, name: str, gradient: Tensor) -> None:
         """Take note of a gradient that reaches a parameter."""
@@ -272,21 +219,6 @@ class Checks:
         elif name not in self._came:
             earlier = self._parameters[name].grad  # of passes before: this one is added to it
             self._came[name] = None if earlier is None else self._read(name, earlier)
-
-    def between(self, name: str, gradient: Tensor) -> Tensor:
-        """A gradient of a parameter between its two vectors."""
-        vectors = self.vectors(name, gradient)
-        dtype = vectors[0].dtype
-        if gradient.is_sparse:
-            rows = gradient.coalesce()  # of an embedding: some rows of it
-            product = rows.values().to(dtype).flatten(1) @ vectors[1]
-            return torch.dot(product, vectors[0][rows.indices()[0]])
-        part = self._part(name, gradient).to(dtype)
-        if len(vectors) == 1:
-            return torch.dot(part, vectors[0])
-        if self._infos[name].output.first == 0:
-            return torch.dot(part @ vectors[1], vectors[0][block(len(vectors[0]))])
-        return torch.dot(part @ vectors[1][block(len(vectors[1]))], vectors[0])
 
 
 class _Probe:

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from torchfmri._kernels.rows import SMALLEST, Asked, Product, Rows
 from torchfmri._tokens import factors, rules
-from torchfmri._tokens.checks import INPUT, OUTPUT, Checks
+from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.factors import Term
+from torchfmri._tokens.random_vectors import INPUT, OUTPUT
 from torchfmri._tokens.record import Record
 from torchfmri._tokens.reduced import OUTER, OUTER_BY_VOXEL, SQUARES, Reduced
 from torchfmri._tokens.rules import Rule

@@ -22,6 +22,7 @@ from benchmarks._cases import (
     token_loss,
 )
 from benchmarks._faults_loss import LOSS_FAULTS
+from benchmarks._faults_output import OUTPUT_FAULTS
 from benchmarks._faults_setup import SETUP_FAULTS
 
 BLOBS = Blobs()
@@ -786,11 +787,11 @@ FAULTS = (
     Fault("residual branches without norm", residual_growth, "activation_growth", ("blocks.11",), "forward", 0, "flow"),
     Fault("stack of sigmoids", sigmoid_stack, "vanishing_gradients", ("0",), "backward", 0, "flow"),
     Fault("tanh saturated", tanh_saturated, "saturated_units", ("3",), "forward", 0, "flow"),
-    Fault("tanh saturated, as a function", functional_tanh_saturated, "saturated_units", ("fc1", "fc2"), "forward", 0, "flow"),
+    Fault("tanh saturated, as a function", functional_tanh_saturated, "saturated_units", ("fc1",), "forward", 0, "flow"),
     Fault("recurrent net saturated", recurrent_saturated, "saturated_units", ("rnn",), "forward", 0, "flow"),
     Fault("ReLU dead by its bias", dead_by_bias, "dead_units", ("3", "2"), "forward", 0, "flow"),
-    Fault("ReLU dead, as a function", dead_functional, "dead_units", ("fc2", "fc3"), "forward", 0, "flow"),
-    Fault("channels dead behind batch norm", dead_channels, "dead_units", ("bn2", "head"), "forward", 0, "flow"),
+    Fault("ReLU dead, as a function", dead_functional, "dead_units", ("fc2",), "forward", 0, "flow"),
+    Fault("channels dead behind batch norm", dead_channels, "dead_units", ("bn2",), "forward", 0, "flow"),
     Fault("clipping hides an explosion", clipped_explosion, "clipping_hides_explosion", (), "backward", 0, "flow"),
     Fault("attention logits run away (SDPA)", attention_runs_away, "attention_collapse", ("blocks.1.attention",), "forward", 0, "flow"),
     Fault("attention logits without scale", attention_without_scale, "attention_collapse", ("attention",), "forward", 0, "flow"),
@@ -843,5 +844,6 @@ FAULTS = (
     Fault("learning rate x 100 half-way", rate_times_100_half_way, "learning_rate_too_high", (), "optimizer", 12, "optimizer"),
     *LOSS_FAULTS,
     *SETUP_FAULTS,
+    *OUTPUT_FAULTS,
 )  # fmt: skip
 _ = Block

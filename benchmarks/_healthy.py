@@ -22,6 +22,7 @@ from benchmarks._cases import (
     token_loss,
 )
 from benchmarks._healthy_loss import LOSS_HEALTHY
+from benchmarks._healthy_output import OUTPUT_HEALTHY
 from benchmarks._healthy_setup import SETUP_HEALTHY
 
 BLOBS = Blobs()
@@ -631,4 +632,5 @@ HEALTHY = (
     Healthy("negative loss", negative_loss, "a loss that passes 0"),
     *LOSS_HEALTHY,
     *SETUP_HEALTHY,
+    *OUTPUT_HEALTHY,
 )  # fmt: skip

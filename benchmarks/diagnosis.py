@@ -295,8 +295,8 @@ def _underflow(seen: Observation) -> float:
 
 
 def _large_input(seen: Observation) -> float:
-    size = _input_size(seen)
-    return size if size >= 1 else math.nan
+    given = [] if seen.data is None else seen.data.given.values()
+    return max([each for each in (_input_size(seen), *given) if each >= 1], default=math.nan)
 
 
 def _small_input(seen: Observation) -> float:

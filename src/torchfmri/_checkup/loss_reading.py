@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchfmri._checkup.activations import RANGES, SQUASHERS, function_behind, share_outside
 from torchfmri._checkup.copies import Split
 from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import relative_size
-from torchfmri._diagnosis.facts import LossFacts
+from torchfmri._diagnosis.facts import ConstantLayer, LossFacts
 from torchfmri._elements import flatten
 
+_SURE = 20.0
+"""A logit whose probability is 1 to eight digits."""
+SUM_OF_ONE = "numbers that sum to 1"
 _LEAST_TEXT = 4
 """Shorter rows of numbers may be anything."""
 
@@ -41,7 +45,8 @@ def loss_facts(
     if tensors:
         function, _ = function_behind(tensors[0])
         for log in watcher.units.values():
-            log.is_last = log.function == function and watcher.makes(log.layer, tensors[0])
+            made = not log.reader and watcher.makes(log.layer, tensors[0])
+            log.is_last = made and log.function == function
         if watcher.last_detailed is not None:
             watcher.last_detailed.softmaxes.against(tensors[0], target)
     bounded = function in SQUASHERS and seen.logit_range is not None and _is_within(seen)
@@ -49,8 +54,12 @@ def loss_facts(
     outside = 0.0 if known is None else share_outside(function, known)
     reach = RANGES[function][0] if function in RANGES else ""
     misread = _misread(watcher, seen, function)
+    detailed = watcher.last_detailed
+    if detailed is not None and detailed.softmaxes.above_one > outside:
+        function, outside, reach = "softmax", detailed.softmaxes.above_one, SUM_OF_ONE
     if seen.outside > outside:
-        function, outside, reach = "a binary cross entropy", seen.outside, "0 to 1"
+        function = "the sigmoid of a binary cross entropy"
+        outside, reach = seen.outside, "0 to 1"
     return LossFacts(
         seen.classes, seen.cross_entropy, misread, seen.broadcast, seen.inner,
         float(value.detach()) if isinstance(value, Tensor) else math.nan,
@@ -59,6 +68,41 @@ def loss_facts(
         bounded, what_targets_are(seen, parts), tuple(seen.weights),
         math.nan if seen.logit_range is None else max(map(abs, seen.logit_range)),
     )  # fmt: skip
+
+
+def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float, float] | None:
+    """What a loss makes of outputs that equal targets of 0 and 1, and of their opposite.
+
+    None where targets are no such, or the loss is no number from 0 to 1 and so no score.
+
+    Args:
+        loss: Of output and target.
+        output: What the model returned.
+        target: What it was compared with.
+        squashed: Whether outputs are probabilities, and not logits.
+    """
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not callable(loss):
+        return None
+    marks = target.detach().to(output.dtype)
+    if output.shape != target.shape or not bool(((marks == 0) | (marks == 1)).all()):
+        return None
+    if not 0 < float(marks.float().mean()) < 1:
+        return None
+    asked = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+    sure = _SURE * (2 * marks - 1)
+    right, wrong = (marks, 1 - marks) if squashed else (sure, -sure)
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        return float(asked(right, target)), float(asked(wrong, target))
+
+
+def constant_layers(watcher: Watcher) -> list[ConstantLayer]:
+    """The norms over one number, and the softmaxes over one that make the output or the loss."""
+    found = [ConstantLayer(layer, kind) for layer, kind in watcher.constants.items()]
+    if watcher.last_detailed is None:
+        return found
+    tensors = [each.tensor for each in flatten(watcher.output)]
+    made = watcher.last_detailed.softmaxes.of_one(tensors[0] if tensors else None)
+    return found + [ConstantLayer(each.layer, each.function, each.in_loss) for each in made]
 
 
 def _misread(watcher: Watcher, seen: LossWatch, function: str) -> tuple[str, str] | None:

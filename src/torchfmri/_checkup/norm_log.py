@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchfmri._diagnosis.facts import NormFacts
@@ -45,3 +46,12 @@ class NormLog:
             self.layer, training, samples, values, untouched,
             float("nan") if momentum is None else float(momentum), self._calls.total(),
         )  # fmt: skip
+
+
+def normalises_one(module: nn.Module, values: Tensor) -> bool:
+    """Whether a norm layer takes each mean over a single number: it returns its bias, always."""
+    if isinstance(module, nn.LayerNorm):
+        return math.prod(module.normalized_shape) == 1
+    if isinstance(module, nn.GroupNorm) and values.ndim > 1:
+        return values.numel() == values.shape[0] * module.num_groups
+    return False

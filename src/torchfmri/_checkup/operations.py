@@ -69,6 +69,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
+_NUMBER_BY_NUMBER = ("binary_cross_entropy", "mse_loss")
 _COPIES = frozenset(["clone", "_to_copy", "contiguous", "_unsafe_view"])
 
 
@@ -146,7 +147,9 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
             if logits is not None:
                 self._add_heads(logits, logits.softmax(-1).nan_to_num())
         elif name == "_log_softmax":
-            self._add_softmax(args, result, of_scores=False)
+            self._add_softmax(args, result, of_scores=False, function="log_softmax")
+        elif name in _NUMBER_BY_NUMBER and torch.is_grad_enabled():
+            self.softmaxes.compared(args[0], args[1])
         if name in _COPIES and isinstance(result, Tensor):
             self.softmaxes.copied(args[0], result)
         self.loss.look(name, args, result, self.in_loss)
@@ -179,12 +182,14 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
             keys_last = found if axis == -1 else [each.transpose(-1, -2) for each in found]
             self._add_heads(*keys_last)
 
-    def _add_softmax(self, args: tuple[Any, ...], result: Tensor, of_scores: bool) -> None:
+    def _add_softmax(
+        self, args: tuple[Any, ...], result: Tensor, of_scores: bool, function: str = "softmax"
+    ) -> None:
         if not torch.is_grad_enabled() or result.ndim == 0:
             return  # in backward, and for targets, it may run over anything
         axis = int(args[1]) % result.ndim
         self.softmaxes.add(
-            Softmax(self._where(), axis, result, of_scores, self.in_loss),
+            Softmax(self._where(), axis, result, of_scores, self.in_loss, function),
             isinstance(args[0], nn.Parameter),
         )
 

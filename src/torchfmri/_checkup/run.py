@@ -16,12 +16,12 @@ from torchfmri._attachment import compiled_code_as_eager
 from torchfmri._checkup.batch_log import BatchLog
 from torchfmri._checkup.copies import Copies, Lost, Split, loss_of, split_batch
 from torchfmri._checkup.leaves import Leaves
-from torchfmri._checkup.loss_reading import loss_facts, parts_of
+from torchfmri._checkup.loss_reading import constant_layers, loss_facts, parts_of, score_of
 from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.step_log import StepLog
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
-from torchfmri._diagnosis.facts import LossFacts, MisplacedSoftmax
+from torchfmri._diagnosis.facts import ConstantLayer, LossFacts, MisplacedSoftmax
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import (
@@ -63,6 +63,7 @@ class Checkup:
         self._ignored: int | None = None
         self._heads: list[Any] = []
         self._softmaxes: list[MisplacedSoftmax] = []
+        self._constants: list[ConstantLayer] = []
         self._value: Any = None
         self._consumed: set[str] = set()
         self._leaves = Leaves(copies, self._watcher)
@@ -128,6 +129,7 @@ class Checkup:
             self._consumed |= watcher.last_detailed.consumed
             if number == 0:
                 self._softmaxes = watcher.last_detailed.softmaxes.misplaced
+                self._constants = constant_layers(watcher)
             watcher.last_detailed.release()
         if (
             not lost
@@ -231,11 +233,18 @@ class Checkup:
         self._loss = loss_facts(self._watcher, parts, split is not None, value, called)
         if self._watcher.last_detailed is not None:
             self._ignored = self._watcher.last_detailed.loss.ignored
+        if split is not None and 0 <= self._loss.value <= 1 and self._loss.inner is None:
+            squashed = self._loss.output_function in ("sigmoid", "softmax")
+            score = score_of(self._copies.loss, self._watcher.output, split.target, squashed)
+            self._loss = replace(self._loss, score=score)
 
     def _owns_matrix(self, layer: str) -> bool:
+        structure = self._structure
+        if "Embedding" in structure.kinds.get(layer, ""):
+            return False
         return any(
-            each.layer == layer and len(each.shape) >= 2 and "Embedding" not in each.kind
-            for each in self._structure.parameters.values()
+            len(each.shape) >= 2 and layer in structure.aliases.get(each.name, (each.layer,))
+            for each in structure.parameters.values()
         )
 
     # -- the end -----------------------------------------------------------------------------
@@ -279,10 +288,12 @@ class Checkup:
             [each for each in units if each is not None], self._heads, routers, self._weights(),
             reach, self._loss,
             replace(
-                self._batches.facts(self._original, watcher.reader, self._ignored), mixed=mixed
+                self._batches.facts(self._original, watcher.reader, self._ignored),
+                mixed=mixed, given=dict(watcher.given),
             ),
             self._log.facts(watcher, self._batches.samples), copied_tables(self._original),
-            [log.facts() for log in watcher.norms.values()], self._softmaxes, self._origin,
+            [log.facts() for log in watcher.norms.values()], self._softmaxes, self._constants,
+            self._origin,
         )  # fmt: skip
 
     def _weights(self) -> dict[str, WeightFacts]:

@@ -26,6 +26,7 @@ class Softmax:
         result: Kept, so that its memory is not used again within the step.
         of_scores: Whether it reads products of queries and keys.
         in_loss: Whether it ran after the model.
+        function: "softmax" or "log_softmax".
     """
 
     layer: str
@@ -33,6 +34,7 @@ class Softmax:
     result: Tensor
     of_scores: bool
     in_loss: bool
+    function: str = "softmax"
 
 
 class SoftmaxLog:
@@ -47,11 +49,15 @@ class SoftmaxLog:
         self._of: dict[int, Softmax] = {}
         self._kept: list[Tensor] = []
         self.misplaced: list[MisplacedSoftmax] = []
+        self.above_one = 0.0
+        self._of_one: list[Softmax] = []
 
     def add(self, softmax: Softmax, reads_parameter: bool) -> None:
         """Take in one that has just run."""
         self._of[_memory(softmax.result)] = softmax
         shape = tuple(softmax.result.shape)
+        if shape[softmax.axis] == 1 and softmax.result.numel() > 1:
+            self._of_one.append(softmax)
         over_samples = softmax.axis == 0 and shape.count(self._samples) == 1
         if over_samples and shape[0] == self._samples and len(shape) > 1 and not reads_parameter:
             self._note(softmax, "the samples of the batch", "")
@@ -82,6 +88,23 @@ class SoftmaxLog:
             if bool(torch.isfinite(sums).all()) and float(right) < _LEAST_RIGHT:
                 self._note(softmax, _axis(softmax), "the keys")
 
+    def compared(self, output: Tensor, target: Tensor) -> None:
+        """Look at what a loss compares number by number: do targets sum to more than 1?"""
+        softmax = self.of(output)
+        if softmax is None or output.shape != target.shape or softmax.axis >= target.ndim:
+            return
+        if softmax.result.shape == output.shape and softmax.function == "softmax":
+            sums = target.detach().float().sum(softmax.axis)
+            self.above_one = float((sums > 1 + _COARSE).float().mean())
+
+    def of_one(self, output: Tensor | None) -> list[Softmax]:
+        """Those over a single number that make the output, or what the loss reads.
+
+        Inside of a model there may well be one key, one expert or one head.
+        """
+        made = None if output is None else self.of(output)
+        return [each for each in self._of_one if each.in_loss or each is made]
+
     def against(self, output: Tensor, target: Tensor | None) -> None:
         """Compare with the model's output, and with the axis that targets say is the classes'."""
         if output.ndim == 0 or output.shape[0] != self._samples:
@@ -104,6 +127,7 @@ class SoftmaxLog:
         """Let go of what was kept; what was found stays."""
         self._of.clear()
         self._kept.clear()
+        self._of_one.clear()
 
     def _note(self, softmax: Softmax, over: str, wanted: str) -> None:
         if any(each.layer == softmax.layer and each.over == over for each in self.misplaced):

@@ -25,6 +25,7 @@ class UnitLog:
     Attributes:
         layer: Where it is.
         source: What feeds it.
+        reader: What reads its result, where it is a function and `layer` is what feeds it.
         function: Its name.
         channels_first: Whether units are axis 1, as after a convolution.
     """
@@ -34,6 +35,7 @@ class UnitLog:
     function: str
     channels_first: bool
     is_last: bool = False
+    reader: str = ""
     _on: dict[int, np.ndarray] = field(default_factory=dict)
     _samples: dict[int, int] = field(default_factory=dict)
     _size: dict[int, np.ndarray] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class UnitLog:
         return UnitActivity(
             self.layer, self.source, self.function, units,
             sum(self._samples[step] for step in window), len(window), int(silent.sum()),
-            self._first_silent(steps, silent), dormant, dict(self._flat), self.is_last,
+            self._first_silent(steps, silent), dormant, dict(self._flat), self.is_last, self.reader,
         )  # fmt: skip
 
     def _window(self, steps: list[int]) -> list[int]:

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from torchfmri._checkup.activations import function_behind, function_of_module
 from torchfmri._checkup.gradient_watch import GradientWatch
-from torchfmri._checkup.norm_log import NormLog
+from torchfmri._checkup.norm_log import NormLog, normalises_one
 from torchfmri._checkup.operations import OperationWatch
 from torchfmri._checkup.unit_log import UnitLog
-from torchfmri._checkup.weights import growth_in_time, relative_spread, spread
+from torchfmri._checkup.weights import growth_in_time, relative_spread, rms, spread
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.structure import MATRIX_LAYERS, NORM_LAYERS, Structure, parameters_of
 from torchfmri._elements import flatten
@@ -23,6 +23,7 @@ from torchfmri._layers import named_layers
 from torchfmri._torch_private import is_transformed
 
 _MOST_NODES = 4
+_SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
 _CONVOLUTIONS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
@@ -54,12 +55,16 @@ class Watcher:
         self.called: dict[str, None] = {}
         self.without_graph: set[str] = set()
         self.reader: tuple[str, bool] | None = None
-        self.units: dict[tuple[str, str], UnitLog] = {}
+        self.units: dict[tuple[str, str, str], UnitLog] = {}
         self.loads: dict[str, list[list[float]]] = {}
         self.spread: dict[str, float] = {}
         self.growth: dict[str, float] = {}
         self.signal: dict[str, float] = {}
         self.norms: dict[str, NormLog] = {}
+        self.constants: dict[str, str] = {}
+        self.given: dict[str, float] = {}
+        # What has no graph is then made from the data alone.
+        self._all_is_trained = all(each.trainable for each in structure.parameters.values())
         self.linear_pairs: dict[tuple[str, str], None] = {}
         self.trains: bool | None = None
         self.output: Any = None
@@ -165,7 +170,13 @@ class Watcher:
             self.reader = (name, isinstance(module, NORM_LAYERS))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and torch.is_grad_enabled():
             self.norms.setdefault(name, NormLog(name, module)).add(first)
-        if not isinstance(module, MATRIX_LAYERS) or not first.requires_grad:
+        if self.step == 0 and normalises_one(module, first):
+            self.constants.setdefault(name, type(module).__name__)
+        if not isinstance(module, MATRIX_LAYERS):
+            return
+        if not first.requires_grad:
+            if self.step == 0 and torch.is_grad_enabled() and self._all_is_trained:
+                self.given.setdefault(name, rms(first))
             return
         if self.step == 0 and first.ndim >= 2:
             self.signal.setdefault(name, spread(first))
@@ -176,7 +187,7 @@ class Watcher:
         if _is_redundant(maker, module):
             self.linear_pairs.setdefault((made_by, name))
         if function and not function_of_module(self._layers.get(made_by, module)):
-            self._log(name, source, function, module).add(self.step, None, first)
+            self._log(source, "", function, module, name).add(self.step, None, first)
         if self.detailed is not None and first.ndim >= 2:
             self.spread[name] = relative_spread(first)
 
@@ -225,21 +236,30 @@ class Watcher:
         return False
 
     def _maker(self, node: Any) -> str:
-        """The layer that made what a node reads, seen through shifts and scales."""
+        """The layer that made what a node reads, seen through shifts, scales and sums."""
+        nodes = [node]
         for _ in range(_MOST_NODES):
-            if node is None or node in self._nodes:
-                break
-            before = [each for each, _ in node.next_functions if each is not None]
-            node = before[0] if len(before) == 1 else None
-        return self._nodes.get(node, "")
+            found = [each for each in nodes if each in self._nodes]
+            if found:
+                return self._nodes[found[0]]
+            nodes = [before for each in nodes if each is not None for before in _fed_by(each)]
+        return ""
 
-    def _log(self, name: str, source: str, function: str, near: nn.Module | None) -> UnitLog:
-        key = (name, function)
+    def _log(
+        self, name: str, source: str, function: str, near: nn.Module | None, reader: str = ""
+    ) -> UnitLog:
+        key = (name, function, reader)
         if key not in self.units:
-            fed_by = self._layers.get(source, near)
+            fed_by = self._layers.get(source or name if reader else source, near)
             channels = isinstance(fed_by, _CONVOLUTIONS) or isinstance(near, _CONVOLUTIONS)
-            self.units[key] = UnitLog(name, source, function, channels)
+            self.units[key] = UnitLog(name, source, function, channels, reader=reader)
         return self.units[key]
+
+
+def _fed_by(node: Any) -> list[Any]:
+    """The nodes before one that leaves a layer's output recognisable; none before others."""
+    before = [each for each, _ in node.next_functions if each is not None]
+    return before if len(before) == 1 or node.name() in _SUMS else []
 
 
 def _samples(batch: Any) -> int:

@@ -59,6 +59,8 @@ def loss_broadcast(seen: Observation) -> Iterator[Finding]:
 def inverted_loss(seen: Observation) -> Iterator[Finding]:
     """A loss with the wrong sign: it is made larger."""
     loss = seen.loss
+    if loss is not None and loss.score is not None:
+        yield from _score_minimised(seen, *loss.score)
     if loss is None or loss.inner is None or not loss.inner > 0:
         return
     if any(group.get("maximize") for group in seen.structure.groups):
@@ -84,19 +86,36 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[Finding]:
+    """A score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
+    maximized = any(group.get("maximize") for group in seen.structure.groups)
+    if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
+        return
+    yield Finding(
+        "inverted_loss", "warn", (), "loss", 0,
+        f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for their "
+        "opposite: it is a score, and training makes it smaller.",
+        "Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
+        {"right": right, "opposite": wrong},
+    )  # fmt: skip
+
+
 def unreachable_targets(seen: Observation) -> Iterator[Finding]:
     """Targets that the last function of the model cannot return."""
     loss = seen.loss
     if loss is None:
         return
     layers = (loss.output_layer,) if loss.output_layer else ()
+    sums = loss.range.startswith("numbers")
     if loss.outside > cuts.OUTSIDE.value:
         yield Finding(
             "unreachable_targets", "alarm", layers, "loss", 0,
-            f"The model ends in {loss.output_function}, which has the range {loss.range}, but "
-            f"{percent(loss.outside)} of the targets lie outside.",
-            "Scale the targets into its range (masks of 0 and 255 by 1/255), or use another last "
-            "activation or loss.",
+            f"The output goes through {loss.output_function}, which makes {loss.range}, but "
+            f"{percent(loss.outside)} of the targets {'do not' if sums else 'lie outside'}.",
+            "Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on at once."
+            if sums
+            else "Scale the targets into its range (masks of 0 and 255 by 1/255), or use another "
+            "last activation or loss.",
             {"outside_share": loss.outside},
         )  # fmt: skip
     elif loss.bounded and loss.classes is not None and loss.misread is None:
@@ -122,6 +141,8 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
         return  # that it should not be there at all is told elsewhere
     worst = found[0]
     where = f"of {worst.layer!r} " if worst.layer else ""
+    axis = f"axis {worst.axis} of {worst.shape}"
+    over = axis if worst.over == f"axis {worst.axis}" else f"{worst.over} ({axis})"
     mixes = "" if worst.wanted else ": what is said about one sample depends on the others"
     wanted = f", but its result is used as one over {worst.wanted}" if worst.wanted else mixes
     layers = tuple(dict.fromkeys(each.layer for each in found if each.layer or not each.in_loss))
@@ -129,8 +150,7 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
         layers = (seen.loss.output_layer,)
     yield Finding(
         "softmax_dimension", "alarm", layers, "loss" if worst.in_loss else "forward", 0,
-        f"A softmax {where}runs over axis {worst.axis} of {worst.shape}, that is {worst.over}"
-        f"{wanted}.".replace(f", that is axis {worst.axis}", ""),
+        f"A softmax {where}runs over {over}{wanted}.",
         "Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
         "(batch, classes, ...), keys the last axis of attention scores.",
         {"axis": worst.axis, "shape": list(worst.shape)},

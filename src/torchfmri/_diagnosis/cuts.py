@@ -135,7 +135,7 @@ DEAD_INFORM = Cut(
 DEAD_WARN = Cut(
     0.25, "share of units that are off for every sample of a window", True,
     "measured: 1.0 with a bad bias; 0 in healthy nets, also where 77 % of the values are 0; a "
-    "remark where the loss falls to half all the same (few clusters, up to 0.42)",
+    "remark where the loss falls by 5 % all the same (few clusters, up to 0.42)",
 )  # fmt: skip
 DEAD_ALARM = Cut(0.5, "share of units that are off for every sample of a window", True, "half")
 DROPPED = Cut(
@@ -148,7 +148,8 @@ FLAT_WARN = Cut(
 )  # fmt: skip
 FLAT_ALARM = Cut(
     0.5, "share of a hidden layer's values where its function is flat", True,
-    "measured: 0.78 at faults; half of the values pass no gradient",
+    "measured: 0.78 at faults; half of the values pass no gradient; a remark where the loss halves "
+    "and the function was not flat at first (units that are sure, up to 0.73)",
 )  # fmt: skip
 ENTROPY = Cut(
     0.05, "entropy of attention / ln of the number of keys, in half of the heads", False,
@@ -217,6 +218,12 @@ ONE_CLASS = Cut(
     "(2 x 0.5^8 with two classes and batches of 8; most batches where one class is rare)",
 )  # fmt: skip
 PADDING = Cut(0.1, "share of the targets that are padding", True, "a tenth of the loss")
+SCORE = Cut(
+    0.9, "loss of outputs that equal targets of 0 and 1, where that of their opposite is 1 - this",
+    True,
+    "arithmetic: Dice, IoU and F1 are 1 and 0; an error is 0 for the right answer, and a cross "
+    "entropy far above 1 for the opposite",
+)  # fmt: skip
 OUTSIDE = Cut(0.05, "share of the targets that the last function cannot return", True, "arithmetic")
 
 MIXED = Cut(
@@ -246,7 +253,7 @@ HEADROOM_WARN = Cut(
 HEADROOM_ALARM = Cut(0.5, "largest float16 value / 65504", True, "one doubling from infinity")
 UNDERFLOW_WARN = Cut(
     0.3, "share of the non-zero float16 gradients below its normal range", True,
-    "below 6e-5 digits are lost one by one, and below 6e-8 all",
+    "below 6e-5 digits are lost one by one, and below 6e-8 all; a remark where the loss halves",
 )  # fmt: skip
 UNDERFLOW_ALARM = Cut(
     0.7, "share of the non-zero float16 gradients below its normal range", True, "most of them",

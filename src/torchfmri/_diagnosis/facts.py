@@ -26,6 +26,8 @@ class LossFacts:
             model ends in a squashing function.
         targets: What its class numbers are: "inputs", "next inputs", or "".
         logit: The largest |logit| that a cross entropy was given; nan where there is none.
+        score: What the loss makes of outputs that equal targets of 0 and 1, and of their opposite;
+            None where that was not asked.
         weights: By what each mean in it is multiplied, and over how many samples it is taken.
     """
 
@@ -44,6 +46,7 @@ class LossFacts:
     targets: str = ""
     weights: tuple[tuple[float, int], ...] = ()
     logit: float = float("nan")
+    score: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class DataFacts:
         padding_token: Which token that is.
         padding_rows: Embedding layer -> rms of its padding row, where that is not 0.
         target_rms: Of floating-point targets, largest over the batches; 0 where there are none.
+        given: Layer -> rms of what it is given, where that was made from the data alone.
         mixed: How much outputs move when another sample is exchanged / how they differ; nan where
             that was not looked at.
     """
@@ -83,6 +87,7 @@ class DataFacts:
     padding_rows: Mapping[str, float] = field(default_factory=dict)
     target_rms: float = 0.0
     mixed: float = float("nan")
+    given: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,18 @@ class MisplacedSoftmax:
     over: str
     wanted: str
     in_loss: bool
+
+
+@dataclass(frozen=True)
+class ConstantLayer:
+    """A layer that returns the same whatever it is given, for it compares one number with itself.
+
+    Attributes:
+        layer: Where it is; "" for what runs outside of layers.
+        function: "softmax", "log_softmax", or the class of a norm layer.
+        in_loss: Whether it ran after the model.
+    """
+
+    layer: str
+    function: str
+    in_loss: bool = False

@@ -9,18 +9,17 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding, Severity
-from torchfmri._diagnosis.observation import HeadActivity, Observation
-from torchfmri._diagnosis.profiles import gradient_profile
+from torchfmri._diagnosis.observation import HeadActivity, Observation, UnitActivity
 from torchfmri._diagnosis.signals import (
-    SMALL_GAIN,
     dead_shares,
     experts_in_use,
     flat_shares,
     gains,
+    is_stuck,
     learns,
     median,
 )
-from torchfmri._diagnosis.words import how_many, listed, percent
+from torchfmri._diagnosis.words import how_many, percent
 from torchfmri._rows import plural
 
 _LEAST_STEPS = 5
@@ -52,26 +51,26 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
     dead = [
         each
         for each in seen.units
-        if each.layer in shares and shares[each.layer] >= cuts.DEAD_INFORM.value
+        if shares.get(each.key, 0.0) >= cuts.DEAD_INFORM.value and not _reads_no_signal(seen, each)
     ]
-    if not dead or _signal_is_lost(seen):
+    if not dead:
         return
     worst = max(dead, key=lambda each: each.silent / each.units)
     share = worst.silent / worst.units
     layers = dict.fromkeys(
         layer
         for each in sorted(dead, key=lambda each: -each.silent / each.units)
-        for layer in (each.layer, each.source)
-        if layer
+        for layer in each.named
     )
     severity: Severity = "alarm" if share >= cuts.DEAD_ALARM.value else "inform"
     died = worst.first_silent != 0  # what chance switched off at the start is no loss
-    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and not learns(seen):
+    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and is_stuck(seen):
         severity = "warn"
-    others = f" (and more in {plural(len(dead) - 1, 'other layer')})" if len(dead) > 1 else ""
+    more = len({each.label for each in dead}) - 1
+    others = f" (and more in {plural(more, 'other layer')})" if more else ""
     yield Finding(
         "dead_units", severity, tuple(layers), "forward", worst.first_silent,
-        f"{how_many(worst.silent, worst.units, 'units')} of {worst.layer!r} ({worst.function})"
+        f"{how_many(worst.silent, worst.units, 'units')} of {worst.label}"
         f"{others} were off for each of {worst.samples:,} samples over {worst.steps} steps: no "
         "gradient passed them.",
         "Lower the learning rate, start biases at 0, keep inputs centred, or use LeakyReLU or "
@@ -108,37 +107,34 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
     flat = [
         each
         for each in seen.units
-        if shares.get(each.layer, 0.0) > cuts.FLAT_WARN.value and len(each.flat) >= 2
+        if shares.get(each.key, 0.0) > cuts.FLAT_WARN.value and len(each.flat) >= 2
     ]
     if not flat:
         return
-    worst = max(flat, key=lambda each: shares[each.layer])
-    share = shares[worst.layer]
-    layers = tuple(
-        dict.fromkeys(layer for each in flat for layer in (each.layer, each.source) if layer)
-    )
+    worst = max(flat, key=lambda each: shares[each.key])
+    share = shares[worst.key]
+    layers = tuple(dict.fromkeys(layer for each in flat for layer in each.named))
     first = next(step for step, value in worst.flat.items() if value > cuts.FLAT_WARN.value)
+    worst_start = next(iter(worst.flat))
     large = {
         each.layer: gain
         for each in seen.structure.matrices
         if (gain := gains(seen).get(each.name, 0.0)) > cuts.GAIN.value and each.layer in layers
     }
-    others = ""
-    if len(flat) > 1:
-        others = f" (and it is not alone: {listed([each.layer for each in flat])})"
+    more = len({each.label for each in flat}) - 1
+    others = f" (and as many in {plural(more, 'other layer')})" if more else ""
     why = "".join(
         f" The weights of {layer!r} make outputs {gain:.2g} times their inputs."
         for layer, gain in list(large.items())[:1]
     )
     severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
-    if severity == "warn" and learns(seen):
-        severity = "inform"
+    if learns(seen) and (severity == "warn" or first > worst_start):
+        severity = "inform"  # units that tell classes apart become sure of them
     yield Finding(
         "saturated_units", severity, layers, "forward",
         first,
-        f"{percent(share)} of the values of {worst.layer!r} lie on the flat ends of "
-        f"{worst.function}{others}"
-         f": hardly any gradient passes.{why}",
+        f"{percent(share)} of the values of {worst.label} lie on its flat ends{others}: hardly any "
+        f"gradient passes.{why}",
         "Make what goes in smaller: initialise with Xavier, normalise inputs or add a norm layer.",
         {"flat_share": share},
     )  # fmt: skip
@@ -173,12 +169,32 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def constant_layer(seen: Observation) -> Iterator[Finding]:
+    """A softmax or a norm over one number, which returns the same whatever it is given."""
+    last = "" if seen.loss is None else seen.loss.output_layer
+    for each in seen.constants:
+        layer = each.layer or last
+        soft = each.function.endswith("softmax")
+        value = {"softmax": "1", "log_softmax": "0"}.get(each.function, "the bias")
+        where = " of the loss" if each.in_loss else f" of {layer!r}" if layer else ""
+        what = f"The {each.function}{where} runs over" if soft else f"{each.layer!r} normalises"
+        yield Finding(
+            "representation_collapse", "alarm", (layer,) if layer else (),
+            "loss" if each.in_loss else "forward", 0,
+            f"{what} a single number, and {value} comes out whatever went in: nothing of the input "
+            "passes, and no gradient.",
+            "Use sigmoid for one output (or BCEWithLogitsLoss of the logits), or two outputs."
+            if soft
+            else "Take the norm away, or normalise over the features before the last layer.",
+        )  # fmt: skip
+
+
 def representation_collapse(seen: Observation) -> Iterator[Finding]:
     """A last representation in which all samples are the same."""
     if seen.steps is None or seen.loss is None or not seen.loss.output_layer:
         return
     spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
-    if not spread < cuts.SPREAD.value:
+    if not spread < cuts.SPREAD.value or seen.constants:
         return
     yield Finding(
         "representation_collapse", "alarm", (seen.loss.output_layer,), "forward",
@@ -213,8 +229,8 @@ def routing_collapse(seen: Observation) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _signal_is_lost(seen: Observation) -> bool:
-    """Whether weights are so small that only biases are left: units are then on or off for all."""
-    profile = gradient_profile(seen)
-    small = median(list(gains(seen).values())) < SMALL_GAIN
-    return profile is not None and small and profile.vanishes
+def _reads_no_signal(seen: Observation, units: UnitActivity) -> bool:
+    """Whether all samples were alike before these units: they are then on or off for all."""
+    if seen.steps is None or units.silent == units.units:
+        return False
+    return seen.steps.spread.get(units.source or units.layer, math.nan) < cuts.SPREAD.value

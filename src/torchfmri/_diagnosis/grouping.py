@@ -10,8 +10,11 @@ from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.rates import low_groups, rate_fell, rate_in_words
-from torchfmri._diagnosis.signals import LEAST_STEPS, median, update_ratios
+from torchfmri._diagnosis.signals import LEAST_STEPS, has_gradients, median, update_ratios
 from torchfmri._diagnosis.words import listed, percent
+
+_BEGAN = 100
+"""So many times the cut, and the first steps did train."""
 
 
 def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
@@ -94,12 +97,14 @@ def momentum_too_high(seen: Observation) -> Iterator[Finding]:
 
 def _too_low(seen: Observation, ratios: Floats) -> float | None:
     """The typical update / weight where that is far too small, and not about to rise."""
-    known = ratios[np.isfinite(ratios)]
+    known = ratios[np.isfinite(ratios) & has_gradients(seen)]
     if len(known) < LEAST_STEPS or not (known > 0).any():
         return None
     typical = median(known)
     rates = seen.steps.learning_rate if seen.steps is not None else np.array([])
     warming_up = len(rates) > 1 and rates[-1] > rates[0]
+    if median(known[:3]) > _BEGAN * cuts.UPDATE_LOW.value:
+        return None  # it was high enough, and fell
     if typical == 0 or typical >= cuts.UPDATE_LOW.value or warming_up or known[-1] > 2 * known[0]:
         return None
     return typical

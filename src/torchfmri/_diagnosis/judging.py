@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.finding import Finding
+from torchfmri._diagnosis.finding import Finding, Severity
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.profiles import growths
-from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck
+from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
 from torchfmri._diagnosis.words import listed, percent
 
 _LARGEST_HALF = 65504.0
@@ -23,12 +23,16 @@ _LARGEST_HALF = 65504.0
 def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
     """Inputs far larger than initialisations assume, with no norm layer to read them."""
     data = seen.data
-    if data is None or data.rms is None or data.normalised or not data.reader:
+    if data is None:
+        return
+    if data.rms is None or data.normalised or not data.reader:
+        yield from _large_given(data.given)
         return
     if data.rms < cuts.INPUT_SMALL.value:
         yield from _small_inputs(seen, data.rms, data.reader)
         return
     if data.rms <= cuts.INPUT_SIZE.value:
+        yield from _large_given(data.given)
         return
     yield Finding(
         "unscaled_inputs", "warn", (data.reader,), "data", 0,
@@ -37,6 +41,22 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
         "Subtract the mean and divide by the standard deviation of the training data (or put a "
         "norm layer first).",
         {"input_rms": data.rms},
+    )  # fmt: skip
+
+
+def _large_given(given: Mapping[str, float]) -> Iterator[Finding]:
+    """The same inside of the model: numbers that it makes of the data before the first layer."""
+    large = {layer: rms for layer, rms in given.items() if rms > cuts.INPUT_SIZE.value}
+    if not large:
+        return
+    layer, rms = max(large.items(), key=lambda each: each[1])
+    yield Finding(
+        "unscaled_inputs", "warn", tuple(large), "data", 0,
+        f"What {layer!r} is given has an rms of {rms:,.0f}, made from the data with no layer "
+        "between; initial weights and learning rates assume about 1.",
+        "Bring each feature to about 1 before it is joined with others: a number of a step by its "
+        "largest (or by an embedding), pixels by 255, others by their standard deviation.",
+        {"input_rms": rms},
     )  # fmt: skip
 
 
@@ -237,9 +257,12 @@ def half_underflow(seen: Observation) -> Iterator[Finding]:
         return
     worst = max(small.values(), default=1.0)
     is_alarm = worst > cuts.UNDERFLOW_ALARM.value or bool(flushed)
+    severity: Severity = "alarm" if is_alarm else "warn"
+    if learns(seen):  # small because little is left to learn
+        severity = "inform"
     layers = tuple(dict.fromkeys([*flushed, *small]))
     yield Finding(
-        "half_underflow", "alarm" if is_alarm else "warn", layers, "backward", 0,
+        "half_underflow", severity, layers, "backward", 0,
         f"{percent(worst)} of the float16 gradients at {listed(layers)} lie below its normal range "
         "(6e-5)" + (f", and those of {listed(flushed)} are all 0." if flushed else "."),
         "Use a GradScaler, or bfloat16.",

@@ -6,6 +6,7 @@ A replay of the step, operation by operation, tells more; this is what is left w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,26 @@ _ADVICE = (
 )
 
 
+def origin(seen: Observation) -> Iterator[Finding]:
+    """Where the first number that is not finite came from, as a replay of the step tells."""
+    if seen.origin is not None:
+        yield with_epsilon(seen.origin, seen)
+
+
+def with_epsilon(finding: Finding, seen: Observation) -> Finding:
+    """The finding, with its cause where an optimizer divides by an eps that is 0."""
+    lost = next((each["eps_lost"] for each in seen.structure.groups if each["eps_lost"]), "")
+    if finding.problem not in ("nonfinite_update", "nonfinite_weights") or not lost:
+        return finding
+    half = "" if lost == "eps=0" else ", or keep the weights in float32 (autocast, GradScaler)"
+    return replace(
+        finding,
+        text=f"{finding.text} The optimizer has {lost}: it divides by 0 wherever the square of a "
+        "gradient is 0.",
+        advice=f"Set eps to 1e-8 in float32 (1e-4 in float16){half}.",
+    )
+
+
 def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
     """The first layer with NaN or infinity, if they reach a gradient, a weight or the loss."""
     trace = seen.trace
@@ -26,6 +47,7 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
         return
     place = first_nonfinite(seen)
     if place is None:
+        yield from _in_loss(seen)
         return
     step = int(trace.steps[place])
     unknown = Finding(
@@ -33,7 +55,23 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
         f"Gradients of step {step} are not finite.", _ADVICE,
     )  # fmt: skip
     looks = (_in_weights, _in_forward, _in_backward)
-    yield next((found for look in looks if (found := look(seen, place, step))), unknown)
+    found = next((found for look in looks if (found := look(seen, place, step))), unknown)
+    yield with_epsilon(found, seen)
+
+
+def _in_loss(seen: Observation) -> Iterator[Finding]:
+    """A loss that is infinite while gradients are not: something stops them on their way."""
+    infinite = np.flatnonzero(np.isinf(seen.trace.loss))
+    if not len(infinite):
+        return
+    step = int(seen.trace.steps[infinite[0]])
+    yield Finding(
+        "nonfinite_loss", "alarm", (), "loss", step,
+        f"The loss of step {step} is infinite (of {len(infinite)} of {len(seen.trace)} steps), "
+        "while gradients are finite: log or division of something that is 0.",
+        _ADVICE,
+        {"steps": len(infinite)},
+    )  # fmt: skip
 
 
 def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:

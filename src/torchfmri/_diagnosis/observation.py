@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._diagnosis.facts import DataFacts, LossFacts, MisplacedSoftmax, NormFacts
+from torchfmri._diagnosis.facts import (
+    ConstantLayer,
+    DataFacts,
+    LossFacts,
+    MisplacedSoftmax,
+    NormFacts,
+)
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.structure import Structure
 from torchfmri._diagnosis.trace import Trace
@@ -25,8 +31,8 @@ class UnitActivity:
     """How the units behind one nonlinearity behaved.
 
     Attributes:
-        layer: The layer of the nonlinearity, or the one that reads its result where it is a
-            function and no layer.
+        layer: The layer of the nonlinearity, or the one that feeds it where it is a function and
+            no layer; "" where that is not known.
         source: The layer whose output went into it; "" where that is not known.
         function: "relu", "tanh", "sigmoid", ...
         units: How many units.
@@ -37,6 +43,7 @@ class UnitActivity:
         dormant: How many had less than a 40th of the layer's mean activity.
         flat: Step -> the share of values where the function is flat (see `activations.py`).
         is_last: Whether it makes the output of the model.
+        reader: The layer that reads its result where it is a function; "" for a layer.
     """
 
     layer: str
@@ -50,6 +57,27 @@ class UnitActivity:
     dormant: int
     flat: Mapping[int, float]
     is_last: bool = False
+    reader: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from others."""
+        return self.layer, self.function, self.reader
+
+    @property
+    def label(self) -> str:
+        """In words: a layer with its function, or a function and the layer next to it."""
+        if not self.reader:
+            return f"{self.layer!r} ({self.function})"
+        if self.layer:
+            return f"{self.function} behind {self.layer!r}"
+        return f"{self.function} before {self.reader!r}"
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The layers to name: of a function those around it, never what only reads it."""
+        around = (self.reader.rpartition(".")[0],) if self.reader and not self.layer else ()
+        return tuple(each for each in (self.layer, self.source, *around) if each)
 
 
 @dataclass(frozen=True)
@@ -184,6 +212,7 @@ class Observation:
         copied_tables: Embeddings and output layers that are two parameters of equal values.
         norms: The batch norms that ran.
         softmaxes: Those that run over the wrong axis.
+        constants: Layers that return the same whatever they are given.
         origin: Where the first number that is not finite came from, if the run ended there.
     """
 
@@ -200,6 +229,7 @@ class Observation:
     copied_tables: Sequence[tuple[str, str]] = ()
     norms: Sequence[NormFacts] = ()
     softmaxes: Sequence[MisplacedSoftmax] = ()
+    constants: Sequence[ConstantLayer] = ()
     origin: Finding | None = None
 
     @property

@@ -23,6 +23,7 @@ _SUSTAINED = 3
 _WINDOW = 5
 _LEAST_STEPS = 10
 _RECENT = 50
+_MILLIONFOLD = 1e4
 
 
 def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
@@ -74,7 +75,8 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
     steps, loss = seen.trace.steps, seen.trace.loss
     turned = len(ratios) if seen.origin is not None else first_nonfinite(seen)
     lost = turned is not None
-    for place in np.flatnonzero(ratios > cuts.UPDATE_HIGH.value):
+    # An update that is not finite is no matter of its size: told elsewhere, with its cause.
+    for place in np.flatnonzero(np.isfinite(ratios) & (ratios > cuts.UPDATE_HIGH.value)):
         ahead = ratios[place : place + _WINDOW]
         sustained = int((ahead > cuts.UPDATE_HIGH.value).sum()) >= _SUSTAINED
         replaced = ratios[place] > cuts.UPDATE_REPLACED.value and len(ratios) - place > _SUSTAINED
@@ -223,4 +225,7 @@ def _is_worse(before: float, after: float) -> bool:
 
 
 def _factor(ratio: float) -> str:
-    return f"{10 ** max(1, math.ceil(math.log10(ratio / 1e-2))):,}" if ratio < 1e12 else "a lot"
+    """By what to divide a learning rate for updates of about 1 %, in tens."""
+    if ratio >= _MILLIONFOLD:
+        return "a million or more"
+    return f"{10 ** max(1, math.ceil(math.log10(ratio / 1e-2))):,}"

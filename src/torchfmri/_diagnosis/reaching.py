@@ -8,9 +8,10 @@ import numpy as np
 
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.signals import gradient_kind, in_order
+from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order
 from torchfmri._diagnosis.structure import ParameterFacts
 from torchfmri._diagnosis.words import listed
+from torchfmri._rows import plural
 
 _LEAST_STEPS = 8
 
@@ -23,6 +24,8 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
         return
     if not len(seen.trace) and reach.loss_has_graph:
         return
+    if not reach.loss_has_graph and all_frozen(seen):
+        return  # told by the frozen layers
     if not reach.loss_has_graph:
         layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
         yield Finding(
@@ -121,8 +124,8 @@ def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
     found = seen.reach.unregistered
     yield Finding(
         "unregistered_parameters", "alarm", (), "optimizer", None,
-        f"The loss depends on {len(found)} trainable tensors that are not among "
-        f"model.parameters() ({found[0]}): no optimizer has them, and state_dict() neither.",
+        f"The loss depends on {plural(len(found), 'trainable tensor')} not among "
+        f"model.parameters() ({found[0]}): neither an optimizer nor state_dict() has it.",
         "Keep layers in nn.ModuleList or nn.ModuleDict instead of a list or dict, and tensors in "
         "nn.Parameter.",
         {"tensors": len(found)},

@@ -23,17 +23,11 @@ from torchfmri._diagnosis import (
     wiring,
 )
 from torchfmri._diagnosis.finding import PHASES, SEVERITIES, Finding
-from torchfmri._diagnosis.nonfinite import nonfinite_in_trace
+from torchfmri._diagnosis.nonfinite import nonfinite_in_trace, origin
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import Observation
 
 Diagnose = Callable[[Observation], Iterator[Finding]]
-
-
-def origin(seen: Observation) -> Iterator[Finding]:
-    """Where the first number that is not finite came from."""
-    if seen.origin is not None:
-        yield seen.origin
 
 
 DIAGNOSES: tuple[Diagnose, ...] = (
@@ -53,10 +47,10 @@ DIAGNOSES: tuple[Diagnose, ...] = (
     depth.vanishing_gradients, depth.exploding_gradients, depth.activation_growth,
     depth.recurrent_growth, depth.signal_shrinks, flowing.excessive_dropout, flowing.dead_units,
     flowing.dead_layer, flowing.saturated_units, flowing.attention_collapse,
-    flowing.representation_collapse, flowing.routing_collapse, optimizing.learning_rate_too_high,
-    optimizing.diverging_loss, grouping.learning_rate_too_low, grouping.group_rate_too_low,
-    grouping.learning_rate_fell, grouping.momentum_too_high, updating.updates_lost,
-    updating.weight_decay_too_strong, updating.clipping_hides_explosion,
+    flowing.constant_layer, flowing.representation_collapse, flowing.routing_collapse,
+    optimizing.learning_rate_too_high, optimizing.diverging_loss, grouping.learning_rate_too_low,
+    grouping.group_rate_too_low, grouping.learning_rate_fell, grouping.momentum_too_high,
+    updating.updates_lost, updating.weight_decay_too_strong, updating.clipping_hides_explosion,
     updating.optimizer_never_steps, updating.step_before_backward, updating.cleared_gradients,
     updating.updates_undone, updating.learning_rate_ended, updating.stopped_training,
     optimizing.loss_spike,
@@ -153,6 +147,9 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "clipping_hides_explosion": ("updates_lost", "learning_rate_too_low"),
     "learning_rate_too_low": ("updates_lost",),
     "updates_lost": ("learning_rate_too_low",),
+    "representation_collapse": (  # of a layer that returns a constant from the first step on
+        "dead_units", "updates_lost", "learning_rate_too_low", "vanishing_gradients",
+    ),
 }  # fmt: skip
 """Cause -> problems that follow from it, the most basic causes first."""
 

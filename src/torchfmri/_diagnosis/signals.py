@@ -84,6 +84,18 @@ def update_ratios(seen: Observation, among: Collection[str] | None = None) -> Fl
     return row_medians(ratios)
 
 
+def has_gradients(seen: Observation) -> NDArray[np.bool_]:
+    """At which steps anything was left to learn; all where gradients are not watched.
+
+    A loss that is exactly 0 (all margins kept) has no gradient, and what moves then is momentum.
+    """
+    sizes = seen.trace.matrix("parameter_gradients", "rms")
+    if not sizes.size:
+        return np.ones(len(seen.trace), bool)
+    found: NDArray[np.bool_] = np.asarray((np.nan_to_num(sizes, nan=1.0) > 0).any(1))
+    return found
+
+
 def first_nonfinite(seen: Observation) -> int | None:
     """The place of the first step whose gradients or weights are not finite; None if all are.
 
@@ -177,10 +189,10 @@ def experts_in_use(load: Floats) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def dead_shares(seen: Observation) -> Mapping[str, float]:
-    """Layer -> share of its units that were off for every sample of the window."""
+def dead_shares(seen: Observation) -> Mapping[tuple[str, str, str], float]:
+    """Key of an activity -> share of its units that were off for every sample of the window."""
     return {
-        each.layer: each.silent / each.units
+        each.key: each.silent / each.units
         for each in seen.units
         if each.function in ("relu", "relu6", "gelu", "silu") and _is_judged(each)
     }
@@ -193,10 +205,10 @@ def _is_judged(each: UnitActivity) -> bool:
     return each.silent == each.units and each.samples >= _FEW_SAMPLES
 
 
-def flat_shares(seen: Observation) -> Mapping[str, float]:
-    """Hidden layer -> median share of values where its function is flat at both ends."""
+def flat_shares(seen: Observation) -> Mapping[tuple[str, str, str], float]:
+    """Key of a hidden activity -> median share of values on the flat ends of its function."""
     return {
-        each.layer: median(list(each.flat.values()))
+        each.key: median(list(each.flat.values()))
         for each in seen.units
         if each.function in ("tanh", "sigmoid", "hardtanh") and not each.is_last
     }
@@ -223,6 +235,12 @@ def is_stuck(seen: Observation) -> bool:
         return False
     first, last = median(loss[:3]), median(loss[-(len(loss) // 3) :])
     return last > LOSS_NOT_BETTER.value * first if first > 0 else False
+
+
+def all_frozen(seen: Observation) -> bool:
+    """Whether there are parameters and none asks for gradients."""
+    found = seen.structure.parameters.values()
+    return bool(found) and not any(each.trainable for each in found)
 
 
 def gradient_kind(seen: Observation, each: ParameterFacts) -> str:

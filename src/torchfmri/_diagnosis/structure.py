@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -62,8 +63,8 @@ class Structure:
         parameters: Parameter name -> facts; one that has two names is listed once.
         aliases: Parameter name -> all layers that own it, where there are several.
         strangers: How many tensors the optimizers hold that are no part of the model.
-        groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, and the
-            parameters' names.
+        groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, the
+            parameters' names, and eps_lost: what its eps is where that rounds to 0, else "".
         modes: Layer -> whether it is in training mode, for dropout and batch norms.
         experts: Router layer -> the expert layers that it chooses from.
         trains: Whether the model itself is in training mode.
@@ -161,11 +162,25 @@ def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[d
             "weight_decay": float(group.get("weight_decay", 0.0) or 0.0),
             "momentum": float(group.get("momentum", 0.0) or 0.0),
             "maximize": bool(group.get("maximize", False)),
+            "eps_lost": _eps_lost(group),
             "parameters": [names[id(each)] for each in group["params"] if id(each) in names],
         }
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
+
+
+def _eps_lost(group: Mapping[str, Any]) -> str:
+    """In words, an eps that is 0 in the numbers of the group's parameters; "" for any other."""
+    eps = group.get("eps")
+    if not isinstance(eps, (int, float)):
+        return ""
+    if eps == 0:
+        return "eps=0"
+    for dtype in {each.dtype for each in group["params"] if each.is_floating_point()}:
+        if float(torch.tensor(eps, dtype=dtype)) == 0:
+            return f"eps={eps:g}, which is 0 in {str(dtype).removeprefix('torch.')}"
+    return ""
 
 
 def _fan_in(module: nn.Module, parameter: Tensor) -> int:

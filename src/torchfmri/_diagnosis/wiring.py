@@ -10,7 +10,7 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.signals import gradient_kind, in_order, stale_steps
+from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order, stale_steps
 from torchfmri._diagnosis.structure import ParameterFacts
 from torchfmri._diagnosis.words import how_many, listed, percent
 
@@ -52,6 +52,8 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
     everything = in_order(seen, list(seen.structure.parameters.values()))
     matrices = [each for each in everything if each.is_matrix]
     frozen = [each for each in matrices if not each.trainable]
+    if all_frozen(seen) and seen.reach is not None and not seen.reach.loss_has_graph:
+        yield _everything_frozen(everything)
     if not frozen or len(frozen) == len(matrices):
         return
     total = sum(each.elements for each in everything)
@@ -78,6 +80,19 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
         "Set requires_grad=True if that was not the plan; freezing on purpose usually concerns the "
         "first layers, or all but adapters.",
         {"frozen": len(judged), "matrices": len(matrices)},
+    )  # fmt: skip
+
+
+def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
+    """No parameter that asks for a gradient: the loss has no graph, and cannot have one."""
+    layers = tuple(dict.fromkeys(each.layer for each in parameters))
+    return Finding(
+        "frozen_layer", "alarm", layers, "backward", None,
+        f"All {len(parameters)} parameters are frozen (requires_grad=False), those of "
+        f"{layers[-1]!r} too: there is nothing to train.",
+        "Set requires_grad=True for what is to be trained; a new head is put in after the rest is "
+        "frozen, not before.",
+        {"frozen": len(parameters)},
     )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ from torchfmri._scanning.scan_loss import ScanLoss, position_has_loss
 from torchfmri._scanning.subject import ScannedLayer, Subject
 from torchfmri._taps import Taps, Target
 from torchfmri._tokens.checks import Checks
-from torchfmri._tokens.random_vectors import without_autocast
 from torchfmri._tokens.parameter import ParameterInfo
+from torchfmri._tokens.random_vectors import without_autocast
 from torchfmri.exceptions import InspectionError
 
 

@@ -85,6 +85,8 @@ class Arrivals:
         self._must_finish = False
         self._bytes = 0
         self._stored: set[int] = set()
+        self._uncounted: list[Record] = []  # certainly within the limit
+        self._uncounted_bytes = 0  # more than they keep where they share an input
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -97,7 +99,8 @@ class Arrivals:
             if self._expected != backward:
                 self._passes.has_gone_back = True
                 self.expect_end()
-            if not self._keeps_factors and self._take_in_at_once(record, gradient, backward):
+            at_once = self._keep_at_once if self._keeps_factors else self._reduce_at_once
+            if at_once(record, gradient, backward):
                 return
             self._waiting.append((record, gradient, backward))
             self._waiting_bytes += gradient.nbytes
@@ -110,7 +113,29 @@ class Arrivals:
         except Exception as error:
             self._account.refuse(record.watched.parameters.values(), error)
 
-    def _take_in_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
+    def _keep_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
+        """Keep the factors of a common call, while they certainly are within the limit."""
+        x = record.x
+        if (
+            type(x) is not Tensor
+            or record.is_replayed
+            or record.is_spread
+            or record.shape is not None
+            or record.watched.rule is rules.convolution
+            or gradient.requires_grad
+            or gradient.itemsize < 4
+        ):
+            return False
+        more = gradient.nbytes + x.untyped_storage().nbytes()
+        if self._bytes + self._uncounted_bytes + more > self._max_bytes:
+            return False
+        self._uncounted_bytes += more
+        self._uncounted.append(record)
+        record.g, record.shape, record.backward = gradient, gradient.shape, backward
+        self._account.layers.add(record.watched.layer)
+        return True
+
+    def _reduce_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
         """Reduce the gradient of a common call the short way; False where that is not to be had.
 
         Nothing is put aside then: what autograd lets go of next is where it will write next.
@@ -198,19 +223,27 @@ class Arrivals:
 
     def _count(self, record: Record) -> None:
         """Add what a record keeps to the bill; beyond the limit it is let go."""
+        uncounted, self._uncounted = self._uncounted, []
+        self._uncounted_bytes = 0
+        for each in uncounted:
+            self._add_bytes(each)
         before = self._bytes
-        for tensor in (record.g, *(record.x if isinstance(record.x, tuple) else (record.x,))):
-            if tensor is not None and (storage := tensor.untyped_storage()).data_ptr() not in (
-                self._stored
-            ):
-                self._stored.add(storage.data_ptr())
-                self._bytes += storage.nbytes()
+        self._add_bytes(record)
         if self._bytes > self._max_bytes:
             layer, needed = record.watched.layer, self._bytes - before
             error = MemoryLimitError(layer, needed, before, self._max_bytes, _LESS)
             for name in record.watched.parameters.values():
                 self._account.reasons.setdefault(name, error)
             record.x = record.g = None
+
+    def _add_bytes(self, record: Record) -> None:
+        """Add what a record keeps; what several of them share counts once."""
+        for tensor in (record.g, *(record.x if isinstance(record.x, tuple) else (record.x,))):
+            if tensor is not None and (storage := tensor.untyped_storage()).data_ptr() not in (
+                self._stored
+            ):
+                self._stored.add(storage.data_ptr())
+                self._bytes += storage.nbytes()
 
     # -- inputs inside a checkpoint ------------------------------------------------------------
 

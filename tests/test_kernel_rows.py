@@ -19,8 +19,17 @@ from torch import Tensor, nn
 
 from torchfmri._kernels import rows as rows_module
 from torchfmri._kernels.accelerator import compiled_rows, use_accelerator
-from torchfmri._kernels.cuda_rows import BLOCK, MOST, WIDEST, RowQueue
-from torchfmri._kernels.rows import Asked, Product, Rows
+from torchfmri._kernels.cuda_rows import BLOCK, MOST, WIDEST, RowQueue, can_read, launch_forms
+from torchfmri._kernels.rows import (
+    SMALLEST,
+    Asked,
+    Form,
+    Lane,
+    Numbers,
+    Product,
+    Rows,
+    bilinear_forms,
+)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,28 +54,35 @@ def asked_of(width: int, size: int, start: int, dtype: torch.dtype, device: str)
 def expected_of(values: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     """Squares by group and inner products, in float64."""
     wide = values.double()
-    squares = torch.stack([each.square().sum(-1) for each in torch.split(wide, asked.size, -1)], -1)
+    groups = torch.split(wide, asked.size or wide.shape[-1], -1)
+    squares = torch.stack([each.square().sum(-1) for each in groups], -1)
     met = wide[:, asked.start : asked.start + asked.length]
-    return squares.squeeze(-1), met @ asked.vector.double()
+    return squares if asked.size else squares[:, 0], met @ asked.vector.double()
 
 
-def product_of(dtype: torch.dtype, device: str) -> tuple[Product, Tensor]:
+def product_of(dtype: torch.dtype, device: str) -> tuple[Product, Tensor, Tensor, Tensor]:
     """Heads before positions in g and behind them in x; and the rows they stand for."""
     g = draw(2, 4, 3, 100, seed=2).to(device, dtype).transpose(1, 2)
     x = draw(2, 3, 4, 100, seed=3).to(device, dtype)
     wide = x.double()
     hat = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt()
-    product = Product(g, x, (2, 3, 4, 100), g.stride()[:3], x.stride()[:3], 0.1)  # type: ignore[arg-type]
-    return product, (g.double() * hat).sum(2).flatten(0, 1)
+    product = Product((2, 3, 4, 100), g.stride()[:3], x.stride()[:3], 0.1)  # type: ignore[arg-type]
+    return product, g, x, (g.double() * hat).sum(2).flatten(0, 1)
 
 
-def assert_close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_close(found: Numbers, expected: tuple[Tensor, Tensor]) -> None:
+    for one, other in zip((found.squares, found.products), expected, strict=True):
         assert one.shape == other.shape
         assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
 # -- numba ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are queued, as on CUDA; those over CPU tensors run in the interpreter."""
+    monkeypatch.setattr(rows_module, "_is_queued", lambda values: True)
 
 
 @pytest.fixture
@@ -77,27 +93,29 @@ def for_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_numba
 @pytest.mark.usefixtures("for_few_values")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_rows(case: tuple[int, int, int, int]) -> None:
+def test_compiled_rows(case: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     count, width, size, start = case
-    rows, asked = Rows(), asked_of(width, size, start, torch.float32, "cpu")
+    monkeypatch.setattr(rows_module, "_AHEAD", 8)
+    asked = asked_of(width, size, start, torch.float32, "cpu")
+    lane = Rows().lane(torch.empty(1, count, width), asked)
+    assert lane is not None
     found = []
     for seed in range(20):  # more than are made ahead
         values = draw(count, width, seed=seed)
-        reduced = rows.reduce(values.view(1, count, width), asked)
-        assert reduced is not None
-        found.append((reduced, expected_of(values, asked)))
+        found.append((lane.read(values.view(1, count, width)), expected_of(values, asked)))
     for reduced, expected in found:  # none was written over by a later one
         assert_close(reduced, expected)
 
 
 @needs_numba
 @pytest.mark.usefixtures("for_few_values")
-@pytest.mark.parametrize("size", [100, 64])
+@pytest.mark.parametrize("size", [0, 100, 64])
 def test_compiled_products(size: int) -> None:
-    product, whole = product_of(torch.float32, "cpu")
+    product, g, x, whole = product_of(torch.float32, "cpu")
     asked = asked_of(100, size, 20, torch.float32, "cpu")
-    found = Rows().reduce_product(product, asked)
-    assert found is not None
+    lane = Rows().product_lane(g, product, asked)
+    assert lane is not None
+    found = lane.read(g, x)
     assert_close(found, expected_of(whole, asked))
     wrong = expected_of(whole.flip(0), asked)
     with pytest.raises(AssertionError):
@@ -108,12 +126,12 @@ def test_compiled_products(size: int) -> None:
 def test_what_numba_is_not_asked_for() -> None:
     asked = asked_of(300, 300, 0, torch.float32, "cpu")
     large = draw(80, 300)
-    assert Rows().reduce(large, asked) is not None
-    for other in (large.double(), large.bfloat16(), draw(5, 300), draw(300, 80).T):
-        assert Rows().reduce(other, asked) is None
+    assert Rows().lane(large, asked) is not None
+    for other in (large.double(), large.bfloat16(), draw(5, 300)):
+        assert Rows().lane(other, asked) is None
     use_accelerator(False)
     try:
-        assert Rows().reduce(large, asked) is None
+        assert Rows().lane(large, asked) is None
     finally:
         use_accelerator(True)
 
@@ -122,54 +140,75 @@ def test_what_numba_is_not_asked_for() -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("queued")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_queued_passes(dtype: torch.dtype) -> None:
     """Passes of all kinds wait, and are right after one `flush`."""
-    queue, checks = RowQueue(), []
+    rows, checks = Rows(), []
     for number, (count, width, size, start) in enumerate(CASES):
-        values = draw(count, width, seed=number).to(DEVICE, dtype)
-        asked = asked_of(width, size, start, dtype, DEVICE)
-        assert queue.can_read(values, size, False)
-        found = _results(count, width, size)
-        queue.rows(values, count, width, asked, found)
-        checks.append((found, expected_of(values, asked)))
-    for size in (100, 64):
-        product, whole = product_of(dtype, DEVICE)
+        for groups in (size, 0):
+            values = draw(count, width, seed=number).to(DEVICE, dtype)
+            asked = asked_of(width, groups, start, dtype, DEVICE)
+            found = _nothing(_lane(rows.lane(values, asked)).read(values))
+            checks.append((found, expected_of(values, asked)))
+    for size in (0, 100, 64):
+        product, g, x, whole = product_of(dtype, DEVICE)
         asked = asked_of(100, size, 20, dtype, DEVICE)
-        found = _results(6, 100, size)
-        queue.product(product, asked, found)
+        found = _nothing(_lane(rows.product_lane(g, product, asked)).read(g, x))
         checks.append((found, expected_of(whole, asked)))
-    assert all(bool(found[0].isnan().all()) for found, _ in checks)  # nothing was launched yet
-    queue.flush()
+    assert all(bool(found.squares.isnan().all()) for found, _ in checks)  # nothing was launched yet
+    rows.flush()
     for found, expected in checks:
         assert_close(found, expected)
 
 
-def _results(count: int, width: int, size: int) -> tuple[Tensor, Tensor]:
-    groups = -(-width // size)
-    shape = (count,) if groups == 1 else (count, groups)
-    nothing = torch.full((count,), torch.nan, device=DEVICE)
-    return torch.full(shape, torch.nan, device=DEVICE), nothing
+def _lane(found: Lane | None) -> Lane:
+    assert found is not None
+    return found
+
+
+def _nothing(numbers: Numbers) -> Numbers:
+    """The same where nothing was written yet."""
+    numbers.squares.fill_(torch.nan)
+    numbers.products.fill_(torch.nan)
+    return numbers
 
 
 @needs_kernels
-def test_a_long_queue_is_launched_by_itself() -> None:
-    queue, asked = RowQueue(), asked_of(8, 8, 0, torch.float32, DEVICE)
-    values, found = draw(2, 8).to(DEVICE), _results(2, 8, 8)
-    for number in range(MOST):
-        assert bool(found[0].isnan().all()), number
-        queue.rows(values, 2, 8, asked, found)
-    assert_close(found, expected_of(values, asked))
-    queue.flush()  # there is nothing left to do
+@pytest.mark.usefixtures("queued")
+def test_a_long_queue_is_launched_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "_AHEAD", 8)  # lines are renewed while passes wait
+    rows, asked = Rows(), asked_of(8, 0, 0, torch.float32, DEVICE)
+    values = draw(2, 8).to(DEVICE)
+    lane = _lane(rows.lane(values, asked))
+    found: list[Numbers] = []
+    for _ in range(MOST):
+        assert not found or bool(found[0].squares.isnan().all())
+        found.append(lane.read(values))
+        if len(found) < MOST:
+            _nothing(found[-1])
+    for numbers in found:
+        assert_close(numbers, expected_of(values, asked))
+    rows.flush()  # there is nothing left to do
 
 
 def test_what_the_queue_does_not_read() -> None:
-    queue = RowQueue()
     wide = torch.empty(1, WIDEST + 1)
-    assert not queue.can_read(wide, WIDEST + 1, True)  # a product in one piece
-    assert not queue.can_read(wide, 48, False)  # groups that no block holds
-    assert not queue.can_read(wide, 2 * BLOCK, False)
-    assert not queue.can_read(wide.double(), WIDEST + 1, False)
+    assert not can_read(wide, 0, True)  # a product in one piece
+    assert not can_read(wide, 48, False)  # groups that no block holds
+    assert not can_read(wide, 2 * BLOCK, False)
+    assert not can_read(wide.double(), 0, False)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forms_of_the_queue(dtype: torch.dtype) -> None:
+    """Matrices between vectors, against float64; none is mistaken for another."""
+    forms, expected, alive = forms_of(dtype, DEVICE)
+    found = launch_forms(forms, dtype, torch.device(DEVICE))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert not torch.allclose(found.roll(1), expected, rtol=1e-2, atol=1e-2)
+    del alive
 
 
 @needs_kernels
@@ -204,7 +243,7 @@ def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "queue", __file__]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]
-    assert "10 passed" in run.stdout, run.stdout[-500:]
+    assert "13 passed" in run.stdout, run.stdout[-500:]
 
 
 # -- in use --------------------------------------------------------------------------------------
@@ -216,9 +255,8 @@ def test_token_gradients_with_and_without_numba(keep: Any, monkeypatch: pytest.M
     """The same norms and the same coverage, whoever computes them."""
     import torchfmri
 
-    called: list[str] = []
-    for name in ("reduce", "reduce_product"):
-        monkeypatch.setattr(Rows, name, _noting(getattr(Rows, name), name, called))
+    called: list[bool] = []
+    monkeypatch.setattr(Lane, "read", _noting(Lane.read, called))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.RMSNorm(64))
     x, found = draw(2, 150, 64), []
@@ -232,8 +270,7 @@ def test_token_gradients_with_and_without_numba(keep: Any, monkeypatch: pytest.M
         assert tokens.coverage().residual < 1e-4
         found.append(tokens)
         model.zero_grad()
-    assert called.count("reduce") == 4  # two gradients and two inputs
-    assert called.count("reduce_product") == 1
+    assert called == [True, False, False, False, False]  # a product, two gradients, two inputs
     for name in found[0]:
         one, other = (each[name].norm() for each in found)
         assert torch.allclose(one, other, rtol=1e-4, atol=0), name
@@ -248,17 +285,13 @@ def test_token_gradients_from_a_queue(keep: Any, monkeypatch: pytest.MonkeyPatch
     """What waited is there when the block is over, also where the backward pass failed."""
     import torchfmri
 
-    def can(rows: Any, values: Tensor, count: int, size: int, is_product: bool) -> bool:
-        rows._queue = rows._queue or RowQueue()
-        return bool(rows._queue.can_read(values, size, is_product))
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 4))
     x, found = draw(2, 5, 8), []
     for queued in (False, True):
         with monkeypatch.context() as patch:
             if queued:
-                patch.setattr(Rows, "_can", can)
+                patch.setattr(rows_module, "_is_queued", lambda values: True)
             with torchfmri.token_gradients(model, keep=keep, voxel=4) as tokens:
                 model(x).square().mean().backward()
         assert tokens.coverage().residual < 1e-4
@@ -268,7 +301,7 @@ def test_token_gradients_from_a_queue(keep: Any, monkeypatch: pytest.MonkeyPatch
         one, other = (each[name].norm() for each in found)
         assert torch.allclose(one, other, rtol=1e-4, atol=0), name
     with monkeypatch.context() as patch:
-        patch.setattr(Rows, "_can", can)
+        patch.setattr(rows_module, "_is_queued", lambda values: True)
         with torchfmri.token_gradients(model, "2.*", keep=keep) as tokens:
             y = model(x)
             model[1].weight.register_hook(_fail)  # type: ignore[operator]
@@ -281,14 +314,12 @@ def _fail(gradient: Tensor) -> None:
     raise ZeroDivisionError
 
 
-def _noting(reduce: Callable[..., Any], name: str, called: list[str]) -> Callable[..., Any]:
-    """The same, with a note of every pass that was made."""
+def _noting(read: Callable[..., Any], called: list[bool]) -> Callable[..., Any]:
+    """The same, with a note of every pass that was made, and whether it was over a product."""
 
-    def noted(*arguments: Any) -> Any:
-        found = reduce(*arguments)
-        if found is not None:
-            called.append(name)
-        return found
+    def noted(lane: Lane, values: Tensor, other: Tensor | None = None) -> Numbers:
+        called.append(other is not None)
+        return read(lane, values, other)  # type: ignore[no-any-return]
 
     return noted
 
@@ -296,20 +327,26 @@ def _noting(reduce: Callable[..., Any], name: str, called: list[str]) -> Callabl
 @needs_numba
 def test_compiled_bilinear_forms() -> None:
     """Each against float64, with rows left out at both ends, and none mistaken for another."""
-    from torchfmri._kernels.rows import SMALLEST, Form, bilinear_forms
+    forms, expected, alive = forms_of(torch.float32, "cpu")
+    found = bilinear_forms(forms, alive[0])
+    assert found is not None
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found.roll(1), expected, rtol=1e-2, atol=1e-2)
+    assert sum(each.rows * each.width for each in forms[:2]) < SMALLEST
+    assert bilinear_forms(forms[:2], alive[0]) is None
 
-    generator = torch.Generator().manual_seed(0)
+
+def forms_of(dtype: torch.dtype, device: str) -> tuple[list[Form], Tensor, list[Tensor]]:
+    """Matrices between vectors, what they are in float64, and the tensors."""
     forms, expected, alive = [], [], []
-    for rows, width, first in ((1, 5, 0), (7, 3, 2), (64, 256, 0), (130, 1, 5)):
-        matrix = torch.randn(rows + first, width + 4, generator=generator)
-        left, right = (torch.randn(each, generator=generator) for each in (rows, width))
+    for seed, (rows, width, first) in enumerate(
+        ((1, 5, 0), (7, 3, 2), (64, 256, 0), (130, 1, 5), (9, 1030, 0))
+    ):
+        matrix = draw(rows + first, width + 4, seed=seed).to(device, dtype)
+        left, right = draw(rows, seed=seed + 10).to(device), draw(width, seed=seed + 20).to(device)
         alive += [matrix, left, right]
-        start = matrix.data_ptr() + 4 * first * (width + 4)
+        start = matrix.data_ptr() + matrix.itemsize * first * (width + 4)
         forms.append(Form(start, rows, width, width + 4, left.data_ptr(), right.data_ptr()))
         seen = matrix[first:, :width].double()
         expected.append(left.double() @ seen @ right.double())
-    found = bilinear_forms(forms, SMALLEST)
-    assert found is not None
-    assert torch.allclose(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(found.roll(1), torch.stack(expected), rtol=1e-2, atol=1e-2)
-    assert bilinear_forms(forms, SMALLEST - 1) is None
+    return forms, torch.stack(expected), alive

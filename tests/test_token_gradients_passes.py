@@ -410,6 +410,124 @@ def test_a_pass_through_no_layer_at_all(keep: Any, order: str) -> None:
     assert rows["2.weight"].residual < 1e-12
 
 
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pattern", ["*", "0.weight"])
+@pytest.mark.parametrize("order", ["last", "between", "in a loop"])
+def test_penalties_in_passes_of_their_own(keep: Any, bias: bool, pattern: str, order: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 6, bias), nn.Tanh(), nn.Linear(6, 2, bias)).double()
+    weight: Any = model[0].weight
+    with torchfmri.token_gradients(model, pattern, keep=keep) as found:
+        for number in range(1 if order == "last" else 3):
+            model(positions(number)).square().sum().backward()
+            if order != "between" or number == 1:
+                weight.square().sum().backward()
+            if order == "in a loop":
+                model.zero_grad()
+    rows = {row.name: row for row in found.coverage().rows}
+    assert rows["0.weight"].residual > 1e-2
+    assert "unattributed" in rows["0.weight"].note
+    if pattern == "*":
+        assert rows["2.weight"].residual < 1e-12
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("then", ["value", "noise", "part", "negated", "nothing"])
+def test_a_loop_with_another_model(keep: Any, then: str) -> None:
+    """As adversarial training has it; whatever is done to the gradients in between."""
+    model, other = small(), small()
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        for number in range(2):
+            model.zero_grad()
+            model(positions(number)).square().sum().backward()
+            if then == "value":
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            for parameter in model.parameters():
+                if then == "noise":
+                    parameter.grad.add_(torch.randn_like(parameter))
+                elif then == "negated":
+                    parameter.grad.neg_()
+            if then == "part":
+                model[0].zero_grad(set_to_none=False)
+            other(positions(number)).square().sum().backward()
+    for row in found.coverage():
+        assert row.residual is not None
+        assert row.residual < 1e-12, row
+
+
+class _Again(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        h = self.inner(x).tanh()
+        return self.out(self(h, depth - 1) if depth else h)  # type: ignore[no-any-return]
+
+
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(3))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ZeroDivisionError
+        return x * self.g
+
+
+class _Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.gate, self.layer = nn.Sequential(_Again()), _Gate(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.layer(self.part(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_a_part_that_calls_itself_is_one_pass(keep: Any) -> None:
+    model: Any = _Parts().double()
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        model.part(positions(0)).square().sum().backward()
+    assert found["part.0.out.weight"].shape[:2] == positions(0).shape[:2]
+    assert max(row.residual for row in found.coverage()) < 1e-12
+
+
+def test_a_part_that_fails_by_itself_is_over() -> None:
+    model: Any = _Parts().double()
+    with torchfmri.token_gradients(model) as found:
+        model.gate.fails = True
+        with pytest.raises(ZeroDivisionError):
+            model.gate(positions(0))
+        for number in range(2):
+            model.layer(positions(number)).square().sum().backward()
+    b, s = positions(0).shape[:2]
+    assert found["layer.weight"].shape[:2] == (2 * b, s)
+    assert found.coverage()["layer.weight"].residual < 1e-12
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("then", ["clipped", "zeroed", "dropped"])
+def test_another_model_and_what_happens_to_the_gradients_then(keep: Any, then: str) -> None:
+    """A backward pass of others is no penalty, nor is a common factor."""
+    model, other = small(), small()
+    with torchfmri.token_gradients(model, keep=keep) as found:
+        model(positions(0)).square().sum().backward()
+        if then == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        else:
+            model.zero_grad(set_to_none=then == "dropped")
+        other(positions(1)).square().sum().backward()
+    for row in found.coverage():
+        assert row.residual is not None
+        assert row.residual < 1e-12, row
+        assert row.note == ""
+
+
 def test_autograd_grad_after_backward() -> None:
     """A pass that leaves no `.grad` is read from hooks, also behind one that does."""
     model = small()
@@ -435,7 +553,7 @@ def test_nothing_waits_for_the_garbage_collector(keep: Any) -> None:
             loss.backward()
         found.norm()
         parts = [weakref.ref(found), weakref.ref(found._capture)]
-        parts += [weakref.ref(each) for each in found._capture.arrivals.records["0"]]
+        parts += [weakref.ref(each) for each in found._capture.arrivals.records]
         del found, loss
         assert [each() for each in parts] == [None] * len(parts)
     finally:
@@ -490,6 +608,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("size", [4, 40])  # by torch, and by compiled code where there is some
 def test_tokens_mixed_up_are_seen_in_norms_mode(size: int, monkeypatch: Any) -> None:
+    from torchfmri._kernels.rows import Numbers
     from torchfmri._tokens.norms import Reducer
 
     def residual() -> float:
@@ -506,9 +625,9 @@ def test_tokens_mixed_up_are_seen_in_norms_mode(size: int, monkeypatch: Any) -> 
     assert residual() < 1e-4
     whole = Reducer.input_numbers
 
-    def shifted(self: Reducer, x: Tensor) -> tuple[Tensor, Tensor]:
-        squares, probes = whole(self, x)
-        return squares, probes.roll(1)  # the input of the neighbour
+    def shifted(self: Reducer, x: Tensor) -> Numbers:
+        numbers = whole(self, x)
+        return Numbers.of(numbers.squares, numbers.products.roll(1))  # the neighbour's input
 
     monkeypatch.setattr(Reducer, "input_numbers", shifted)
     assert residual() > 1e-2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def test_post_accumulate_hooks_are_known() -> None:
 def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """A torch that lacks one symbol."""
     if request.param == "graph task":
-        monkeypatch.setattr(_torch_private, "_graph_task", None)
+        _replace(monkeypatch, "current_backward", lambda: _torch_private.NO_BACKWARD)
     elif request.param == "queue_callback":
         # The engine is needed to run at all; only its callbacks are taken away.
         class Engine:
@@ -128,8 +130,15 @@ def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
             edges, "node_sequence_number", lambda _: _torch_private.node_sequence_number(object())
         )
     else:
-        monkeypatch.setattr(_torch_private, "_is_wrapped", None)
+        _replace(monkeypatch, "is_transformed", lambda tensor: False)
     return request.param
+
+
+def _replace(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """Put another function in the place of one of ours, wherever it was imported."""
+    for module in [each for key, each in sys.modules.items() if key.startswith("torchfmri")]:
+        if name in vars(module):
+            monkeypatch.setattr(module, name, value)
 
 
 def test_a_plain_run_is_right_without_the_symbol(without: str) -> None:
@@ -154,7 +163,7 @@ def test_fallback_values(without: str) -> None:
 
 
 def test_torch_func_does_not_crash_without_its_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_private, "_is_wrapped", None)
+    _replace(monkeypatch, "is_transformed", lambda tensor: False)
     model = residual_model()
     inspector = Inspector(model)
     inspector.watch("*", ["activations", "inputs"])
@@ -340,9 +349,36 @@ class WithoutTables:
         self.register_forward_pre_hook = module.register_forward_pre_hook
 
 
-def test_autocast_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_anywhere() -> None:
     assert not _torch_private.may_autocast()
     with torch.autocast("cpu", torch.bfloat16):
         assert _torch_private.may_autocast()
-    monkeypatch.setattr(_torch_private, "_any_autocast", None)
-    assert _torch_private.may_autocast()
+
+
+def test_functions_of_torch_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+    monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    found = runpy.run_path(str(_torch_private.__file__))
+    assert found["current_backward"]() == found["NO_BACKWARD"]
+    assert found["may_autocast"]()
+    assert not found["is_transformed"](torch.ones(1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_on_outputs_come_together_with_those_of_others(first: bool) -> None:
+    """One of ours, one of the user's, in either order; both are called, the user's can go."""
+    seen: list[str] = []
+    y, hooks = torch.ones(2, requires_grad=True) * 2, _torch_private.HookSet()
+    if first:
+        hooks.output(y, lambda gradient: seen.append("ours"))
+    handle: Any = y.register_hook(lambda gradient: seen.append("theirs"))  # type: ignore[no-untyped-call]
+    gone: Any = y.register_hook(lambda gradient: seen.append("gone"))  # type: ignore[no-untyped-call]
+    if not first:
+        hooks.output(y, lambda gradient: seen.append("ours"))
+    gone.remove()
+    y.sum().backward(retain_graph=True)
+    assert sorted(seen) == ["ours", "theirs"]
+    handle.remove()
+    y.sum().backward()
+    assert sorted(seen) == ["ours", "ours", "theirs"]

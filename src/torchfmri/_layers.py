@@ -112,15 +112,16 @@ def _add_layers(
 ) -> None:
     """Add a module and all below it; no generators, which are slow when they are nested."""
     found[name] = module
-    if not module._modules:
-        return
     above = (*above, id(module))
+    before = f"{name}." if name else ""
     for key, child in module._modules.items():
         if child is None:
             continue
-        inner = unwrap(child)
-        if id(inner) not in above:  # else a child that knows its parent
-            _add_layers(inner, f"{name}.{key}" if name else key, above, found)
+        inner = child if _wrapped_name(type(child)) is None else unwrap(child)  # type: ignore[arg-type]
+        if not inner._modules:
+            found[before + key] = inner
+        elif id(inner) not in above:  # else a child that knows its parent
+            _add_layers(inner, before + key, above, found)
 
 
 def _as_list(pattern: Pattern) -> Sequence[str | type[nn.Module]]:

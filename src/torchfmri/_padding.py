@@ -94,30 +94,69 @@ class Padding:
 
     def attach(self) -> None:
         """Add the hooks; attach the taps first, so that theirs run inside ours."""
+        leave = _Leave(self._stack)
         for module in self._modules:
-            self._hooks.before(module, Hook(self._enter, module), first=True)
-            self._hooks.after(module, Hook(self._leave, module), always=True)
+            self._hooks.before(module, _Enter(module, self._stack, self._failed), first=True)
+            self._hooks.after(module, leave, always=True)
 
     def detach(self) -> None:
         """Remove the hooks; safe to call twice."""
         self._hooks.remove()
         self._stack.clear()
 
-    def _enter(
+
+class _Leave(Hook):
+    """The forward hook of all these modules; a copy of a model takes it along as a no-op."""
+
+    __slots__ = ("_stacks",)
+
+    def __init__(self, stacks: dict[int, list[_Inside]]) -> None:
+        super().__init__(None)
+        self._stacks = stacks
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        stack, key = self._stacks[threading.get_ident()], id(module)
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index].module == key:
+                del stack[index:]
+                break
+
+
+class _Enter(Hook):
+    """The hook before the calls of one module."""
+
+    __slots__ = ("_has_two_sequences", "_index", "_key", "_stacks")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stacks: dict[int, list[_Inside]],
+        failed: Callable[[Exception], None] | None,
+    ) -> None:
+        super().__init__(None, failed=failed)
+        self._key, self._stacks = id(module), stacks
+        self._index = _mask_index(type(module)) or 0
+        self._has_two_sequences = _has_two_sequences(type(module))
+
+    def __call__(
         self, module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
     ) -> None:
-        stack = self._stack[threading.get_ident()]
+        key = id(module)
+        if key != self._key:  # a copy of the module
+            return
+        stack = self._stacks[threading.get_ident()]
         # An interrupt ends a call without its forward hook: entered again, it is not running.
         for index, inside in enumerate(stack):
-            if inside.module == id(module):
+            if inside.module == key:
                 del stack[index:]
                 break
         outer = stack[-1].mask if stack else None
         # Pushed first: whatever happens below, the forward hook pops exactly one.
-        stack.append(_Inside(id(module), outer))
+        stack.append(_Inside(key, outer))
         try:
-            found = self._find(module, arguments, keywords, outer)
-            stack[-1] = _Inside(id(module), found)
+            found = self._find(arguments, keywords, outer)
+            if found is not outer:
+                stack[-1] = _Inside(key, found)
         except Exception as error:
             if self._failed is None:
                 raise
@@ -125,19 +164,19 @@ class Padding:
 
     def _find(
         self,
-        module: nn.Module,
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         outer: TokenMask | None,
     ) -> TokenMask | None:
         """The padding inside this call, given that around it."""
-        if _has_two_sequences(type(module)):
+        if self._has_two_sequences:
             return None  # the mask belongs to the encoder, which is handed it by itself
         mask = keywords.get("attention_mask", self)
-        index = _mask_index(type(module))
-        if mask is self and index is not None and len(arguments) > index:
-            mask = arguments[index]
+        if mask is self and len(arguments) > self._index:
+            mask = arguments[self._index]
         memory = keywords.get("encoder_attention_mask")
+        if memory is None and outer is None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+            return None
         kept, memory_kept = outer or (None, None)
         if isinstance(memory, Tensor) and memory.ndim == 2:
             # As long as the decoder's own sequence, it could not be told from it.
@@ -151,11 +190,6 @@ class Padding:
             if 0 < length < mask.shape[1]:  # with a KV cache it covers earlier positions as well
                 kept = kept[:, -length:]
         return None if kept is memory_kept is None else TokenMask(kept, memory_kept)
-
-    def _leave(self, *_: object) -> None:
-        stack = self._stack[threading.get_ident()]
-        if stack:
-            stack.pop()
 
 
 def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> int:

@@ -44,7 +44,7 @@ class StepHooks:
         for name, module in plan.modules.items() if of_calls else ():
             first.setdefault(id(module), (name, module))
         targets = [Target(name, module, of_calls) for name, module in first.values()]
-        light = sink.take_light if of_calls == {"activations", "gradients"} else None
+        light = sink.short_way if of_calls == {"activations", "gradients"} else None
         self._taps = Taps(targets, sink, sink.wants_call, light)
         self._padding = sink.follow_padding(model.modules() if of_calls else ())
 

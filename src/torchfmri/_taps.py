@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
 Arguments: TypeAlias = tuple[object, ...]
 Keywords: TypeAlias = Mapping[str, object]
-Light: TypeAlias = Callable[[str, Arguments, Keywords, Tensor], "Callable[[Tensor], None] | None"]
+Light: TypeAlias = Callable[[Arguments, Keywords, Tensor], "Callable[[Tensor], None] | None"]
 Called: TypeAlias = Callable[[CallKey, Arguments, Keywords, object], None]
 
 
@@ -96,9 +96,10 @@ class Taps:
         sink: What receives the tensors.
         wanted: Asked at each call of a layer; where it answers False nothing of that call is
             captured.
-        light: A short way for the common call, whose output is one tensor that is no view: takes
-            layer, arguments, keywords and output, and returns what listens for its gradient. None
-            sends the call the long way.
+        light: The short way of a layer, or None where it has none: for the common call, whose
+            output is one tensor that is no view of something older. It takes arguments, keywords
+            and output, and returns what listens for its gradient. None sends the call the long
+            way, on which `wanted` is asked.
         called: Handed each call on the long way with its arguments, before its activations; a call
             that a reentrant checkpoint runs again is handed over again.
     """
@@ -108,23 +109,42 @@ class Taps:
         targets: Iterable[Target],
         sink: Sink,
         wanted: Callable[[str], bool] | None = None,
-        light: Light | None = None,
+        light: Callable[[str], Light | None] | None = None,
         called: Called | None = None,
     ) -> None:
         self._backwards = Backwards(partial(sink.failed, "", backward=True))
         self._hooks = HookSet()
-        self._taps = [
-            _Tap(target, sink, self._backwards, wanted, light, called) for target in targets
-        ]
+        self._targets, self._light = list(targets), light
+        self._sink, self._wanted, self._called = sink, wanted, called
+        self._taps: dict[str, _Tap] = {}  # where there is a short way, of the layers that need one
 
     def __enter__(self) -> Taps:
         try:
-            for tap in self._taps:
-                tap.attach(self._hooks)
+            for target in self._targets:
+                light = None
+                if (
+                    self._light is not None
+                    and target.what <= _OF_OUTPUT
+                    and not isinstance(target.module, torch.jit.ScriptModule)
+                ):
+                    light = self._light(target.layer)
+                if light is None:
+                    self.tap(target).attach(self._hooks)
+                else:
+                    hook = _ShortHook(self, target, light, self._hooks)
+                    self._hooks.after(target.module, hook)
         except BaseException:
             self.detach()
             raise
         return self
+
+    def tap(self, target: Target) -> _Tap:
+        """The tap of a layer, which knows the long way."""
+        tap = self._taps.get(target.layer)
+        if tap is None:
+            tap = _Tap(target, self._sink, self._backwards, self._wanted, self._called)
+            self._taps[target.layer] = tap
+        return tap
 
     def __exit__(
         self,
@@ -137,7 +157,7 @@ class Taps:
     def detach(self) -> None:
         """Remove every hook; safe to call twice."""
         self._hooks.remove()
-        for tap in self._taps:
+        for tap in self._taps.values():
             tap.detach()
         self._backwards.forget()
 
@@ -147,7 +167,7 @@ class Taps:
 
     def next_step(self) -> None:
         """Forget the graph of the step that is over, and number calls from 0 again."""
-        for tap in self._taps:
+        for tap in self._taps.values():
             tap.next_step()
         self._backwards.forget()
 
@@ -171,6 +191,7 @@ class _Unrecorded:
 
 
 _LOCK = threading.Lock()
+_OF_OUTPUT = frozenset({"activations", "gradients"})
 
 
 class _Tap:
@@ -182,11 +203,10 @@ class _Tap:
         sink: Sink,
         backwards: Backwards,
         wanted: Callable[[str], bool] | None = None,
-        light: Light | None = None,
         called: Called | None = None,
     ) -> None:
         self._layer, self._what = target.layer, target.what
-        self._wanted, self._light, self._called = wanted, light, called
+        self._wanted, self._called = wanted, called
         self._module = weakref.ref(target.module)
         self._sink = sink
         self._backwards = backwards
@@ -198,7 +218,8 @@ class _Tap:
         self._handles: list[Any] = []  # on the module's parameters
         self._passing: list[Any] = []  # on tensors and nodes of the graph of this step
 
-    def _failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
+        """Tell the sink of an error in the forward pass."""
         self._sink.failed(self._layer, error, backward=False)
 
     def _failed_backward(self, error: Exception) -> None:
@@ -222,9 +243,9 @@ class _Tap:
             return
         framed = bool(self._what & {"inputs", "input_gradients"})
         if framed:
-            hooks.before(module, Hook(self._before, module, self._failed))
-        # Always: after an exception that the model itself catches, our frame must go too.
-        hooks.after(module, Hook(self._after, module, self._failed), always=framed)
+            hooks.before(module, Hook(self._before, module, self.failed))
+        # Always: after an exception that somebody catches, what was begun must end too.
+        hooks.after(module, Hook(self.after, module, self.failed), always=True)
 
     def detach(self) -> None:
         self.next_step()
@@ -265,7 +286,7 @@ class _Tap:
         try:
             self._sink.parameter(self._layer, "parameters", name, parameter.detach(), NO_BACKWARD)
         except Exception as error:
-            self._failed(error)
+            self.failed(error)
 
     def _listen(self, tensor_or_node: Any, act: Callable[..., None]) -> None:
         hook = Hook(act, failed=self._failed_backward)
@@ -294,30 +315,16 @@ class _Tap:
         if frame.call is not None:
             self._sink.values(frame.call, "inputs", elements)
 
-    def _after(
+    def after(
         self,
         module: nn.Module,
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         output: object,
     ) -> None:
+        """Take in a call that is over."""
         if self._wanted is not None and not self._wanted(self._layer):
             return
-        light = self._light
-        # What is short is written out here: this runs at every call, and never in warm caches.
-        if (
-            light is not None
-            and type(output) is Tensor
-            and output.requires_grad
-            and output._base is None
-            and not (arguments and arguments[0] is output)
-            and current_backward() == NO_BACKWARD
-            and not is_transformed(output)
-        ):
-            listener = light(self._layer, arguments, keywords, output)
-            if listener is not None:
-                output.register_hook(listener)  # type: ignore[no-untyped-call]
-                return
         frames = self._frames.get(threading.get_ident()) if self._frames else None
         frame = frames.pop() if frames else self._new_frame()
         elements = self._readable("activations", flatten(output))
@@ -470,6 +477,78 @@ class _Tap:
 
     def _note(self, text: str) -> None:
         self._sink.noted(self._layer, text)
+
+
+class _ShortHook(Hook):
+    """The forward hook of a tap with a short way.
+
+    Everything is written out here: this runs at every call, and never in warm caches.
+    """
+
+    __slots__ = ("_hooks", "_light", "_makes_view", "_taps", "_target")
+
+    def __init__(self, taps: Taps, target: Target, light: Light, hooks: HookSet) -> None:
+        super().__init__(None)
+        self._taps, self._target, self._light, self._hooks = taps, target, light, hooks
+        self._makes_view = _makes_view(type(target.module))  # type: ignore[arg-type]
+
+    def __call__(
+        self, module: nn.Module, arguments: Arguments, keywords: Keywords, output: object
+    ) -> None:
+        target = self._target
+        if target.module is not module:  # a copy of it
+            return
+        try:
+            if (
+                type(output) is Tensor
+                and output.requires_grad
+                and ((base := output._base) is None or self._is_own_view(output, base))
+                and not (arguments and arguments[0] is output)
+                and current_backward() == NO_BACKWARD
+                and not is_transformed(output)
+            ):
+                listener = self._light(arguments, keywords, output)
+                if listener is not None:
+                    if base is None:
+                        self._hooks.output(output, listener)
+                    else:  # once somebody writes into the view, its own node is bypassed
+                        self._hooks.output(base, partial(_reshaped, listener, output.shape))
+                    return
+            self._taps.tap(target).after(module, arguments, keywords, output)
+        except Exception as error:
+            self._taps.tap(target).failed(error)
+
+    def _is_own_view(self, view: Tensor, base: Tensor) -> bool:
+        """Whether the module made the view: all of its base in the same order.
+
+        A hook of the user's may return another one.
+        """
+        return (
+            self._makes_view
+            and view.numel() == base.numel()
+            and view.is_contiguous()
+            and base.is_contiguous()
+            and view.storage_offset() == base.storage_offset()
+        )
+
+
+@lru_cache(maxsize=4096)
+def _makes_view(kind: Any) -> bool:
+    """Whether a module returns what it computed as a view of another shape, if it returns a view.
+
+    A Linear with a bias computes a matrix, and returns it with the axes of its input.
+    """
+    if kind.forward is nn.Linear.forward:
+        return True
+    forward = kind.forward
+    return (forward.__module__, forward.__qualname__) == (
+        "transformers.pytorch_utils",
+        "Conv1D.forward",
+    )
+
+
+def _reshaped(listener: Callable[[Tensor], None], shape: torch.Size, gradient: Tensor) -> None:
+    listener(gradient.reshape(shape))
 
 
 def _nodes(elements: list[Element]) -> list[Any]:

@@ -7,8 +7,10 @@ Nothing else in the package touches a name of torch that begins with an undersco
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,20 +20,27 @@ from torch.utils.hooks import RemovableHandle
 
 NO_BACKWARD = -1
 
-# Looked up once: what asks for these runs at every call of a layer, and never in warm caches.
-_graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-_is_wrapped: Callable[[Tensor], bool] | None = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
+# The first three are torch's own functions: what asks for these runs at every call of a layer, and
+# never in warm caches.
+
+current_backward: Callable[[], int] = getattr(
+    torch._C, "_current_graph_task_id", lambda: NO_BACKWARD
 )
-_any_autocast: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
+"""The number of the backward pass that is running in this thread, or NO_BACKWARD.
 
+Without the symbol every gradient counts as part of one and the same backward pass.
+"""
 
-def current_backward() -> int:
-    """The number of the backward pass that is running in this thread, or NO_BACKWARD.
+is_transformed: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda tensor: False
+)
+"""Whether a tensor belongs to a torch.func transform (vmap, grad): unreadable afterwards.
 
-    Without the symbol every gradient counts as part of one and the same backward pass.
-    """
-    return NO_BACKWARD if _graph_task is None else _graph_task()
+Without the symbol: False, and reading it later reports whatever PyTorch says then.
+"""
+
+may_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""Whether autocast is on for any kind of device; without the symbol: True."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
@@ -58,22 +67,18 @@ def node_sequence_number(node: Any) -> int:
     return int(read()) if read is not None else 1 << 62
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a torch.func transform (vmap, grad): unreadable afterwards.
-
-    Without the symbol: False, and reading it later reports whatever PyTorch says then.
-    """
-    return False if _is_wrapped is None else _is_wrapped(tensor)
-
-
-def may_autocast() -> bool:
-    """Whether autocast is on for any kind of device; without the symbol: True."""
-    return True if _any_autocast is None else _any_autocast()
-
-
 def is_subclass(tensor: Tensor) -> bool:
     """Whether a tensor is of a class that may do things its own way (a shard, a quantised one)."""
     return type(tensor) not in (Tensor, nn.Parameter)
+
+
+_ADD_HOOKS = "_register_hook_dict"  # of a node: makes it call the hooks of a tensor
+
+
+class _Hooks(dict[int, Any]):
+    """The hooks of a tensor, which others may add theirs to: their handles refer to it weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 class HookSet:
@@ -127,8 +132,18 @@ class HookSet:
         self._tables.append(hooks)
         hooks[self._number] = hook
 
+    def output(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Have `hook(gradient)` called when that of an output is there; it stays on the output."""
+        node = tensor.grad_fn
+        add = None if tensor._backward_hooks is not None else getattr(node, _ADD_HOOKS, None)
+        if add is None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            return
+        tensor._backward_hooks = _Hooks({self._number: hook})
+        add(tensor)
+
     def remove(self) -> None:
-        """Remove them all; safe to call twice."""
+        """Remove those on modules and parameters; safe to call twice."""
         while self._tables:
             self._tables.pop().pop(self._number, None)
         while self._handles:
@@ -140,8 +155,26 @@ def has_saved_tensor_hooks() -> bool:
 
     Without the symbol: True, and whoever asks has to look closer.
     """
-    read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return read is None or read(False) is not None
+    return _top_hooks(False) is not None
+
+
+_top_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ()
+)
+
+
+def calls_itself(module: nn.Module) -> bool:
+    """Whether a module is called by code that runs inside an earlier call of it.
+
+    Without the symbol: False, and the earlier call counts as one that an interrupt has ended.
+    """
+    code = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def has_post_accumulate_hooks(tensor: Tensor) -> bool:

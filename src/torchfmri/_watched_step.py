@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torchfmri._elements import Element
 from torchfmri._history import History, Series, Step
 from torchfmri._optimizer_steps import Concerns
 from torchfmri._padding import Padding, TokenMask
-from torchfmri._taps import CallKey
+from torchfmri._taps import CallKey, Light
 from torchfmri._torch_private import gradient_scale, gradient_scale_version
 from torchfmri._updates import Moved, Updates, is_sampled, local_part
 from torchfmri.exceptions import InspectionError
@@ -125,14 +125,18 @@ class StepSink:
 
     # -- the sink ----------------------------------------------------------------------------
 
-    def take_light(
+    def short_way(self, layer: str) -> Light:
+        """What takes in the common calls of a layer."""
+        return partial(self._take_light, layer)
+
+    def _take_light(
         self, layer: str, arguments: object, keywords: object, output: Tensor
     ) -> Callable[[Tensor], None] | None:
         """Take in an output the short way; returns what listens for its gradient.
 
         Without padding the calls of a layer need not be told apart, so one listener serves all.
         """
-        if self.step is None or self._padding.current() is not None:
+        if self.step is None or not self.wants_call() or self._padding.current() is not None:
             return None
         listener = self._listeners.get(layer)
         if listener is None:

@@ -77,6 +77,25 @@ def reduce_rows(
 
 
 @_compile
+def _product(
+    g: Any, g_stride: Any, x: Any, x_stride: Any, rows: Any, small: Any, total: Any
+) -> None:
+    """Write g * x / rms(x) of one token, at these addresses, added up over its rows."""
+    width = total.size
+    for row in range(rows):
+        one = _array_at(_pointer(g + 4 * row * g_stride), (width,), np.float32)
+        other = _array_at(_pointer(x + 4 * row * x_stride), (width,), np.float32)
+        power = _sum_squares(other) / np.float32(width) + np.float32(small)
+        scale = np.float32(1) / np.sqrt(power)
+        if row == 0:
+            for k in range(width):
+                total[k] = scale * one[k] * other[k]
+        else:
+            for k in range(width):
+                total[k] += scale * one[k] * other[k]
+
+
+@_compile
 def reduce_products(
     g: Any,
     g_strides: Any,
@@ -114,21 +133,26 @@ def reduce_products(
     total = np.empty(width, np.float32)
     for sample in range(samples):
         for position in range(positions):
-            for row in range(rows):
-                at_g = sample * g_strides[0] + position * g_strides[1] + row * g_strides[2]
-                at_x = sample * x_strides[0] + position * x_strides[1] + row * x_strides[2]
-                one = _array_at(_pointer(g + 4 * at_g), (width,), np.float32)
-                other = _array_at(_pointer(x + 4 * at_x), (width,), np.float32)
-                power = _sum_squares(other) / np.float32(width) + np.float32(small)
-                scale = np.float32(1) / np.sqrt(power)
-                if row == 0:
-                    for k in range(total.size):
-                        total[k] = scale * one[k] * other[k]
-                else:
-                    for k in range(total.size):
-                        total[k] += scale * one[k] * other[k]
+            at_g = sample * g_strides[0] + position * g_strides[1]
+            at_x = sample * x_strides[0] + position * x_strides[1]
+            _product(g + 4 * at_g, g_strides[2], x + 4 * at_x, x_strides[2], rows, small, total)
             token = sample * positions + position
             products[token] = _write(total, token, size, weights, start, squares)
+
+
+@_compile
+def write_products(
+    g: Any, g_strides: Any, x: Any, x_strides: Any, shape: Any, small: Any, found: Any
+) -> None:
+    """Write g * x / rms(x), added up over the rows of each token, to (tokens, width)."""
+    samples, positions, rows, width = shape
+    whole = _array_at(_pointer(found), (samples * positions, width), np.float32)
+    for sample in range(samples):
+        for position in range(positions):
+            at_g = sample * g_strides[0] + position * g_strides[1]
+            at_x = sample * x_strides[0] + position * x_strides[1]
+            total = whole[sample * positions + position]
+            _product(g + 4 * at_g, g_strides[2], x + 4 * at_x, x_strides[2], rows, small, total)
 
 
 @_compile

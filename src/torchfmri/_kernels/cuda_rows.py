@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +22,19 @@ from torch import Tensor
 from torchfmri._kernels.cuda_plan import upload
 
 if TYPE_CHECKING:
-    from torchfmri._kernels.rows import Asked, Product
+    from torchfmri._kernels.rows import Form
 
-MOST = 64
+MOST = 128
 """Passes that wait at most."""
 WIDEST = 1 << 13
 """Values in a row of a product at most: a program holds all of them at a time."""
-BLOCK = 1024
-"""Values of a row that a program reads at a time."""
+BLOCK = 512
+"""Values of a row that a program reads at a time; with 4 rows the fastest on an H200."""
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_ROWS = 4  # that a program reads at a time
+_TOKENS = 7  # where a job says how many tokens it has
+_ROWS_JOB, _PRODUCT_JOB = 9, 18  # numbers of a job, without and with a second tensor
+_FORM_ROWS = 8  # rows of a matrix that a program adds up
 
 
 @lru_cache(maxsize=64)
@@ -57,81 +63,134 @@ def _triton() -> ModuleType | None:
         return None
 
 
-class RowQueue:
-    """Passes over rows that wait to be launched together."""
+def can_read(values: Tensor, size: int, is_product: bool) -> bool:
+    """Whether the kernels read such tensors, and a program can hold their rows and groups."""
+    width = values.shape[-1] if values.ndim else 1
+    groups = not size or size >= width or (size & (size - 1) == 0 and size <= BLOCK)
+    if not groups or (is_product and width > WIDEST):
+        return False
+    return values.dtype in DTYPES and _triton() is not None
 
-    def __init__(self) -> None:
-        self._waiting: dict[_Kind, list[tuple[int, ...]]] = defaultdict(list)
-        self._alive: list[Any] = []
+
+class RowQueue:
+    """Passes over rows of one device that wait to be launched together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._heaviest = device, heaviest(device)
+        self._jobs: dict[_Kind, list[tuple[int, ...]]] = defaultdict(list)
+        self._alive: list[object] = []
         self._count = self._bytes = 0
 
-    def can_read(self, values: Tensor, size: int, is_product: bool) -> bool:
-        """Whether the kernels read such tensors, and a program can hold their rows and groups."""
-        width = values.shape[-1]
-        groups = size >= width or (size & (size - 1) == 0 and size <= BLOCK)
-        if not groups or (is_product and width > WIDEST):
-            return False
-        return values.dtype in DTYPES and _triton() is not None
+    def sender(
+        self, like: Tensor, size: int, rest: tuple[int, ...], behind: int
+    ) -> Callable[[Tensor, Tensor | None, int], None]:
+        """What queues a pass over tensors like this one, told of them and where to write.
 
-    def rows(self, values: Tensor, rows: int, width: int, asked: Asked, found: Any) -> None:
-        """Queue `Rows.reduce`."""
-        size = 0 if asked.size >= width else asked.size
-        kind = _Kind(False, values.dtype, BLOCK, size)
-        job = (values.data_ptr(), 0, *self._results(found, asked), rows, width)
-        self._add(kind, job, values, (values, asked.vector, found))
+        Args:
+            like: One of the tensors; of a product its g.
+            size: Of a group; 0 for the whole row.
+            rest: The numbers of a job that are the same for all of them.
+            behind: Bytes from the squares to the inner products.
+        """
+        is_product = len(rest) + 4 > _ROWS_JOB
+        width = like.shape[-1]
+        block = 1 << (width - 1).bit_length() if is_product else BLOCK
+        kind = _Kind(is_product, like.dtype, block, 0 if size >= width else size)
+        return partial(self._add, self._jobs[kind], rest, behind, like.nbytes * (1 + is_product))
 
-    def product(self, product: Product, asked: Asked, found: Any) -> None:
-        """Queue `Rows.reduce_product`."""
-        b, s, rows, width = product.shape
-        block = 1 << (width - 1).bit_length()
-        kind = _Kind(True, product.g.dtype, block, 0 if asked.size >= width else asked.size)
-        small = int(np.float32(product.small).view(np.int32))
-        g, x = product.g, product.x
-        job = (
-            *(g.data_ptr(), x.data_ptr(), *self._results(found, asked), b * s, width),
-            *(s, rows, *product.g_strides, *product.x_strides, small),
-        )
-        self._add(kind, job, g, (g, x, asked.vector, found))
-
-    def _results(self, found: Any, asked: Asked) -> tuple[int, ...]:
-        return found[0].data_ptr(), found[1].data_ptr(), asked.address, asked.start, asked.length
-
-    def _add(self, kind: _Kind, job: tuple[int, ...], values: Tensor, alive: Any) -> None:
-        self._waiting[kind].append(job)
-        self._alive.append(alive)
+    def _add(
+        self,
+        jobs: list[tuple[int, ...]],
+        rest: tuple[int, ...],
+        behind: int,
+        size: int,
+        values: Tensor,
+        other: Tensor | None,
+        written: int,
+    ) -> None:
+        second = 0
+        if other is not None:
+            second = other.data_ptr()
+            self._alive.append(other)
+        jobs.append((values.data_ptr(), second, written, written + behind, *rest))
+        self._alive.append(values)
         self._count += 1
-        self._bytes += values.nbytes * (1 + kind.is_product)
-        if self._count >= MOST or self._bytes >= heaviest(values.device):
+        self._bytes += size
+        if self._count >= MOST or self._bytes >= self._heaviest:
             self.flush()
+
+    def keep(self, alive: object) -> None:
+        """Keep something alive until the next launch."""
+        self._alive.append(alive)
 
     def flush(self) -> None:
         """Launch everything that waits."""
         if not self._count:
             return
-        waiting, self._waiting = self._waiting, defaultdict(list)
-        alive, self._alive = self._alive, []
         self._count = self._bytes = 0
-        device = alive[0][0].device
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                _launch(waiting, device)
-        else:
-            _launch(waiting, device)
+        alive, self._alive = self._alive, []
+        try:
+            with _on(self._device):
+                _launch(self._jobs, self._device)
+        finally:
+            for jobs in self._jobs.values():
+                jobs.clear()
+            del alive
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _launch(waiting: dict[_Kind, list[tuple[int, ...]]], device: torch.device) -> None:
     kernels = _triton()
     assert kernels is not None
-    for kind, jobs in waiting.items():
-        table = upload(np.array(jobs, np.int64), device)
-        tokens = max(job[7] for job in jobs)
-        kernel = kernels.reduce_products if kind.is_product else kernels.reduce_rows
-        kernel[(tokens, len(jobs))](
-            table,
-            FIELDS=table.shape[1],
+    filled = {kind: jobs for kind, jobs in waiting.items() if jobs}
+    numbers = np.zeros((sum(map(len, filled.values())), _PRODUCT_JOB), np.int64)
+    starts, start = [], 0
+    for jobs in filled.values():
+        numbers[start : start + len(jobs), : len(jobs[0])] = jobs
+        starts.append(start)
+        start += len(jobs)
+    whole = upload(numbers, device)
+    for start, (kind, jobs) in zip(starts, filled.items(), strict=True):
+        tokens = max(job[_TOKENS] for job in jobs)
+        if kind.is_product:  # a program takes one token, some rows of it at a time
+            kernel, rows, programs = kernels.reduce_products, max(1, 256 // kind.block), tokens
+        else:
+            kernel, rows, programs = kernels.reduce_rows, _ROWS, -(-tokens // _ROWS)
+        kernel[(programs, len(jobs))](
+            whole[start:],
+            FIELDS=_PRODUCT_JOB,
             TYPE=kernels.TYPES[kind.dtype],
             ITEM=kind.dtype.itemsize,
+            ROWS=rows,
             BLOCK=kind.block,
             SIZE=kind.size,
-            num_warps=4 if kind.block <= 1024 else 8,
+            num_warps=1 if rows * kind.block <= 256 else 4 if kind.block <= 4096 else 8,
         )
+
+
+def launch_forms(forms: Sequence[Form], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """left^T matrix right of each, (n,), of matrices of one dtype on one device."""
+    kernels = _triton()
+    assert kernels is not None
+    found = torch.empty(len(forms), dtype=torch.float64, device=device)
+    alike: dict[int, list[int]] = defaultdict(list)  # by how many programs read a matrix
+    for number, form in enumerate(forms):
+        alike[-(-form.rows // _FORM_ROWS)].append(number)
+    with _on(device):
+        for programs, numbers in alike.items():
+            table = upload(np.array([forms[number] for number in numbers], np.int64), device)
+            parts = torch.empty(len(numbers), programs, device=device)
+            kernels.bilinear_forms[(programs, len(numbers))](
+                table,
+                parts,
+                FIELDS=table.shape[1],
+                TYPE=kernels.TYPES[dtype],
+                ITEM=dtype.itemsize,
+                ROWS=_FORM_ROWS,
+                BLOCK=BLOCK,
+            )
+            found[upload(np.array(numbers), device)] = parts.sum(1, dtype=torch.float64)
+    return found

@@ -24,12 +24,23 @@ def _weights(job, k, width, TYPE: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _write_groups(squares, token, width, begin, values, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Write the sums of squares of the groups that begin in these values."""
-    sums = tl.sum(tl.reshape(values * values, (BLOCK // SIZE, SIZE)), axis=1)
+def _write_groups(
+    squares,
+    token,
+    inside,
+    width,
+    begin,
+    values,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Write the sums of squares of the groups that begin in these values, of ROWS tokens."""
+    sums = tl.sum(tl.reshape(values * values, (ROWS, BLOCK // SIZE, SIZE)), axis=2)
     groups = tl.cdiv(width, SIZE)
     group = begin // SIZE + tl.arange(0, BLOCK // SIZE)
-    tl.store(squares + token * groups + group, sums, mask=group < groups)
+    place = squares + token[:, None] * groups + group[None, :]
+    tl.store(place, sums, mask=inside[:, None] & (group < groups)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -38,31 +49,35 @@ def reduce_rows(
     FIELDS: tl.constexpr,
     TYPE: tl.constexpr,
     ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Squares, by groups of SIZE values (0: of all), and the inner product of one row."""
-    token = tl.program_id(0).to(tl.int64)
+    """Squares, by groups of SIZE values (0: of all), and the inner product of ROWS rows."""
     job = table + tl.program_id(1) * FIELDS
-    if token < tl.load(job + 7):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.load(job + 7)
+    if tl.program_id(0) * ROWS < tokens:
+        inside = token < tokens
         width = tl.load(job + 8)
-        values = (tl.load(job) + token * width * ITEM).to(tl.pointer_type(TYPE))
+        values = tl.load(job).to(tl.pointer_type(TYPE)) + token[:, None] * width
         squares = tl.load(job + 2).to(tl.pointer_type(tl.float32))
         products = tl.load(job + 3).to(tl.pointer_type(tl.float32))
         lanes = tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        product = tl.zeros((BLOCK,), tl.float32)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        product = tl.zeros((ROWS, BLOCK), tl.float32)
         for begin in range(0, width, BLOCK):
             k = begin + lanes
-            row = tl.load(values + k, mask=k < width, other=0.0).to(tl.float32)
-            product += row * _weights(job, k, width, TYPE)
+            mask = inside[:, None] & (k < width)[None, :]
+            rows = tl.load(values + k[None, :], mask=mask, other=0.0).to(tl.float32)
+            product += rows * _weights(job, k, width, TYPE)[None, :]
             if SIZE > 0:
-                _write_groups(squares, token, width, begin, row, BLOCK, SIZE)
+                _write_groups(squares, token, inside, width, begin, rows, ROWS, BLOCK, SIZE)
             else:
-                total += row * row
+                total += rows * rows
         if SIZE == 0:
-            tl.store(squares + token, tl.sum(total))
-        tl.store(products + token, tl.sum(product))
+            tl.store(squares + token, tl.sum(total, axis=1), mask=inside)
+        tl.store(products + token, tl.sum(product, axis=1), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -71,6 +86,7 @@ def reduce_products(
     FIELDS: tl.constexpr,
     TYPE: tl.constexpr,
     ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -80,25 +96,58 @@ def reduce_products(
     if token < tl.load(job + 7):
         width = tl.load(job + 8)
         positions = tl.load(job + 9)
+        count = tl.load(job + 10)
         sample = token // positions
         position = token % positions
         at_g = tl.load(job) + (sample * tl.load(job + 11) + position * tl.load(job + 12)) * ITEM
         at_x = tl.load(job + 1) + (sample * tl.load(job + 14) + position * tl.load(job + 15)) * ITEM
         small = tl.load(job + 17).to(tl.int32).to(tl.float32, bitcast=True)
         k = tl.arange(0, BLOCK)
-        inside = k < width
-        total = tl.zeros((BLOCK,), tl.float32)
-        for row in range(tl.load(job + 10)):
-            g = (at_g + row * tl.load(job + 13) * ITEM).to(tl.pointer_type(TYPE))
-            x = (at_x + row * tl.load(job + 16) * ITEM).to(tl.pointer_type(TYPE))
-            one = tl.load(g + k, mask=inside, other=0.0).to(tl.float32)
-            other = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
-            power = tl.sum(other * other) / width.to(tl.float32) + small
-            total += one * other / tl.sqrt(power)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for begin in range(0, count, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            mask = (row < count)[:, None] & (k < width)[None, :]
+            g = at_g.to(tl.pointer_type(TYPE)) + row[:, None] * tl.load(job + 13) + k[None, :]
+            x = at_x.to(tl.pointer_type(TYPE)) + row[:, None] * tl.load(job + 16) + k[None, :]
+            one = tl.load(g, mask=mask, other=0.0).to(tl.float32)
+            other = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+            power = tl.sum(other * other, axis=1) / width.to(tl.float32) + small
+            total += one * other / tl.sqrt(power)[:, None]
+        whole = tl.sum(total, axis=0)
         squares = tl.load(job + 2).to(tl.pointer_type(tl.float32))
         products = tl.load(job + 3).to(tl.pointer_type(tl.float32))
         if SIZE > 0:
-            _write_groups(squares, token, width, 0, total, BLOCK, SIZE)
+            here = token + tl.arange(0, 1)
+            rows = whole[None, :]
+            _write_groups(squares, here, here >= 0, width, 0, rows, 1, BLOCK, SIZE)
         else:
-            tl.store(squares + token, tl.sum(total * total))
-        tl.store(products + token, tl.sum(total * _weights(job, k, width, TYPE)))
+            tl.store(squares + token, tl.sum(whole * whole))
+        tl.store(products + token, tl.sum(whole * _weights(job, k, width, TYPE)))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def bilinear_forms(
+    table,
+    found,
+    FIELDS: tl.constexpr,
+    TYPE: tl.constexpr,
+    ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some rows of a matrix between two vectors; what they add up to is written."""
+    part = tl.program_id(0).to(tl.int64)
+    job = table + tl.program_id(1) * FIELDS
+    width = tl.load(job + 2)
+    left = tl.load(job + 4).to(tl.pointer_type(tl.float32))
+    right = tl.load(job + 5).to(tl.pointer_type(tl.float32))
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(part * ROWS, tl.minimum(tl.load(job + 1), (part + 1) * ROWS)):
+        values = (tl.load(job) + row * tl.load(job + 3) * ITEM).to(tl.pointer_type(TYPE))
+        weight = tl.load(left + row)
+        for begin in range(0, width, BLOCK):
+            k = begin + lanes
+            value = tl.load(values + k, mask=k < width, other=0.0).to(tl.float32)
+            total += weight * value * tl.load(right + k, mask=k < width, other=0.0)
+    tl.store(found + tl.program_id(1) * tl.num_programs(0) + part, tl.sum(total))

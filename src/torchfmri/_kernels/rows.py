@@ -2,36 +2,38 @@
 
 One pass over memory instead of one per number, written into tables that are made ahead: by numba
 for float32 on the CPU (`compiled_rows`), by Triton on CUDA (`cuda_rows`), where many passes wait
-for each other and are launched together. Where there is neither, None comes back, and whoever asks
-computes the same with torch.
+for each other and are launched together. Tensors of one shape go through one `Lane`, which knows
+everything about them but their addresses. Where there is neither, there is no lane, and whoever
+asks computes the same with torch.
 """
 
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchfmri._kernels.accelerator import compiled_rows
-from torchfmri._kernels.cuda_rows import RowQueue
+from torchfmri._kernels.cuda_rows import RowQueue, can_read, launch_forms
 
 SMALLEST = 1 << 14
 """Values from which on numba is asked: for less it is not worth its import."""
-_AHEAD = 48  # results that are made at once
+_AHEAD, _BYTES = 512, 1 << 17  # lines of a table at most, and how heavy the first of them is
 
-Found = tuple[Tensor, Tensor]
+Send: TypeAlias = Callable[[Tensor, "Tensor | None", int], None]
 
 
 class Asked(NamedTuple):
     """What is wanted of each row.
 
     Attributes:
-        size: Neighbouring values that are one group.
+        size: Neighbouring values that are one group; 0 for the whole row, without an axis of
+            groups.
         start: From which value on the vector meets a row.
         vector: Of the dtype of the values, contiguous.
         address: Of the vector.
@@ -46,21 +48,210 @@ class Asked(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Rows of g * x / rms(x), added up within each token.
+    """Rows of g * x / rms(x), added up within each token, where both have 1 as their last stride.
 
     Attributes:
-        g: A tensor whose last stride is 1, and `x`, another of its shape and dtype.
         shape: (b, s, rows of a token, values of a row).
-        g_strides: Along the first three of these; `x_strides` likewise.
+        g_strides: Of g along the first three of these; `x_strides` likewise.
         small: What is added to the mean square of x.
     """
 
-    g: Tensor
-    x: Tensor
     shape: tuple[int, int, int, int]
     g_strides: tuple[int, int, int]
     x_strides: tuple[int, int, int]
     small: float
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+class Table:
+    """Lines of results, made ahead.
+
+    Attributes:
+        squares: (lines, t), or with groups (lines, t, groups).
+        products: (lines, t).
+        lines: How many; twice as many as the table before it had.
+        address: Of the first line; the next is `step` bytes further, and in each the products are
+            `behind` bytes behind the squares.
+    """
+
+    __slots__ = ("address", "behind", "lines", "products", "squares", "step")
+
+    def __init__(self, tokens: int, groups: int, device: torch.device, before: int = 0) -> None:
+        entries = tokens * max(1, groups)
+        self.behind, self.step = 4 * entries, 4 * (entries + tokens)
+        self.lines = min(_AHEAD, max(1, _BYTES // self.step, 2 * before))
+        whole = torch.empty(self.lines, entries + tokens, device=device)
+        squares = whole[:, :entries]
+        self.squares = squares.view(self.lines, tokens, groups) if groups else squares
+        self.products = whole[:, entries:]
+        self.address = whole.data_ptr()
+
+
+class Numbers(NamedTuple):
+    """Sums of squares and inner products of some rows: one line of two tables."""
+
+    all_squares: Tensor
+    all_products: Tensor
+    line: int
+
+    @staticmethod
+    def of(squares: Tensor, products: Tensor) -> Numbers:
+        """Numbers that somebody else has computed."""
+        return Numbers(squares[None], products[None], 0)
+
+    @property
+    def squares(self) -> Tensor:
+        """(t,), or with groups (t, groups)."""
+        return self.all_squares[self.line]
+
+    @property
+    def products(self) -> Tensor:
+        """(t,)."""
+        return self.all_products[self.line]
+
+
+class _Lines:
+    """The lines that are free, of one length."""
+
+    __slots__ = ("_keep", "_what", "line", "table")
+
+    def __init__(
+        self, tokens: int, groups: int, device: torch.device, keep: Callable[[object], None] | None
+    ) -> None:
+        self._what, self._keep = (tokens, groups, device), keep
+        self.table = Table(*self._what)
+        self.line = 0
+
+    def renew(self) -> Table:
+        if self._keep is not None:
+            self._keep(self.table)  # a pass that waits will write into it
+        self.table, self.line = Table(*self._what, self.table.lines), 0
+        return self.table
+
+
+class Lane:
+    """Passes over tensors of one shape and kind."""
+
+    __slots__ = ("_lines", "_send")
+
+    def __init__(self, lines: _Lines, send: Send) -> None:
+        self._lines, self._send = lines, send
+
+    def read(self, values: Tensor, other: Tensor | None = None) -> Numbers:
+        """The numbers of `values`, or of its product with another; on CUDA `flush` fills them."""
+        lines = self._lines
+        table, line = lines.table, lines.line
+        if line == table.lines:
+            table, line = lines.renew(), 0
+        lines.line = line + 1
+        self._send(values, other, table.address + line * table.step)
+        return Numbers(table.squares, table.products, line)
+
+
+class Rows:
+    """The lanes of one block, and the tables that they write into."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, int, int], _Lines] = {}
+        self._queues: dict[int, RowQueue] = {}
+        self._vectors: list[Tensor] = []  # alive: a pass is told an address
+
+    def lane(self, values: Tensor, asked: Asked) -> Lane | None:
+        """For contiguous tensors like this one: squares and inner products of the last axis."""
+        count, width = values.numel(), values.shape[-1]
+        if not self._can(values, count, asked.size, False):
+            return None
+        rows = count // width
+        size, start, vector, address, length = asked
+        self._vectors.append(vector)
+        lines = self._lines_of(values, rows, -(-width // size) if size else 0)
+        rest: tuple[int, ...]
+        if _is_queued(values):
+            rest = (address, start, length, rows, width)
+            return Lane(lines, self._queue(values).sender(values, size, rest, lines.table.behind))
+        kernel: Any = compiled_rows()
+        rest = (rows, width, size or width, address, start, length)
+        return Lane(lines, partial(_reduce_rows, kernel.reduce_rows, rest))
+
+    def product_lane(self, g: Tensor, product: Product, asked: Asked) -> Lane | None:
+        """The same of a product, by token, for g and x like these."""
+        if not self._can(g, g.numel(), asked.size, True):
+            return None
+        (b, s, rows, width), g_strides, x_strides, small = product
+        size, start, vector, address, length = asked
+        self._vectors.append(vector)
+        lines = self._lines_of(g, b * s, -(-width // size) if size else 0)
+        if _is_queued(g):
+            bits = int(np.float32(small).view(np.int32))
+            rest = (address, start, length, b * s, width, s, rows, *g_strides, *x_strides, bits)
+            return Lane(lines, self._queue(g).sender(g, size, rest, lines.table.behind))
+        kernel: Any = compiled_rows()
+        what = (size or width, address, start, length)
+        return Lane(lines, partial(_reduce_products, kernel.reduce_products, product, what))
+
+    def flush(self) -> None:
+        """Launch what waits."""
+        for queue in self._queues.values():
+            queue.flush()
+
+    def _can(self, values: Tensor, count: int, size: int, is_product: bool) -> bool:
+        """Whether there is a pass for so many values of this kind, in groups of this size."""
+        if not _is_queued(values):
+            known = values.is_cpu and values.dtype is torch.float32 and count >= SMALLEST
+            return known and compiled_rows() is not None
+        able = count > 0 and can_read(values, size, is_product)
+        return able and queue_works(values.device, values.dtype)
+
+    def _queue(self, like: Tensor) -> RowQueue:
+        device = like.get_device()
+        if device not in self._queues:
+            self._queues[device] = RowQueue(like.device)
+        return self._queues[device]
+
+    def _lines_of(self, like: Tensor, tokens: int, groups: int) -> _Lines:
+        key = (tokens, groups, like.get_device())
+        if key not in self._lines:
+            keep = self._queue(like).keep if _is_queued(like) else None
+            self._lines[key] = _Lines(tokens, groups, like.device, keep)
+        return self._lines[key]
+
+
+def _is_queued(values: Tensor) -> bool:
+    """Whether passes over such tensors wait for each other."""
+    return values.is_cuda
+
+
+def _reduce_rows(
+    kernel: Callable[..., None], rest: tuple[int, ...], values: Tensor, _: object, written: int
+) -> None:
+    kernel(values.data_ptr(), *rest, written)
+
+
+def _reduce_products(
+    kernel: Callable[..., None],
+    product: Product,
+    what: tuple[int, ...],
+    g: Tensor,
+    x: Any,
+    written: int,
+) -> None:
+    shape, g_strides, x_strides, small = product
+    kernel(g.data_ptr(), g_strides, x.data_ptr(), x_strides, shape, small, *what, written)
+
+
+def written_product(g: Tensor, x: Tensor, product: Product) -> Tensor | None:
+    """The rows of such a product, (t, n), of float32 on the CPU; None for few or without numba."""
+    kernels = compiled_rows() if g.is_cpu and g.numel() >= SMALLEST else None
+    if kernels is None or not g.dtype == x.dtype == torch.float32:
+        return None
+    (b, s, _, width), g_strides, x_strides, small = product
+    found = torch.empty(b * s, width)
+    kernels.write_products(
+        *(g.data_ptr(), g_strides, x.data_ptr(), x_strides, product.shape, small, found.data_ptr())
+    )
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -69,24 +260,24 @@ def queue_works(device: torch.device, dtype: torch.dtype) -> bool:
     g = torch.linspace(-1, 2, 3 * 96).reshape(3, 96).to(device, dtype)
     x = torch.linspace(3, -1, 3 * 96).reshape(3, 96).to(device, dtype)
     vector = torch.linspace(1, 2, 40).to(device, dtype)
-    asked = Asked(32, 8, vector, vector.data_ptr(), len(vector))
-    queue = RowQueue()
-    rows, products = (
-        (torch.zeros(3, 3, device=device), torch.zeros(3, device=device)) for _ in "12"
-    )
+    asked = (vector.data_ptr(), 8, len(vector))
+    queue = RowQueue(device)
+    table = Table(3, 3, device)
+    small = int(np.float32(1e-6).view(np.int32))
     try:
-        queue.rows(g, 3, 96, asked, rows)
+        queue.sender(g, 32, (*asked, 3, 96), table.behind)(g, None, table.address)
         strides = (96, 96, 96)
-        queue.product(Product(g, x, (1, 3, 1, 96), strides, strides, 1e-6), asked, products)
+        product = queue.sender(
+            g, 32, (*asked, 3, 96, 3, 1, *strides, *strides, small), table.behind
+        )
+        product(g, x, table.address + table.step)
         queue.flush()
         scale = (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        agree = all(
-            torch.allclose(squares, wide.square().view(3, 3, 32).sum(-1), rtol=1e-2)
-            and torch.allclose(dots, wide[:, 8:48] @ vector.float(), rtol=1e-2, atol=1e-1)
-            for (squares, dots), wide in (
-                (rows, g.float()),
-                (products, g.float() * x.float() * scale),
-            )
+        wide = torch.stack([g.float(), g.float() * x.float() * scale])
+        squares = wide.square().view(2, 3, 3, 32).sum(-1)
+        dots = wide[..., 8:48] @ vector.float()
+        agree = torch.allclose(table.squares[:2], squares, rtol=1e-2) and torch.allclose(
+            table.products[:2], dots, rtol=1e-2, atol=1e-1
         )
         reason = "" if agree else "they disagree with torch"
     except Exception as error:  # whatever a compiler or a driver raises
@@ -101,8 +292,11 @@ def queue_works(device: torch.device, dtype: torch.dtype) -> bool:
     return not reason
 
 
+# -- matrices between vectors ----------------------------------------------------------------------
+
+
 class Form(NamedTuple):
-    """A matrix of float32 between two vectors: three addresses, and what is read of the matrix."""
+    """A matrix between two vectors of float32: three addresses, and what is read of the matrix."""
 
     matrix: int
     rows: int
@@ -112,92 +306,26 @@ class Form(NamedTuple):
     right: int
 
 
-def bilinear_forms(forms: list[Form], values: int) -> Tensor | None:
-    """left^T matrix right of each, (n,), in one pass over so many values; None without numba."""
+def can_read_forms(like: Tensor) -> bool:
+    """Whether `bilinear_forms` reads matrices of this kind."""
+    if like.is_cpu:
+        return like.dtype is torch.float32
+    return like.is_cuda and can_read(like, 0, False) and queue_works(like.device, like.dtype)
+
+
+def bilinear_forms(forms: list[Form], like: Tensor) -> Tensor | None:
+    """left^T matrix right of each, (n,), in one pass; None for few values or without numba.
+
+    Args:
+        forms: Matrices of one kind.
+        like: A tensor of that kind.
+    """
+    if _is_queued(like):
+        return launch_forms(forms, like.dtype, like.device)
+    values = sum(each.rows * each.width for each in forms)
     kernels = compiled_rows() if values >= SMALLEST else None
     if kernels is None:
         return None
     found = torch.empty(len(forms), dtype=torch.float64)
     kernels.bilinear_forms(np.array(forms, dtype=np.int64), found.numpy())
     return found
-
-
-class Rows:
-    """The passes of one block, and the tables that they write into."""
-
-    def __init__(self) -> None:
-        self._kernels: ModuleType | None = None
-        self._ahead: dict[tuple[int, int, int], list[tuple[Tensor, Tensor, int]]] = {}
-        self._queue: RowQueue | None = None
-
-    def reduce(self, values: Tensor, asked: Asked) -> Found | None:
-        """Sums of squares, (t,) or (t, groups), and inner products, (t,), of the last axis.
-
-        On CUDA they are filled by `flush`.
-        """
-        count, width = values.numel(), values.shape[-1]
-        if not values.is_contiguous() or not self._can(values, count, asked.size, False):
-            return None
-        rows = count // width
-        squares, products, written = self._next(values, rows, -(-width // asked.size))
-        if self._kernels is not None:
-            size, start, _, address, length = asked
-            self._kernels.reduce_rows(
-                values.data_ptr(), rows, width, size, address, start, length, written
-            )
-        elif self._queue is not None:
-            self._queue.rows(values, rows, width, asked, (squares, products))
-        return squares, products
-
-    def reduce_product(self, product: Product, asked: Asked) -> Found | None:
-        """The same of a product, by token."""
-        g, x, shape, g_strides, x_strides, small = product
-        if x.dtype != g.dtype or not self._can(g, g.numel(), asked.size, True):
-            return None
-        b, s, _, width = shape
-        squares, products, written = self._next(g, b * s, -(-width // asked.size))
-        if self._kernels is not None:
-            size, start, _, address, length = asked
-            self._kernels.reduce_products(
-                *(g.data_ptr(), g_strides, x.data_ptr(), x_strides, shape, small),
-                *(size, address, start, length, written),
-            )
-        elif self._queue is not None:
-            self._queue.product(product, asked, (squares, products))
-        return squares, products
-
-    def flush(self) -> None:
-        """Launch what waits."""
-        if self._queue is not None:
-            self._queue.flush()
-
-    def _can(self, values: Tensor, count: int, size: int, is_product: bool) -> bool:
-        """Whether there is a pass for so many values of this kind, in groups of this size."""
-        if values.is_cpu:
-            if values.dtype is not torch.float32 or count < SMALLEST:
-                return False
-            if self._kernels is None:
-                self._kernels = compiled_rows()
-            return self._kernels is not None
-        if not values.is_cuda:
-            return False
-        if self._queue is None:
-            self._queue = RowQueue()
-        able = count > 0 and self._queue.can_read(values, size, is_product)
-        return able and queue_works(values.device, values.dtype)
-
-    def _next(self, like: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, int]:
-        """Memory for the squares and, behind them, for the inner products of some rows; where."""
-        key = (rows, groups, like.get_device())
-        ahead = self._ahead.get(key)
-        if not ahead:
-            squares = rows * groups
-            table = torch.empty(_AHEAD, squares + rows, device=like.device)
-            first = table[:, :squares]
-            if groups > 1:
-                first = first.unflatten(1, (rows, groups))  # type: ignore[no-untyped-call]
-            start, step = table.data_ptr(), 4 * (squares + rows)
-            addresses = range(start, start + _AHEAD * step, step)
-            parts = zip(first.unbind(), table[:, squares:].unbind(), addresses, strict=True)
-            ahead = self._ahead[key] = list(parts)
-        return ahead.pop()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torchfmri._hooks import Hook
 from torchfmri._kernels.cuda_rows import heaviest
 from torchfmri._tokens import rules
 from torchfmri._tokens.account import Account
-from torchfmri._tokens.norms import Reducer
+from torchfmri._tokens.norms import Found, Reducer
 from torchfmri._tokens.owners import Owners, Parts
 from torchfmri._tokens.passes import Passes
 from torchfmri._tokens.random_vectors import without_autocast
@@ -31,6 +30,30 @@ from torchfmri.exceptions import InspectionError, MemoryLimitError
 _LESS = "Select fewer parameters, keep norms alone (keep='norms'), or allow more (max_bytes=...)."
 _ARRIVALS = 16  # gradients that are put aside
 _BYTES = 1 << 22  # that they keep alive on the CPU, where they should still be in a cache
+
+
+class Listener:
+    """The hook on the output of a call, which it lets go of when the block is over."""
+
+    __slots__ = ("_arrivals", "_record")
+    __torch_unserializable__ = True
+
+    def __init__(self, arrivals: Arrivals, record: Record) -> None:
+        self._arrivals: Arrivals | None = arrivals
+        self._record: Record | None = record
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self._arrivals is not None and self._record is not None:
+            self._arrivals.arrived(self._record, gradient)
+
+    def close(self) -> None:
+        self._arrivals = self._record = None
+
+    def __deepcopy__(self, memo: object) -> Hook:
+        return Hook(None)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
+        return (Hook, (None,))
 
 
 class Arrivals:
@@ -46,7 +69,7 @@ class Arrivals:
         max_bytes: See `keep`.
 
     Attributes:
-        records: The calls, by layer.
+        records: The calls, as they came.
         handles: Of hooks that were added on the way.
         versions: Of each parameter's `.grad`, as the last backward pass left it.
         at_end: Asks to be called when the running backward pass is over; None outside of a block.
@@ -65,7 +88,9 @@ class Arrivals:
         self._watched, self._parameters = watched, parameters
         self._passes, self._account, self._owners = passes, account, owners
         self._keeps_factors, self._max_bytes = keep == "factors", max_bytes
-        self.records: dict[str, list[Record]] = defaultdict(list)
+        self.records: list[Record] = []
+        self._by_layer: dict[str, list[Record]] = {}
+        self._sorted = 0  # how many of them are in it
         self.handles: list[Any] = []
         self.versions: dict[str, int] = {}
         self.at_end: Callable[[Callable[[int], None]], None] | None = None
@@ -77,12 +102,18 @@ class Arrivals:
         self._waiting: list[tuple[Record, Tensor, int]] = []
         self._waiting_bytes = 0
         self._most, self._most_bytes = _ARRIVALS, _BYTES
+        cuda = {each.device for each in parameters.values() if each.is_cuda}
         if self._keeps_factors:  # they stay alive anyway
             self._most, self._most_bytes = 16 * _ARRIVALS, max_bytes // 8
-        elif cuda := {each.device for each in parameters.values() if each.is_cuda}:
-            self._most_bytes = min(map(heaviest, cuda))
+        elif cuda:
+            self._most, self._most_bytes = 4 * _ARRIVALS, min(map(heaviest, cuda))
         self._expected = NO_BACKWARD  # the backward pass whose end we have asked for
         self._must_finish = False
+        # Of the class: of the instance it would hold on to itself.
+        self._at_once: Callable[[Arrivals, Record, Tensor, int], bool] | None
+        self._at_once = Arrivals._keep_at_once if self._keeps_factors else Arrivals._reduce_at_once
+        if cuda and not self._keeps_factors:  # they are launched together
+            self._at_once = None
         self._bytes = 0
         self._stored: set[int] = set()
         self._uncounted: list[Record] = []  # certainly within the limit
@@ -99,8 +130,8 @@ class Arrivals:
             if self._expected != backward:
                 self._passes.has_gone_back = True
                 self.expect_end()
-            at_once = self._keep_at_once if self._keeps_factors else self._reduce_at_once
-            if at_once(record, gradient, backward):
+            at_once = self._at_once
+            if at_once is not None and at_once(self, record, gradient, backward):
                 return
             self._waiting.append((record, gradient, backward))
             self._waiting_bytes += gradient.nbytes
@@ -119,13 +150,13 @@ class Arrivals:
         if (
             type(x) is not Tensor
             or record.is_replayed
-            or record.is_spread
+            or record.spread_gradient is not None
             or record.shape is not None
             or record.watched.rule is rules.convolution
             or gradient.requires_grad
-            or gradient.itemsize < 4
         ):
             return False
+        record.let_go_of_graph()
         more = gradient.nbytes + x.untyped_storage().nbytes()
         if self._bytes + self._uncounted_bytes + more > self._max_bytes:
             return False
@@ -133,32 +164,47 @@ class Arrivals:
         self._uncounted.append(record)
         record.g, record.shape, record.backward = gradient, gradient.shape, backward
         self._account.layers.add(record.watched.layer)
+        if gradient.itemsize < 4:
+            self._account.narrow.add(record.watched.layer)
         return True
 
     def _reduce_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
-        """Reduce the gradient of a common call the short way; False where that is not to be had.
+        """Reduce the gradient of a common call as it comes, if that is a pass of compiled code.
 
         Nothing is put aside then: what autograd lets go of next is where it will write next.
         """
+        return self._reduce(record, gradient, backward, self._reducer.at_once)
+
+    def _reduce(
+        self,
+        record: Record,
+        gradient: Tensor,
+        backward: int,
+        reduce: Callable[[Record, Tensor], Found | None],
+    ) -> bool:
+        """Reduce the gradient of a common call the short way; False where that is not to be had."""
         watched, x = record.watched, record.x
         if (
-            x is None
+            type(x) is not Tensor
             or record.is_replayed
-            or record.is_spread
+            or record.spread_gradient is not None
             or record.shape is not None
             or record.version is None
             or watched.is_shared
+            or watched.rule is rules.convolution
             or self._passes.calls.get(watched.layer, 0) > 1
             or x._version != record.version
         ):
             return False
         record.shape = gradient.shape
-        found = self._reducer.at_once(record, gradient)
+        found = reduce(record, gradient)
         if found is None:
             record.shape = None
             return False
         record.reduced, record.backward, record.x = found, backward, None
         self._account.layers.add(watched.layer)
+        if gradient.itemsize < 4:
+            self._account.narrow.add(watched.layer)
         return True
 
     def expect_end(self) -> None:
@@ -172,15 +218,16 @@ class Arrivals:
         """Keep or reduce the gradients that were put aside."""
         arrivals, self._waiting = self._waiting, []
         self._waiting_bytes = 0
-        autocasts = may_autocast()
-        for record, gradient, backward in arrivals:
-            try:
-                if autocasts or record.is_replayed or self._parked:
-                    self._take_in_with_care(record, gradient, backward)
-                else:
-                    self._take_in(record, gradient, backward)
-            except Exception as error:
-                self._account.refuse(record.watched.parameters.values(), error)
+        autocasts, short = may_autocast(), None if self._keeps_factors else self._reducer.short
+        with torch.no_grad():
+            for record, gradient, backward in arrivals:
+                try:
+                    if autocasts or record.is_replayed or self._parked:
+                        self._take_in_with_care(record, gradient, backward)
+                    elif short is None or not self._reduce(record, gradient, backward, short):
+                        self._take_in(record, gradient, backward)
+                except Exception as error:
+                    self._account.refuse(record.watched.parameters.values(), error)
 
     def _take_in_with_care(self, record: Record, gradient: Tensor, backward: int) -> None:
         with without_autocast(gradient):
@@ -200,7 +247,7 @@ class Arrivals:
             gradient = gradient.detach()
         if gradient.itemsize < 4:
             self._account.narrow.add(watched.layer)
-        if record.is_spread:
+        if record.spread_gradient is not None:
             gradient = record.before_broadcast(gradient)
         if watched.rule is rules.convolution:
             gradient = record.without_tail(gradient)
@@ -213,8 +260,10 @@ class Arrivals:
             )
         record.g, record.shape, record.backward = gradient, gradient.shape, backward
         if self._keeps_factors:
+            record.let_go_of_graph()
             self._count(record)
         elif watched.is_shared or self._passes.calls.get(watched.layer, 0) > 1:
+            record.let_go_of_graph()
             self._must_finish = True
         else:
             record.check_input()
@@ -304,11 +353,11 @@ class Arrivals:
     def _finish(self) -> None:
         """Run owners again, and reduce what had to wait."""
         parts: Parts = defaultdict(list)
-        for record in [] if self._keeps_factors else chain(*self.records.values()):
+        for record in [] if self._keeps_factors else self.records:
             if record.g is None:
                 continue
             try:
-                for key, part in record.parts().items():
+                for key, part in record.parts(record.watched.parameters).items():
                     parts[record.watched.parameters[key]].append(part)
             except Exception as error:  # these parameters say why they are missing, no others
                 self._account.refuse(record.watched.parameters.values(), error)
@@ -334,19 +383,27 @@ class Arrivals:
 
     def parts(self, name: str) -> list[Part]:
         """All parts of a parameter."""
-        found = list(self._parts.get(name, ()))
+        found = list(self._parts[name]) if name in self._parts else []
+        records = self._records_by_layer()
         for layer in self._account.homes[name]:
-            keys = [key for key, each in self._watched[layer].parameters.items() if each == name]
-            for record in self.records.get(layer, ()):
-                if record.reduced or record.g is not None:
-                    parts = record.parts()
-                    found += [parts[key] for key in keys if key in parts]
+            for record in records.get(layer, ()):
+                if record.reduced is not None or record.g is not None:
+                    parameters = record.watched.parameters
+                    keys = [key for key in parameters if parameters[key] == name]
+                    found += record.parts(keys).values()
         return found
+
+    def _records_by_layer(self) -> dict[str, list[Record]]:
+        for record in self.records[self._sorted :] if self._sorted < len(self.records) else ():
+            self._by_layer.setdefault(record.watched.layer, []).append(record)
+        self._sorted = len(self.records)
+        return self._by_layer
 
     def call_came_back(self, record: Record, gradient: Tensor, backward: int) -> None:
         """Take in a gradient that came the long way, at once."""
         self.take_in_all()
-        self._take_in_with_care(record, gradient, backward)
+        with torch.no_grad():
+            self._take_in_with_care(record, gradient, backward)
 
     def owner_came_back(self) -> None:
         """Run the owners again when the backward pass is over."""
@@ -358,6 +415,11 @@ class Arrivals:
         self.take_in_all()
         self._reducer.finish()
         self.at_end = None
+        for record in self.records:
+            if record.listener is not None:
+                record.listener.close()  # it may stay on an output for as long as the user likes
+            if record.g is None:  # nothing came back, and nothing will
+                record.x = None
 
 
 def is_cast(rule: object, x: Tensor) -> bool:

@@ -18,17 +18,22 @@ from torch import Tensor, nn
 from torchfmri._backwards import runs_checkpoint
 from torchfmri._elements import Element, flatten, flatten_arguments
 from torchfmri._padding import Padding
-from torchfmri._taps import CallKey
+from torchfmri._taps import CallKey, Light
 from torchfmri._tokens import rules
 from torchfmri._tokens.account import Account, homes_of
-from torchfmri._tokens.arrivals import Arrivals, is_cast
+from torchfmri._tokens.arrivals import Arrivals, Listener, is_cast
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.owners import Owners
 from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.passes import Passes
 from torchfmri._tokens.record import Record, Watched
 from torchfmri._tokens.rerun import OwnerCall
-from torchfmri._torch_private import NO_BACKWARD, current_backward, may_autocast
+from torchfmri._torch_private import (
+    NO_BACKWARD,
+    current_backward,
+    has_saved_tensor_hooks,
+    may_autocast,
+)
 from torchfmri.exceptions import UnsupportedLayerError
 
 
@@ -63,9 +68,8 @@ class Capture:
         self.arrivals = Arrivals(
             watched, parameters, self.passes, self.account, self.owners, keep, max_bytes
         )
-        self._arrived = self.arrivals.arrived
         self._by_call: dict[CallKey, Record | OwnerCall] = {}
-        self._last: tuple[weakref.ref[Tensor], Tensor, int | None, bool] | None = None
+        self._last: tuple[weakref.ref[Tensor], Tensor, int | None] | None = None
 
     def listen(self, at_end: Callable[[Callable[[int], None]], None]) -> None:
         """Begin to take in gradients; `at_end` asks to be called when a backward pass is over."""
@@ -79,23 +83,36 @@ class Capture:
         watched = self._watched[layer]
         return watched.rule is not None or self.owners.wants(watched)
 
-    def take_light(
+    def short_way(self, layer: str) -> Light | None:
+        """What takes in the common calls of a layer; None for owners."""
+        watched = self._watched[layer]
+        return None if watched.rule is None else partial(self._take_light, watched)
+
+    def _take_light(
         self,
-        layer: str,
+        watched: Watched,
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         output: Tensor,
     ) -> Callable[[Tensor], None] | None:
         """Take in a call the short way; returns what listens for the gradient of its output."""
-        watched = self._watched[layer]
-        if watched.rule is None or keywords or len(arguments) != 1:
+        if keywords or len(arguments) != 1:
             return None
         record = self._new_record(watched)
-        self._keep_input(record, arguments[0])
+        x: Any = arguments[0]
+        if record.stack or has_saved_tensor_hooks() or may_autocast():
+            self._keep_input(record, x)
+        else:
+            record.x, record.version = x, _version(x)
+            if x.ndim == 4:
+                record.strides = x.stride()
         model = record.model  # (b, s)
-        if model is not None and model[0] != 1 and output.shape and output.shape[0] != model[0]:
-            self._watch_broadcast(record, output)
-        return partial(self._arrived, record)
+        if model is not None and model[0] != 1:
+            shape = output.shape
+            if shape and shape[0] != model[0]:
+                self._watch_broadcast(record, output)
+        record.listener = listener = Listener(self.arrivals, record)
+        return listener
 
     def called(
         self,
@@ -138,11 +155,11 @@ class Capture:
             self.passes.broadcasts.watch(output, target.spread)
 
     def _new_record(self, watched: Watched) -> Record:
-        passes = self.passes
-        passes.count(watched.layer)
-        mask, grid = self._padding.current(), passes.grid_of(watched.stack)
-        record = Record(watched, passes.number, grid, mask)
-        self.arrivals.records[watched.layer].append(record)
+        passes, layer = self.passes, watched.layer
+        passes.count(layer)
+        grid = passes.grid_of(watched.stack)
+        record = Record(watched, passes.number, grid, self._padding.current())
+        self.arrivals.records.append(record)
         if watched.rule in rules.STATEFUL:
             record.settings = rules.settings_of(watched.module)
         return record
@@ -152,7 +169,7 @@ class Capture:
         if not torch.is_grad_enabled():  # a checkpoint's first pass, or nothing will come back
             self._find_stack(record, x)
         elif isinstance(x, tuple):
-            record.x, record.version = tuple(each.detach() for each in x), x[0]._version
+            record.x, record.version = x, x[0]._version
         else:
             self._keep_input(record, x)
 
@@ -174,21 +191,15 @@ class Capture:
             return
         if x.ndim == 4:
             record.strides = x.stride()
-        version: int | None
-        try:
-            version = x._version
-        except RuntimeError:  # a tensor of inference mode has none
-            version = None
-        casts = may_autocast() and is_cast(record.watched.rule, x)
-        last = self._last
-        if last is not None and last[0]() is x and last[2:] == (version, casts):  # q, k and v do
-            record.x, record.version = last[1], None if casts else version
+        version = _version(x)
+        if not (may_autocast() and is_cast(record.watched.rule, x)):
+            record.x, record.version = x, version
             return
-        kept = x.detach() if x.requires_grad else x
-        if casts:  # a copy, which nobody else can write into
-            kept = kept.to(torch.get_autocast_dtype(x.device.type))
-        record.x, record.version = kept, None if casts else version
-        self._last = (weakref.ref(x), kept, version, casts)
+        last = self._last
+        if last is None or last[0]() is not x or last[2] != version:
+            copy = x.detach().to(torch.get_autocast_dtype(x.device.type))
+            last = self._last = (weakref.ref(x), copy, version)
+        record.x = last[1]  # nobody else can write into it; q, k and v share it
 
     # -- the sink's other half -----------------------------------------------------------------
 
@@ -238,3 +249,11 @@ class Capture:
             self.account.checks.detach()
         except Exception as error:  # of ours, while the block may be ending with the user's own
             self.account.refuse(self._parameters, error)
+
+
+def _version(x: Tensor) -> int | None:
+    """How often a tensor was written into; None for one of inference mode, which does not count."""
+    try:
+        return x._version
+    except RuntimeError:
+        return None

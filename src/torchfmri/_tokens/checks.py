@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._backwards import runs_grad
 from torchfmri._hooks import Hook
-from torchfmri._kernels.rows import Form, bilinear_forms
+from torchfmri._kernels.rows import Form, bilinear_forms, can_read_forms
 from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.random_vectors import RandomVectors, block, without_autocast
 from torchfmri._torch_private import (
@@ -46,7 +46,8 @@ class Checks(RandomVectors):
 
     def __init__(self, infos: Mapping[str, ParameterInfo]) -> None:
         super().__init__(infos)
-        self._brought: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)  # tables, places
+        self._brought: dict[str, list[Tensor]] = defaultdict(list)
+        self._tables: list[tuple[dict[str, int], Tensor]] = []  # of many parameters, with places
         self.unread: dict[str, str] = {}
         self.on_backward: Callable[[], None] | None = None
         self._backward = NO_BACKWARD
@@ -103,11 +104,17 @@ class Checks(RandomVectors):
         """Read the gradients that are there, of whatever pass, unless hooks were told of them."""
         if self._listen is None:
             return
+        counted, plain = self._counted, {}
         for name, parameter in self._parameters.items():
-            if name not in self._counted and parameter.grad is not None:
+            if name in counted or (gradient := parameter.grad) is None:
+                continue
+            if type(gradient) is Tensor and not gradient.is_sparse:
+                plain[name] = gradient
+            else:
                 self._came[name] = None
-        self._counted.update(self._came)
-        self._received.update(self._came)
+        counted.update(plain, self._came)
+        self._received.update(plain, self._came)
+        self._read_plain(plain)
         self._read_all()
 
     def detach(self) -> None:
@@ -116,13 +123,17 @@ class Checks(RandomVectors):
         self._listen = self.on_backward = None
 
     def backward_is_over(self) -> None:
-        """Read the gradients that this backward pass brought."""
-        if self._listen is None:
+        """Read the gradients that this backward pass brought; to all later ones hooks listen."""
+        listen = self._listen
+        if listen is None:
             self._read_all()
         else:
             self.settle()
+            listen()
 
     def _read_all(self) -> None:
+        if not self._came:
+            return
         came, self._came = self._came, {}
         plain: dict[str, Tensor] = {}
         for name, before in came.items():
@@ -131,11 +142,14 @@ class Checks(RandomVectors):
                 self.unread[name] = _NO_GRAD
                 continue
             if before is not None:
-                self._brought[name].append((before.neg()[None], 0))
+                self._brought[name].append(before.neg())
             if gradient.is_sparse or type(gradient) is not Tensor:
-                self._brought[name].append((self._read(name, gradient)[None], 0))
+                self._brought[name].append(self._read(name, gradient))
             else:
                 plain[name] = gradient
+        self._read_plain(plain)
+
+    def _read_plain(self, plain: dict[str, Tensor]) -> None:
         compiled = self._read_compiled(plain)
         alike: dict[tuple[object, ...], dict[str, Tensor]] = defaultdict(dict)
         for name in plain.keys() - compiled:
@@ -146,35 +160,36 @@ class Checks(RandomVectors):
             self._note(gradients, self._read_alike(gradients))
 
     def _note(self, names: Iterable[str], found: Tensor) -> None:
-        for number, name in enumerate(names):
-            self._brought[name].append((found, number))
+        self._tables.append(({name: place for place, name in enumerate(names)}, found))
 
     def _read_compiled(self, gradients: Mapping[str, Tensor]) -> set[str]:
         """Read what compiled code can, in one pass; returns the names."""
-        forms = self._forms(gradients)
-        count = sum(each.rows * each.width for each in forms.values())
-        found = bilinear_forms(list(forms.values()), count)
-        if found is None:
-            return set()
-        self._note(forms, found)
-        return set(forms)
+        names: set[str] = set()
+        for like, forms in self._forms(gradients):
+            found = bilinear_forms(list(forms.values()), like)
+            if found is not None:
+                self._note(forms, found)
+                names.update(forms)
+        return names
 
-    def _forms(self, gradients: Mapping[str, Tensor]) -> dict[str, Form]:
-        """What compiled code is told of the gradients that it can read."""
-        forms: dict[str, Form] = {}
+    def _forms(self, gradients: Mapping[str, Tensor]) -> list[tuple[Tensor, dict[str, Form]]]:
+        """What compiled code is told of the gradients that it can read, with one of each kind."""
+        kinds: dict[tuple[object, ...], tuple[Tensor, dict[str, Form]] | None] = {}
         known: dict[tuple[object, ...], Form] = {}
         for name, gradient in gradients.items():
-            if gradient.dtype is not torch.float32 or not gradient.is_cpu:
-                continue
-            if not gradient.is_contiguous() or not gradient.numel():
+            kind = (gradient.dtype, gradient.get_device())
+            if kind not in kinds:
+                kinds[kind] = (gradient, {}) if can_read_forms(gradient) else None
+            same = kinds[kind]
+            if same is None or not gradient.is_contiguous() or not gradient.numel():
                 continue
             info = self._infos[name]
-            key = (info.shape, info.output.first)
+            key = (*kind, info.shape, info.output.first)
             form = known.get(key)
             if form is None:
                 form = known[key] = self.form(name, gradient)
-            forms[name] = form._replace(matrix=gradient.data_ptr() + form.matrix)
-        return forms
+            same[1][name] = Form(gradient.data_ptr() + form.matrix, *form[1:])
+        return [each for each in kinds.values() if each is not None and each[1]]
 
     def _read_alike(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The gradients of parameters of one shape between their vectors, in few operations."""
@@ -199,10 +214,12 @@ class Checks(RandomVectors):
 
     def brought(self, name: str) -> Tensor | None:
         """What autograd's gradient is between the vectors; None if it was not read."""
-        found = self._brought.get(name)
+        found = list(self._brought.get(name, ()))
+        found += [table[places[name]] for places, table in self._tables if name in places]
         if not found:
             return None
-        return torch.stack([table[place].double() for table, place in found]).sum()
+        device = found[0].device
+        return torch.stack([each.double().to(device) for each in found]).sum()
 
     def arrived(self, name: str, gradient: Tensor) -> None:
         """Take note of a gradient that reaches a parameter."""
@@ -215,7 +232,7 @@ class Checks(RandomVectors):
         if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
             self.unread[name] = "sharded over processes: the check needs the whole gradient"
         elif self._reads_now:
-            self._brought[name].append((self._read(name, gradient)[None], 0))
+            self._brought[name].append(self._read(name, gradient))
         elif name not in self._came:
             earlier = self._parameters[name].grad  # of passes before: this one is added to it
             self._came[name] = None if earlier is None else self._read(name, earlier)

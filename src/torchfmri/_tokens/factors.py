@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -95,13 +96,14 @@ class Term:
 
     def precise(self) -> Term:
         """The same in float32 where it was kept in 16 bits."""
-        return Term(tuple(_precise(each) for each in self.factors))
+        return Term(
+            tuple(each if isinstance(each, Index) else precise(each) for each in self.factors)
+        )
 
 
-def _precise(factor: Factor) -> Factor:
-    if isinstance(factor, Index) or factor.dtype in (torch.float32, torch.float64):
-        return factor
-    return factor.float()
+def precise(values: Tensor) -> Tensor:
+    """The same in float32 where it was kept in 16 bits."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def _at_or_values(factor: Factor) -> Tensor:
@@ -161,7 +163,9 @@ def _merge(first: Factor, second: Factor) -> Factor:
 
 def squares(terms: Sequence[Term]) -> Tensor:
     """|G_t|^2 of the sum of the terms, (t,)."""
-    terms = common_axes([term.precise() for term in terms])
+    axes = {term.axes for term in terms}
+    if len(axes) > 1 or 1 in terms[0].axes or any(term.rows > 1 for term in terms):
+        terms = common_axes([term.precise() for term in terms])
     total = sum(inner(term, term) for term in terms)
     for k, first in enumerate(terms):
         for second in terms[k + 1 :]:
@@ -190,18 +194,19 @@ def _row_inner(one: Factor, other: Factor) -> Tensor:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one is other:
             return _norms(one[:, 0]).square()
-        return _row_dots(one[:, 0], other[:, 0])
+        return _row_dots(precise(one[:, 0]), precise(other[:, 0]))
     if isinstance(one, Index) and isinstance(other, Index):
         return (one.at[:, 0] == other.at[:, 0]).to(torch.float32)
     if isinstance(one, Index):
         one, other = other, one
     assert isinstance(one, Tensor)
     assert isinstance(other, Index)
-    return one[:, 0].gather(1, other.at)[:, 0]
+    return precise(one[:, 0].gather(1, other.at)[:, 0])
 
 
 def _norms(rows: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    wide = rows.dtype in (torch.float32, torch.float64)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=None if wide else torch.float32)
     return found
 
 
@@ -351,13 +356,22 @@ def _own_gram(term: Term) -> Tensor:
     return product
 
 
-def add_lower_square(whole: Tensor, rows: Tensor) -> None:
-    """Add rows @ rows.T to a matrix, most of its upper half left out: it is symmetric."""
+def add_lower_square(whole: Tensor, rows: Tensor, keep: bool = True) -> None:
+    """Add rows @ rows.T to a matrix, most of its upper half left out: it is symmetric.
+
+    Where what is there is not to be kept, it is written over.
+    """
     count = len(rows)
     pieces = 1 if count < 64 else 2 if rows.shape[1] < 192 else 4
     ends = [count * k // pieces for k in range(pieces + 1)]
     for start, end in pairwise(ends):
-        whole[start:end, :end].addmm_(rows[start:end], rows[:end].T)
+        part, some, others = whole[start:, start:end], rows[start:], rows[start:end].T
+        if rows.dtype == whole.dtype:
+            part.addmm_(some, others, beta=int(keep))
+        elif keep:
+            part += wide_product(some, others)
+        else:
+            part.copy_(wide_product(some, others))
 
 
 def _gram(first: Term, second: Term) -> Tensor:
@@ -555,9 +569,9 @@ def probe(terms: Sequence[Term], shape: tuple[int, ...], vectors: Sequence[Tenso
     Args:
         terms: Terms of a parameter.
         shape: Of the parameter, which is read as (shape[0], everything else).
-        vectors: u and v.
+        vectors: u and v, of numbers that 16 bits hold.
     """
-    found = [_probe(term.precise(), shape, vectors) for term in terms]
+    found = [_probe(term, shape, vectors) for term in terms]
     return torch.stack(found).sum(0)
 
 
@@ -566,7 +580,7 @@ def _probe(term: Term, shape: tuple[int, ...], vectors: Sequence[Tensor]) -> Ten
     count = steps[0] // max(1, shape[0]) if shape else 1
     if len(vectors) == 1 or count not in steps:
         whole = vectors[0] if len(vectors) == 1 else torch.outer(*vectors).flatten()
-        return _dot(term, whole.to(device_of(term)))
+        return _dot(term.precise(), whole.to(device_of(term)))
     place = steps.index(count)
     if not place:  # a single row
         return vectors[0][0] * _along(term.factors, vectors[1]).sum(1)
@@ -579,8 +593,31 @@ def _probe(term: Term, shape: tuple[int, ...], vectors: Sequence[Tensor]) -> Ten
 def _along(part: Sequence[Factor], vector: Tensor) -> Tensor:
     """The inner product of some factors taken together with one vector, (t, r)."""
     merged = part[0]
-    for each in part[1:]:
-        merged = _merge(merged, each)
+    if len(part) > 1:
+        part = Term(tuple(part)).precise().factors
+        merged = reduce(_merge, part)
     if isinstance(merged, Index):
         return vector[merged.at]
-    return merged @ vector.to(merged.dtype)
+    return rows_times(merged, vector)
+
+
+def rows_times(rows: Tensor, vector: Tensor) -> Tensor:
+    """Rows @ vector in float32 at least, (t, r), of a vector that the dtype of the rows holds."""
+    column = vector.to(rows.dtype)[:, None]
+    return wide_product(rows.flatten(0, 1), column).view(rows.shape[:2])
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """A @ b in float32 at least.
+
+    Products of 16-bit numbers are exact in float32, in which a GPU adds them up: then nothing has
+    to be copied.
+    """
+    if a.is_cuda and a.itemsize == 2:
+        try:
+            found: Tensor = torch.mm(a, b, out_dtype=torch.float32)
+        except (TypeError, NotImplementedError):  # before torch 2.8, or on another kind of GPU
+            pass
+        else:
+            return found
+    return precise(a) @ precise(b)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchfmri._tokens import factors
 from torchfmri._tokens.factors import Index, Term
 from torchfmri._tokens.parameter import ParameterInfo
-from torchfmri._tokens.reduced import SQUARES, Reduced
+from torchfmri._tokens.reduced import Reduced
 from torchfmri._tokens.sketch import Sketch
 from torchfmri._tokens.voxels import voxel_squares
 from torchfmri.exceptions import InspectionError, MemoryLimitError
@@ -125,7 +125,7 @@ class TokenGradient:
 
     def numbers(self) -> Reduced:
         """What its squared norms follow from; padded positions may count in them."""
-        return self.reduced or Reduced(SQUARES, (self.squares(), self.squares()))
+        return self.reduced or Reduced.of(self.squares(), self.squares())
 
     def _voxel_squares(self) -> Tensor:
         if self.reduced is not None and self._is_by_voxel:
@@ -134,7 +134,7 @@ class TokenGradient:
 
     @property
     def _is_by_voxel(self) -> bool:
-        return self.reduced is not None and self.reduced.tensors[0].ndim == 2
+        return self.reduced is not None and self.reduced.is_by_voxel
 
     def _counted_squares(self, reduced: Reduced) -> Tensor:
         """The squares that were kept, with zeros for padded positions."""

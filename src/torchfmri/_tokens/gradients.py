@@ -22,6 +22,7 @@ from torchfmri._tokens.capture import Capture
 from torchfmri._tokens.coverage import Coverage, CoverageRow
 from torchfmri._tokens.gradient import TokenGradient
 from torchfmri._tokens.parameter import VOXEL, head_size
+from torchfmri._tokens.passes import PartHook
 from torchfmri._tokens.plan import Stacks, describe_all, find_parameters, watched_modules
 from torchfmri._tokens.record import Axis
 from torchfmri._tokens.runs import Masks, joined
@@ -110,8 +111,12 @@ class TokenGradients:
     def _tapped(self) -> Taps:
         """The taps of a block, made for it: what listens and what is told form a cycle."""
         capture = self._capture
-        targets = [Target(each.layer, each.module, _GRADIENTS) for each in self._watched.values()]
-        taps = Taps(targets, capture, capture.wants, capture.take_light, capture.called)
+        targets = [
+            Target(each.layer, each.module, _GRADIENTS)
+            for each in self._watched.values()
+            if not each.only_calls
+        ]
+        taps = Taps(targets, capture, capture.wants, capture.short_way, capture.called)
         capture.listen(taps.at_end_of_backward)
         return taps
 
@@ -122,11 +127,14 @@ class TokenGradients:
             hook = Hook(capture.passes.model_is_called, model)
             handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             after = Hook(capture.passes.model_returns, model)
-            handles.append(model.register_forward_hook(after))
+            handles.append(model.register_forward_hook(after, always_call=True))
         capture.account.checks.attach(self._parameters, self._hooks, capture.failed)
         for watched in self._watched.values():
             module, layer = watched.module, watched.layer
-            if watched.rule is None:
+            if watched.only_calls:
+                part = PartHook(capture.passes, layer, self._hooks)
+                self._hooks.before(module, part, first=True)
+            elif watched.rule is None:
                 hook = Hook(partial(capture.owners.begins, layer))
                 self._hooks.before(module, hook, first=True)
         stacks = Stacks(self._layers)
@@ -181,7 +189,7 @@ class TokenGradients:
             UnsupportedLayerError: They cannot be had exactly; the error says why.
             InspectionError: No gradient reached it, or its tokens are on several axes.
         """
-        found = self._gradients(name)
+        found = self._gradients(self._known(name))
         if len(found) > 1:
             axes = ", ".join(repr(str(axis)) for axis in found)
             raise InspectionError(
@@ -191,8 +199,7 @@ class TokenGradients:
         return next(iter(found.values()))
 
     def _gradients(self, name: str) -> dict[Axis, TokenGradient]:
-        """The token gradients of one parameter on each of its token axes."""
-        name = self._known(name)
+        """The token gradients of one parameter, by its first name, on each of its token axes."""
         if name in self._found:
             return self._found[name]
         capture = self._capture
@@ -211,8 +218,10 @@ class TokenGradients:
                 "its gradient came through no call of a layer (a weight penalty in the loss, or a "
                 "use outside of the model): it is unattributed.",
             )
-        self._found[name] = joined(self._infos[name], parts, self._masks)
-        return self._found[name]
+        found = joined(self._infos[name], parts, self._masks)
+        if self._stack is None:  # else more may come
+            self._found[name] = found
+        return found
 
     def _known(self, name: str) -> str:
         name = self._aliases.get(name, name)

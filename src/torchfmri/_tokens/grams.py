@@ -14,17 +14,29 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.factors import MOST_ENTRIES, Term, add_lower_square, lower_gram
+from torchfmri._tokens.factors import (
+    MOST_ENTRIES,
+    Index,
+    Term,
+    add_lower_square,
+    lower_gram,
+    precise,
+)
 
 _Key: TypeAlias = tuple[object, ...]
-_WIDE = 1024  # beyond that a copy costs more than it saves
+_SHORT, _WIDE = 128, 1024  # rows that are joined, and until they are so long
 
 
 class _Rows(NamedTuple):
     """A factor with one row per token, and where it lies."""
 
     key: _Key
-    values: Tensor  # (t, n)
+    values: Tensor  # (t, n); of rows with a single 1 its place, (t,)
+
+    @property
+    def is_index(self) -> bool:
+        """Whether its rows have a single 1."""
+        return self.values.ndim == 1
 
 
 def summed_gram(parameters: Iterable[Sequence[Term]]) -> Tensor:
@@ -45,14 +57,20 @@ def summed_gram(parameters: Iterable[Sequence[Term]]) -> Tensor:
         else:
             found.append(lower_gram(terms))
     totals: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    scratch: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
     for shared, members, plus in _groups(outer, vectors):
-        total = _total(totals, shared.values)
-        inner = torch.zeros_like(total)
-        for matrix in _joined(members):
-            add_lower_square(inner, matrix)
-        own = torch.full_like(total, plus)
-        add_lower_square(own, _precise(shared.values))
-        total.addcmul_(inner, own)
+        total = _total(totals, members[0].values)
+        kind = (total.device, total.dtype)
+        if kind not in scratch:  # the same for all, so that they stay in a cache
+            scratch[kind] = torch.zeros_like(total), torch.zeros_like(total)
+        inner, own = scratch[kind]
+        for number, matrix in enumerate(_joined(members)):
+            add_lower_square(inner, matrix, keep=number > 0)
+        if shared.is_index:
+            torch.eq(shared.values[:, None], shared.values, out=own)
+        else:
+            add_lower_square(own, _wide(shared.values), keep=False)
+        total.addcmul_(inner, own.add_(plus) if plus else own)
     for matrix in _joined([each for same in vectors.values() for each in same]):
         add_lower_square(_total(totals, matrix), matrix)
     found += totals.values()
@@ -63,22 +81,27 @@ def summed_gram(parameters: Iterable[Sequence[Term]]) -> Tensor:
 
 
 def _joined(several: Sequence[_Rows]) -> list[Tensor]:
-    """The same rows in fewer matrices: a product with long rows is faster than several with short.
+    """The same rows in fewer matrices: a product with long rows is faster than many with short.
 
     The inner products of the joined rows are the sums of those of the parts.
     """
     together: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = defaultdict(list)
+    alone = []
     for each in several:
-        rows = _precise(each.values)
+        rows = _wide(each.values)
+        if rows.shape[1] >= _SHORT:
+            alone.append(rows)
+            continue
         groups = together[rows.device, rows.dtype]
         if not groups or sum(len(one.T) for one in (*groups[-1], rows)) > _WIDE:
             groups.append([])
         groups[-1].append(rows)
-    return [
+    joined = [
         same[0] if len(same) == 1 else torch.cat(same, 1)
         for groups in together.values()
         for same in groups
     ]
+    return alone + joined
 
 
 def _groups(
@@ -90,6 +113,8 @@ def _groups(
     shared: dict[_Key, _Rows] = {}
     for first, second in outer:
         common, own = (first, second) if uses[first.key] > uses[second.key] else (second, first)
+        if own.is_index:
+            common, own = own, common
         shared[common.key] = common
         biases = vectors.get(own.key)
         groups[common.key, bool(biases)].append(own)
@@ -107,11 +132,12 @@ def _only_rows(terms: Sequence[Term]) -> list[_Rows]:
         return []
     found = []
     for each in term.factors:
-        if not isinstance(each, Tensor) or each.is_complex():
+        values = each.at if isinstance(each, Index) else each
+        if values.is_complex():
             return []
-        key = (each.data_ptr(), each.shape, each.stride(), each.dtype)
-        found.append(_Rows(key, each[:, 0]))
-    return found
+        key = (values.data_ptr(), values.shape, values.stride(), values.dtype)
+        found.append(_Rows(key, values[:, 0]))
+    return [] if all(each.is_index for each in found) else found
 
 
 def _total(totals: dict[tuple[torch.device, torch.dtype], Tensor], like: Tensor) -> Tensor:
@@ -122,5 +148,6 @@ def _total(totals: dict[tuple[torch.device, torch.dtype], Tensor], like: Tensor)
     return totals[like.device, dtype]
 
 
-def _precise(rows: Tensor) -> Tensor:
-    return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+def _wide(rows: Tensor) -> Tensor:
+    """The same in float32; where a GPU multiplies 16 bits exactly it is left as it is."""
+    return rows if rows.is_cuda else precise(rows)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._kernels.rows import SMALLEST, Asked, Product, Rows
+from torchfmri._kernels.rows import SMALLEST, Asked, Lane, Numbers, Rows
 from torchfmri._tokens import factors, rules
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.factors import Term
 from torchfmri._tokens.random_vectors import INPUT, OUTPUT
 from torchfmri._tokens.record import Record
-from torchfmri._tokens.reduced import OUTER, OUTER_BY_VOXEL, SQUARES, Reduced
+from torchfmri._tokens.reduced import OUTER, OUTER_BY_VOXEL, SQUARES, WEIGHTED_PROBE, Reduced
 from torchfmri._tokens.rules import Rule
 from torchfmri._tokens.voxels import grouped_squares, voxel_squares
 
@@ -38,19 +38,21 @@ class Reducer:
     def __init__(self, checks: Checks, by_voxel: bool) -> None:
         self._checks, self.by_voxel = checks, by_voxel
         self._rows = Rows()
-        self._known: dict[object, Asked] = {}
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+        self._lanes: dict[object, Lane | None] = {}
+        self._last: tuple[Tensor, Numbers] | None = None
 
     def __call__(self, record: Record, g: Tensor) -> Found:
         """The numbers of a call's parameters, by their names in the module."""
-        rule = record.watched.rule
-        assert rule is not None
-        reduce = _REDUCERS.get(rule)
-        found = None if reduce is None else reduce(self, record, g)
+        found = self.short(record, g)
         if found is None:
             names = record.watched.parameters
             found = {key: self.terms([term], names[key]) for key, term in record.terms().items()}
         return found
+
+    def short(self, record: Record, g: Tensor) -> Found | None:
+        """The same for the layers that models are made of, of which no terms are formed."""
+        reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
+        return None if reduce is None else reduce(self, record, g)
 
     def at_once(self, record: Record, g: Tensor) -> Found | None:
         """The same if that is a pass or two of compiled code over memory; else None."""
@@ -70,7 +72,7 @@ class Reducer:
         info = self._checks.info(name)
         squares = voxel_squares(several, info) if self.by_voxel else factors.squares(several)
         probes = factors.probe(several, info.shape, self._checks.vectors(name, squares))
-        return Reduced(SQUARES, (squares, probes))
+        return Reduced.of(squares, probes)
 
     def finish(self) -> None:
         """Have everything computed that waits; let go of the input that was read last."""
@@ -79,57 +81,56 @@ class Reducer:
 
     # -- rows --------------------------------------------------------------------------------
 
-    def input_numbers(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def input_numbers(self, x: Tensor) -> Numbers:
         """Squares and probe of an input; q, k and v, whose gradients come in a row, share them."""
         last = self._last
         if last is None or last[0] is not x:
-            numbers = self._reduced(x, self._asked(x, INPUT))
-            last = self._last = (x, *numbers)
-        return last[1:]
+            last = self._last = (x, self._read(x, INPUT, 0))
+        return last[1]
 
-    def output_numbers(self, values: Tensor, record: Record) -> tuple[Tensor, Tensor]:
+    def output_numbers(self, values: Tensor, record: Record) -> Numbers:
         """Of gradients with one vector per token, (..., o): squares, maybe by voxel, and probe."""
-        return self._by_voxel(self._reduced(values, self._asked(values, OUTPUT, record)))
+        return self._read(values, OUTPUT, self._voxel(record) if self.by_voxel else 0)
 
-    def product_numbers(
-        self, record: Record, g: Tensor, small: float
-    ) -> tuple[Tensor, Tensor] | None:
+    def product_numbers(self, record: Record, g: Tensor, small: float) -> Numbers | None:
         """The same of g * x / rms(x), added up over the heads; None where torch has to do it."""
-        product = _product(record, g, small)
-        if product is None:
-            return None
-        found = self._rows.reduce_product(product, self._asked(g, OUTPUT, record))
-        return None if found is None else self._by_voxel(found)
+        x: Tensor = record.x
+        size = self._voxel(record) if self.by_voxel else 0
+        key = (
+            *(g.shape, g.stride(), g.dtype, g.get_device(), x.shape, x.stride(), x.dtype),
+            *(record.model, small, size),
+        )
+        try:
+            lane = self._lanes[key]
+        except KeyError:
+            product = rules.product_of(record.x, g, record.grid(), small)
+            asked = self._asked(g, OUTPUT, size)
+            lane = None if product is None else self._rows.product_lane(g, product, asked)
+            self._lanes[key] = lane
+        return None if lane is None else lane.read(g, x)
 
-    def _asked(self, values: Tensor, side: int, record: Record | None = None) -> Asked:
-        """What is wanted of rows of output or input units."""
-        width = values.shape[-1]
-        size = width
-        if self.by_voxel and record is not None:
-            size = self._checks.info(next(iter(record.watched.parameters.values()))).voxel
-        key = (width, side, size, values.dtype, values.get_device())
-        asked = self._known.get(key)
-        if asked is None:
-            start, vector = self._checks.block_vector(width, side, values)
-            asked = Asked(size, start, vector, vector.data_ptr(), len(vector))
-            self._known[key] = asked
-        return asked
-
-    def _by_voxel(self, numbers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The same with an axis of voxels, where there is only one of them."""
-        squares, probe = numbers
-        return (squares[:, None], probe) if self.by_voxel and squares.ndim == 1 else numbers
-
-    def _reduced(self, values: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        found = self._rows.reduce(values, asked)
-        if found is not None:
-            return found
-        size, start, vector, _, length = asked
-        rows = _matrix(values)
+    def _read(self, values: Tensor, side: int, size: int) -> Numbers:
+        """Of each row of output or input units."""
+        key = (values.shape, values.dtype, values.get_device(), side, size)
+        try:
+            lane = self._lanes[key]
+        except KeyError:
+            lane = self._lanes[key] = self._rows.lane(values, self._asked(values, side, size))
+        if lane is not None and values.is_contiguous():
+            return lane.read(values)
+        _, start, vector, _, length = self._asked(values, side, size)
+        rows = _matrix(values.detach())
         some = rows if length == rows.shape[1] else rows.narrow(1, start, length)
-        if size < rows.shape[1]:
-            return grouped_squares(rows, size), torch.mv(some, vector)
-        return norms_of(rows).square_(), torch.mv(some, vector)
+        squares = grouped_squares(rows, size) if size else norms_of(rows).square_()
+        return Numbers.of(squares, torch.mv(some, vector))
+
+    def _asked(self, values: Tensor, side: int, size: int) -> Asked:
+        start, vector = self._checks.block_vector(values.shape[-1], side, values)
+        return Asked(size, start, vector, vector.data_ptr(), len(vector))
+
+    def _voxel(self, record: Record) -> int:
+        """How many units are one voxel."""
+        return self._checks.info(next(iter(record.watched.parameters.values()))).voxel
 
     def rows_of_embedding(self, count: int, like: Tensor) -> Tensor:
         """The check's vector over the rows of an embedding."""
@@ -146,11 +147,12 @@ def _outer(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
         one = grid.leading <= 2 or grid.b * grid.s * g.shape[-1] == g.numel()
         if not one or grid.order != tuple(range(grid.leading)):
             return None
+    rules.check_tokens(record.x, g)
     numbers = reducer.output_numbers(g, record)
-    outer = OUTER if numbers[0].ndim == 1 else OUTER_BY_VOXEL
-    found = {"weight": Reduced(outer, (*numbers, *reducer.input_numbers(record.x)))}
+    outer = OUTER_BY_VOXEL if reducer.by_voxel else OUTER
+    found = {"weight": Reduced(outer, (numbers, reducer.input_numbers(record.x)))}
     if "bias" in record.watched.parameters:
-        found["bias"] = Reduced(SQUARES, numbers)
+        found["bias"] = Reduced(SQUARES, (numbers,))
     return found
 
 
@@ -161,9 +163,9 @@ def _embedding(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
     plain = module.padding_idx is None and not module.scale_grad_by_freq
     if not plain or record.x.numel() != grid.b * grid.s:
         return None
-    squares, probe = reducer.output_numbers(g, record)
-    weights = reducer.rows_of_embedding(module.num_embeddings, g)
-    return {"weight": Reduced(SQUARES, (squares, probe * weights[record.x].view(-1)))}
+    numbers = reducer.output_numbers(g, record)
+    weights = reducer.rows_of_embedding(module.num_embeddings, g)[record.x].view(-1)
+    return {"weight": Reduced(WEIGHTED_PROBE, (numbers, Numbers.of(weights, weights)))}
 
 
 def _rms_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
@@ -180,24 +182,7 @@ def _rms_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
         if g.ndim > 3:
             product = record.grid().rows_of(product).sum(1)
         numbers = reducer.output_numbers(product, record)
-    return {"weight": Reduced(SQUARES, numbers)}
-
-
-def _product(record: Record, g: Tensor, small: float) -> Product | None:
-    """What a compiled pass is told of g * x / rms(x)."""
-    x, width = record.x, g.shape[-1]
-    if g.shape != x.shape:
-        return None
-    if g.is_contiguous() and x.is_contiguous() and g.ndim <= 3:
-        strides = (0, width, 0)
-        return Product(g, x, (1, g.numel() // max(1, width), 1, width), strides, strides, small)
-    order = record.grid().order
-    if g.ndim != 4 or len(order) != 3 or g.stride(3) != 1 or x.stride(3) != 1:
-        return None
-    shape, g_strides, x_strides = (
-        tuple(of[axis] for axis in order) for of in (g.shape, g.stride(), x.stride())
-    )
-    return Product(g, x, (*shape, width), g_strides, x_strides, small)  # type: ignore[arg-type]
+    return {"weight": Reduced(SQUARES, (numbers,))}
 
 
 def _layer_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
@@ -208,7 +193,7 @@ def _layer_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
     product = F.layer_norm(record.x, module.normalized_shape, eps=module.eps) * g
     found = {}
     for key, each in (("weight", product), ("bias", g)):
-        found[key] = Reduced(SQUARES, reducer.output_numbers(each, record))
+        found[key] = Reduced(SQUARES, (reducer.output_numbers(each, record),))
     return found
 
 

@@ -65,7 +65,7 @@ class Owners:
         """Keep the state that a call starts from, and in a replay its arguments."""
         if current_backward() == NO_BACKWARD:
             if layer:
-                self._passes.module_begins(layer, call[1], call[2])
+                self._passes.module_begins(layer, *call)
             self._states[layer] = RunState.now(self._kinds, self._cuda)
         elif torch.is_grad_enabled() and not self._keeps_factors:
             _, arguments, keywords = call

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchfmri._elements import flatten
+from torchfmri._hooks import Hook
 from torchfmri._padding import TokenMask
 from torchfmri._tokens.axes import model_grid
 from torchfmri._tokens.broadcasts import Broadcasts
-from torchfmri._torch_private import NO_BACKWARD, current_backward
+from torchfmri._torch_private import NO_BACKWARD, HookSet, calls_itself, current_backward
 
 
 class Passes:
@@ -66,11 +67,21 @@ class Passes:
 
     # -- containers --------------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the call of a container has begun and is not over."""
+        return bool(self._running)
+
     def module_begins(
-        self, layer: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
+        self,
+        layer: str,
+        module: nn.Module,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
     ) -> None:
         """A container is called: the outermost one begins a pass."""
-        if layer in self._running:  # an interrupt ended a call without its forward hook
+        if layer in self._running and not calls_itself(module):
+            # An interrupt ended a call without its forward hook.
             del self._running[self._running.index(layer) :]
         if not self._running:
             if not self.number or layer in self._outermost or self.has_gone_back:
@@ -80,9 +91,11 @@ class Passes:
         self._running.append(layer)
 
     def module_ends(self, layer: str) -> None:
-        """The call of a container is over."""
-        if layer in self._running:
-            del self._running[self._running.index(layer) :]
+        """The call of a container is over: the last one that began."""
+        for index in range(len(self._running) - 1, -1, -1):
+            if self._running[index] == layer:
+                del self._running[index:]
+                break
 
     # -- hooks -------------------------------------------------------------------------------
 
@@ -91,7 +104,7 @@ class Passes:
     ) -> None:
         """The model begins a pass."""
         if current_backward() == NO_BACKWARD:
-            self.module_begins("", arguments, keywords)
+            self.module_begins("", module, arguments, keywords)
 
     def model_returns(self, *call: Any) -> None:
         """The model has run."""
@@ -109,3 +122,28 @@ class Passes:
     def encoder_has_run(self, module: nn.Module, arguments: object, output: object) -> None:
         """Remember what the encoder returned."""
         self.memories += [weakref.ref(each.tensor) for each in flatten(output)]
+
+
+class PartHook(Hook):
+    """On a container that only calls the modules below it: called by itself, it begins a pass."""
+
+    __slots__ = ("_depth", "_hooks", "_layer", "_passes")
+
+    def __init__(self, passes: Passes, layer: str, hooks: HookSet) -> None:
+        super().__init__(None)
+        self._passes, self._layer, self._hooks = passes, layer, hooks
+        self._depth = 0  # of calls inside each other, while it is the outermost
+
+    def __call__(self, module: nn.Module, *call: Any) -> None:
+        passes = self._passes
+        if passes.is_running:
+            self._depth += self._depth > 0
+        elif current_backward() == NO_BACKWARD:
+            passes.module_begins(self._layer, module, *call)
+            self._depth = 1
+            self._hooks.after(module, Hook(self._ends), always=True)
+
+    def _ends(self, *_: object) -> None:
+        self._depth -= self._depth > 0
+        if not self._depth:
+            self._passes.module_ends(self._layer)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -35,12 +36,14 @@ def find_parameters(
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for layer, module in layers.items():
+        if not module._parameters:
+            continue
+        before = f"{layer}." if layer else ""
         for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{layer}.{key}" if layer else key
-            everything[name] = parameter
-            aliases[name] = first.setdefault(id(parameter), name)
+            if parameter is not None:
+                name = before + key
+                everything[name] = parameter
+                aliases[name] = first.setdefault(id(parameter), name)
     chosen = {aliases[name] for name in _matched(layers, everything, pattern)}
     found = {
         name: each for name, each in everything.items()
@@ -110,32 +113,52 @@ def watched_modules(
         module = layers[layer]
         if not module._parameters:
             continue
-        own = {
-            key: aliases[name]
-            for key in module._parameters
-            if (name := f"{layer}.{key}" if layer else key) in aliases
-        }
-        if not own:
+        before, own = f"{layer}." if layer else "", {}
+        for key in module._parameters:
+            name = aliases.get(before + key)
+            if name is not None:
+                own[key] = name
+                uses[name] += 1
+        if own:
+            rule = rules.rule_of(module)
+            reads = rule is None and _reads_weights(module)
+            watched[layer] = Watched(layer, module, rule, own, {}, False, stacks.of(layer), reads)
+    for name in (name for name, count in uses.items() if count > 1):
+        for each in watched.values():
+            each.is_shared |= name in each.parameters.values()
+    owners: dict[str, Watched | None] = {}  # by the name that layers begin with
+    for layer, each in list(watched.items()):
+        start = layer.rpartition(".")[0] if layer else None
+        if start is None:
             continue
-        for name in own.values():
-            uses[name] += 1
-        rule = rules.rule_of(module)
-        reads = rule is None and _reads_weights(module)
-        watched[layer] = Watched(layer, module, rule, own, {}, False, stacks.of(layer), reads)
+        if start not in owners:
+            owners[start] = _container(_owner_of(layer, layers), layers, names, stacks, watched)
+        container = owners[start]
+        if container is not None and container.rule is None:
+            container.below[layer] = each
+            each.is_shared |= container.reads_weights
     for each in watched.values():
-        each.is_shared = any(uses[name] > 1 for name in each.parameters.values())
-    for layer in list(watched):
-        owner = _owner_of(layer, layers)
-        if owner is not None:
-            first = names[id(layers[owner])]
-            if first not in watched:
-                above, reads = layers[owner], _reads_weights(layers[owner])
-                watched[first] = Watched(first, above, None, {}, {}, False, stacks.of(first), reads)
-            container = watched[first]
-            if container.rule is None:
-                container.below[layer] = watched[layer]
-                watched[layer].is_shared |= container.reads_weights
+        if each.rule is None and not each.parameters and not each.reads_weights:
+            each.only_calls = _only_calls(each)
     return {layer: watched[layer] for layer in names.values() if layer in watched}
+
+
+def _container(
+    owner: str | None,
+    layers: Mapping[str, nn.Module],
+    names: Mapping[int, str],
+    stacks: Stacks,
+    watched: dict[str, Watched],
+) -> Watched | None:
+    """What is watched of a module above others, for its own sake or for theirs."""
+    if owner is None:
+        return None
+    module = layers[owner]
+    first = names[id(module)]
+    if first not in watched:
+        reads = _reads_weights(module)
+        watched[first] = Watched(first, module, None, {}, {}, False, stacks.of(first), reads)
+    return watched[first]
 
 
 def _owner_of(layer: str, layers: Mapping[str, nn.Module]) -> str | None:
@@ -183,3 +206,84 @@ def _mentions_weights(kind: Any) -> bool:
         if code is not None and "init" not in name and {"weight", "bias"} & {*code.co_names}:
             return True
     return False
+
+
+_READ = frozenset(
+    {"weight", "bias", "_parameters", "parameters", "named_parameters", "get_parameter"}
+    | {"state_dict", "functional_call", "forward"}
+)
+_FAR = 4  # functions that call each other
+
+
+def _only_calls(container: Watched) -> bool:
+    """Whether a module uses those below it by calling them, as far as its code tells.
+
+    Code can reach a weight in more ways than can be followed, so this is asked only of code that
+    is known not to hide any.
+    """
+    module = container.module
+    kind: Any = type(module)
+    if not _is_known(kind) or any(isinstance(each, _FUNCTIONS) for each in vars(module).values()):
+        return False
+    keys: set[str] = set()
+    for below in container.below.values():
+        if below.rule is None:
+            return False  # it may make something of its weights alone, which this one uses
+        keys.update(below.parameters)
+    names = _reached_names(kind, kind.forward)
+    return names is not None and names.isdisjoint(_READ) and names.isdisjoint(keys)
+
+
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
+
+@lru_cache(maxsize=4096)
+def _is_known(kind: Any) -> bool:
+    """Whether a class and its forward are written as those of transformers and Sequential are."""
+    if kind.forward is nn.Sequential.forward:
+        return True
+    known = "transformers.models."
+    return all(str(each.__module__).startswith(known) for each in (kind, kind.forward))
+
+
+@lru_cache(maxsize=4096)
+def _reached_names(kind: Any, forward: Any) -> frozenset[str] | None:
+    """The names and texts in a forward and in what it calls by name; None if that leads far."""
+    found: set[str] = set()
+    seen: set[CodeType] = set()
+    waiting: list[tuple[Any, int]] = [(forward, 0)]
+    while waiting:
+        function, far = waiting.pop()
+        function = inspect.unwrap(function)
+        if far > _FAR or not hasattr(function, "__code__"):
+            return None
+        known = getattr(function, "__globals__", {})
+        for code in _codes(function.__code__):
+            if code in seen:
+                continue
+            seen.add(code)
+            found.update(code.co_names, (each for each in code.co_consts if isinstance(each, str)))
+            named = [known.get(name) for name in code.co_names]
+            named += [_function(getattr(kind, name, None)) for name in code.co_names]
+            waiting += [(each, far + 1) for each in named if _is_ours(each)]
+    return frozenset(found)
+
+
+def _function(attribute: Any) -> Any:
+    """The function behind an attribute of a class."""
+    if isinstance(attribute, property):
+        return attribute.fget
+    return getattr(attribute, "__func__", attribute)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions inside it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether something is a function, and not one of torch."""
+    return inspect.isfunction(function) and not str(function.__module__).startswith("torch.")

@@ -21,7 +21,6 @@ OUTPUT, INPUT = 0, 1
 
 
 _BLOCK = 64
-_ONE = torch.ones(1)  # a vector before one with a single row
 
 
 def block(length: int) -> slice:
@@ -30,6 +29,16 @@ def block(length: int) -> slice:
         return slice(None)
     start = length * 7919 % (length - _BLOCK + 1)
     return slice(start, start + _BLOCK)
+
+
+def _one(like: Tensor) -> Tensor:
+    """The vector before a matrix with a single row."""
+    return _ones(like.device)
+
+
+@lru_cache(maxsize=64)
+def _ones(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)
 
 
 @lru_cache(maxsize=512)
@@ -128,19 +137,20 @@ class RandomVectors:
     def form(self, name: str, gradient: Tensor) -> Form:
         """What compiled code is told of a contiguous gradient; its address is where that begins."""
         info, vectors = self._infos[name], self.vectors(name, gradient)
+        item = gradient.itemsize
         if len(vectors) == 1:
             length = gradient.numel()
             start, end = _ends(length)
             right = vectors[0].data_ptr() + 4 * start
-            return Form(4 * start, 1, end - start, length, _ONE.data_ptr(), right)
+            return Form(item * start, 1, end - start, length, _one(gradient).data_ptr(), right)
         left, right = (each.data_ptr() for each in vectors)
         rows = info.shape[0]
         width = gradient.numel() // rows
         if info.output.first == 0:
             start, end = _ends(rows)
-            return Form(4 * start * width, end - start, width, width, left + 4 * start, right)
+            return Form(item * start * width, end - start, width, width, left + 4 * start, right)
         start, end = _ends(width)
-        return Form(4 * start, rows, end - start, width, left, right + 4 * start)
+        return Form(item * start, rows, end - start, width, left, right + 4 * start)
 
 
 def _ends(length: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ class Watched:
         parameters: Its own parameters that are watched: name in the module -> full name.
         below: Modules below whose weights it may use without calling them, by layer.
         reads_weights: Its code reads weights of modules below it, called or not.
+        only_calls: It has no parameters of its own, and uses those below by calling their modules.
         is_shared: One of its parameters belongs to another module as well.
         stack: "encoder" or "decoder" where the model has both.
     """
@@ -42,6 +44,7 @@ class Watched:
     is_shared: bool = False
     stack: str = ""
     reads_weights: bool = False
+    only_calls: bool = False
 
 
 class Axis(NamedTuple):
@@ -86,6 +89,8 @@ class Record:
             (where they matter).
         is_replayed: A checkpoint computes the call again, and brings x then.
         settings: What the rule asks the module for.
+        listener: The hook on its output, where that is all there is to it.
+        spread_gradient: That of the addition which spread the output over the batch.
         g: The gradient of the output, of this `shape`, from this `backward` pass.
         reduced: Numbers instead of both, by the parameter's name in the module.
     """
@@ -100,7 +105,8 @@ class Record:
     is_narrow = False
     backward = NO_BACKWARD
     reduced: dict[str, Reduced] | None = None
-    _spread: Tensor | None = None
+    spread_gradient: Tensor | None = None
+    listener: Any = None
 
     def __init__(
         self,
@@ -112,18 +118,21 @@ class Record:
         self.watched, self.run, self.model, self.mask = watched, run, model, mask
         self.stack = watched.stack
 
+    def let_go_of_graph(self) -> None:
+        """Keep what the call read without what it was computed from."""
+        x = self.x
+        if type(x) is tuple:
+            self.x = tuple(each.detach() for each in x)
+        elif x is not None and x.requires_grad:
+            self.x = x.detach()
+
     def spread(self, gradient: Tensor) -> None:
         """Take the gradient of the addition that spread this output over the batch."""
-        self._spread = gradient.detach()
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether the gradient of such an addition has come."""
-        return self._spread is not None
+        self.spread_gradient = gradient.detach()
 
     def before_broadcast(self, gradient: Tensor) -> Tensor:
         """The gradient of the output for each batch element, where that was seen."""
-        spread, self._spread = self._spread, None
+        spread, self.spread_gradient = self.spread_gradient, None
         if spread is None or not sums_to(spread, gradient):
             return gradient
         if self.x is not None:
@@ -194,23 +203,25 @@ class Record:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, Part]:
-        """What the call adds to its parameters, by their names in the module."""
+    def parts(self, keys: Iterable[str]) -> dict[str, Part]:
+        """What the call adds to parameters of its module, by their names there."""
         assert self.watched.rule is not None
         name = self.watched.rule.__name__
-        if self.reduced is not None:
-            grid = self.grid()
-            return {
-                key: Part(self._axis(each.tensors[1].shape[0], grid), name, self.mask, None, each)
-                for key, each in self.reduced.items()
-                if key in self.watched.parameters
-            }
-        terms = self.terms()
         grid = self.grid()
-        return {
-            key: Part(self._axis(term.tokens, grid), name, self.mask, [term])
-            for key, term in terms.items()
-        }
+        found: dict[str, Part] = {}
+        if self.reduced is not None:
+            for key in keys:
+                if key in self.reduced:
+                    each = self.reduced[key]
+                    axis = self._axis(each.tokens, grid)
+                    found[key] = Part(axis, name, self.mask, None, each)
+            return found
+        terms = self.terms()
+        for key in keys:
+            if key in terms:
+                term = terms[key]
+                found[key] = Part(self._axis(term.tokens, grid), name, self.mask, [term])
+        return found
 
     def _axis(self, tokens: int, grid: Grid) -> Axis:
         """The tokens of a parameter: those of the call, or as many as it has of its own."""

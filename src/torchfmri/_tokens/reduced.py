@@ -1,27 +1,32 @@
 """RESULT: numbers per token that norms and probes follow from, once somebody asks.
 
-A call is reduced to a few tensors of numbers while the backward pass runs. What is left to be done
+A call is reduced to a few lines of numbers while the backward pass runs. What is left to be done
 with them is the same for all calls of a kind and works entry by entry, so that the numbers of many
-parameters are stacked and finished together.
+parameters are gathered and finished together.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torchfmri._kernels.cuda_plan import upload
+from torchfmri._kernels.rows import Numbers
+
 
 class Kind(NamedTuple):
-    """How numbers become what is asked for; both take the tensors of a `Reduced`.
+    """How numbers become what is asked for.
 
     Attributes:
-        squares: The squared norms, (t,), or by voxel (t, voxels).
-        probes: The gradients between the check's random vectors, (t,).
+        squares: Takes the squares of each `Numbers` of a `Reduced`: the squared norms, (..., t), or
+            by voxel (..., t, voxels).
+        probes: Takes the inner products: the gradients between the check's random vectors, (t,).
     """
 
     squares: Callable[..., Tensor]
@@ -32,43 +37,65 @@ class Reduced(NamedTuple):
     """What is left of a parameter's gradients.
 
     Attributes:
-        kind: What the tensors are.
-        tensors: Numbers per token, (t,), and the first of them by voxel where that is kept.
+        kind: What the numbers are.
+        numbers: Numbers per token, the squares of the first by voxel where that is kept.
     """
 
     kind: Kind
-    tensors: tuple[Tensor, ...]
+    numbers: tuple[Numbers, ...]
+
+    @staticmethod
+    def of(squares: Tensor, probes: Tensor) -> Reduced:
+        """What is left where both were computed."""
+        return Reduced(SQUARES, (Numbers.of(squares, probes),))
 
     def squares(self) -> Tensor:
         """The squared norms, (t,), or by voxel (t, voxels)."""
-        return self.kind.squares(*self.tensors)
+        return self.kind.squares(*(each.squares for each in self.numbers))
 
     def probes(self) -> Tensor:
         """The gradients between the check's random vectors, (t,)."""
-        return self.kind.probes(*self.tensors)
+        return self.kind.probes(*(each.products for each in self.numbers))
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return self.numbers[0].all_products.shape[1]
+
+    @property
+    def is_by_voxel(self) -> bool:
+        """Whether the squares of each voxel were kept."""
+        return self.numbers[0].all_squares.ndim == 3
 
 
-SQUARES = Kind(lambda squares, probe: squares, lambda squares, probe: probe)
-OUTER = Kind(
-    lambda squares, probe, x_squares, x_probe: squares * x_squares,
-    lambda squares, probe, x_squares, x_probe: probe * x_probe,
-)
-OUTER_BY_VOXEL = Kind(
-    lambda squares, probe, x_squares, x_probe: squares * x_squares[..., None], OUTER.probes
-)
+SQUARES = Kind(lambda squares: squares, lambda probe: probe)
+OUTER = Kind(lambda squares, x: squares * x, lambda probe, x: probe * x)
+OUTER_BY_VOXEL = Kind(lambda squares, x: squares * x[..., None], OUTER.probes)
+WEIGHTED_PROBE = Kind(lambda squares, weights: squares, OUTER.probes)
 
 
 def summed_squares(several: Iterable[Reduced]) -> tuple[Tensor, torch.dtype]:
     """The squared norms of several parameters added up, (t,), in float64, and their own dtype."""
     alike: dict[object, list[Reduced]] = defaultdict(list)
     for each in several:
-        first = each.tensors[0]
-        alike[each.kind, first.shape, first.dtype, first.device].append(each)
-    found = []
+        tables = [id(number.all_squares) for number in each.numbers]
+        alike[(each.kind, *tables)].append(each)
+    found: list[Tensor] = []
     for same in alike.values():
-        columns = zip(*(each.tensors for each in same), strict=True)
-        squares = same[0].kind.squares(*map(torch.stack, columns))
+        columns = zip(*(each.numbers for each in same), strict=True)
+        squares = same[0].kind.squares(*map(_gathered, columns))
         axes = (0,) if squares.ndim == 2 else (0, 2)
-        found.append(squares.sum(axes, dtype=torch.float64))
-    dtype = reduce(torch.promote_types, (same[0].tensors[0].dtype for same in alike.values()))
+        total = squares.sum(axes, dtype=torch.float64)
+        found.append(total.to(found[0].device) if found else total)
+    dtype = reduce(
+        torch.promote_types, (same[0].numbers[0].all_squares.dtype for same in alike.values())
+    )
     return torch.stack(found).sum(0), dtype
+
+
+def _gathered(several: Sequence[Numbers]) -> Tensor:
+    """The squares of lines of one table, (lines, t) or (lines, t, voxels)."""
+    table, lines = several[0].all_squares, [each.line for each in several]
+    if len(lines) == 1:
+        return table[lines[0]][None]
+    return table.index_select(0, upload(np.array(lines), table.device))

@@ -29,7 +29,7 @@ from torchfmri._tokens.record import Axis, Part, sums_to
 from torchfmri._tokens.recurrent import RECURRENT, recurrent_terms
 from torchfmri._tokens.tracker import Tags, Tracker, fresh_tags
 from torchfmri._tokens.uses import NotUnderstoodError, scattered, term_of
-from torchfmri._torch_private import node_sequence_number
+from torchfmri._torch_private import may_autocast, node_sequence_number
 from torchfmri.exceptions import UnsupportedLayerError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,18 +40,22 @@ class RunState:
     """What a call depends on beside its arguments."""
 
     random: Tensor
-    device_random: dict[int, Tensor]
-    autocast: dict[str, tuple[bool, torch.dtype]]
+    device_random: dict[int, tuple[int, int]]  # seed and offset of each CUDA device
+    autocast: dict[str, tuple[bool, torch.dtype]]  # of kinds of device; off for others
 
     @staticmethod
-    def now(kinds: Iterable[str], cuda: Iterable[torch.device]) -> RunState:
+    def now(kinds: Iterable[str], cuda: Sequence[torch.device]) -> RunState:
         """The state that a call starts from, on these kinds of device."""
-        random = {each.index: torch.cuda.get_rng_state(each) for each in cuda}
+        generators = torch.cuda.default_generators if cuda else ()
+        random = {
+            each.index: (generators[each.index].initial_seed(), generators[each.index].get_offset())
+            for each in cuda
+        }
         autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
+            for kind in (kinds if may_autocast() else ())
         }
-        return RunState(torch.get_rng_state(), random, autocast)
+        return RunState(torch.default_generator.get_state(), random, autocast)
 
 
 @dataclass(slots=True)
@@ -414,19 +418,18 @@ class OwnerCall:
     def _restored(self) -> Iterator[None]:
         """The random numbers and the autocast state of the call, while the block runs."""
         state = self._state
-        if state is None:
-            with contextlib.ExitStack() as stack:
-                for kind in ("cpu", "cuda"):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if state is None:
                 yield
-            return
-        with (
-            torch.random.fork_rng(devices=list(state.device_random)),
-            contextlib.ExitStack() as stack,
-        ):
+                return
+            stack.enter_context(torch.random.fork_rng(devices=list(state.device_random)))
             torch.set_rng_state(state.random)
-            for device, random in state.device_random.items():
-                torch.cuda.set_rng_state(random, device)
+            for device, (seed, offset) in state.device_random.items():
+                generator = torch.cuda.default_generators[device]
+                generator.manual_seed(seed)
+                generator.set_offset(offset)
             for kind, (enabled, dtype) in state.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield

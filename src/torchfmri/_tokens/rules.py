@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchfmri._kernels.rows import Product, written_product
 from torchfmri._tokens.axes import Grid
 from torchfmri._tokens.factors import Index, Term
+from torchfmri.exceptions import InspectionError
 
 Terms: TypeAlias = dict[str, Term]
 Rule: TypeAlias = Callable[[Any, Any, Tensor, Grid], Terms]
@@ -30,12 +32,23 @@ Rule: TypeAlias = Callable[[Any, Any, Tensor, Grid], Terms]
 
 def linear(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     """A weight (o, i) and bias (o,): g_t (x) x_t and g_t."""
+    check_tokens(x, g)
     g = grid.rows_of(g)
     return {"weight": Term((g, grid.rows_of(x))), "bias": Term((g,))}
 
 
+def check_tokens(x: Tensor, g: Tensor) -> None:
+    """Refuse an output that has not a row for each row of the input."""
+    if x.numel() * g.shape[-1] != g.numel() * x.shape[-1]:
+        raise InspectionError(
+            f"The layer read {tuple(x.shape)}, and a gradient came back to {tuple(g.shape)}, which "
+            "are not the same tokens. Does a forward hook of yours return a part of the output?"
+        )
+
+
 def conv1d_of_transformers(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     """A Linear whose weight is stored as (i, o)."""
+    check_tokens(x, g)
     g = grid.rows_of(g)
     return {"weight": Term((grid.rows_of(x), g)), "bias": Term((g,))}
 
@@ -66,9 +79,31 @@ def layer_norm(module: nn.LayerNorm, x: Tensor, g: Tensor, grid: Grid) -> Terms:
 
 def rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     """weight: g_t * xhat_t, with xhat = x / rms(x); per head: summed over the heads."""
-    shape = tuple(module.weight.shape)
-    hat = rms_normalised(x, len(shape), epsilon(module, x.dtype))
+    shape, small = tuple(module.weight.shape), epsilon(module, x.dtype)
+    if len(shape) == 1 and x.dtype == torch.float32:  # in fewer passes over memory
+        product = product_of(x, g, grid, small)
+        found = None if product is None else written_product(g, x, product)
+        if found is not None:
+            return {"weight": Term((found[:, None],))}
+    hat = rms_normalised(x, len(shape), small)
     return _scale_and_shift(grid.rows_of(g, len(shape)), hat, grid)
+
+
+def product_of(x: Tensor, g: Tensor, grid: Grid, small: float) -> Product | None:
+    """What a compiled pass is told of g * x / rms(x); None where torch has to do it."""
+    width = g.shape[-1]
+    if g.shape != x.shape or g.dtype != x.dtype:
+        return None
+    if g.is_contiguous() and x.is_contiguous() and g.ndim <= 3:
+        strides = (0, width, 0)
+        return Product((1, g.numel() // max(1, width), 1, width), strides, strides, small)
+    order = grid.order
+    if g.ndim != 4 or len(order) != 3 or g.stride(3) != 1 or x.stride(3) != 1:
+        return None
+    shape, g_strides, x_strides = (
+        tuple(of[axis] for axis in order) for of in (g.shape, g.stride(), x.stride())
+    )
+    return Product((*shape, width), g_strides, x_strides, small)  # type: ignore[arg-type]
 
 
 def own_rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
@@ -94,8 +129,12 @@ def rms_normalised(x: Tensor, dims: int, small: float) -> Tensor:
 
 def _scale_and_shift(g: Tensor, hat: Tensor, grid: Grid) -> Terms:
     product = g * grid.rows_of(hat, hat.ndim - grid.leading)
-    weight = product.sum(1, keepdim=True) if product.shape[1] > 1 else product
-    return {"weight": Term((weight,)), "bias": Term((g,))}
+    return {"weight": Term((_over_rows(product),)), "bias": Term((g,))}
+
+
+def _over_rows(product: Tensor) -> Tensor:
+    """(t, r, n) added up over the rows of each token, (t, 1, n)."""
+    return product.sum(1, keepdim=True) if product.shape[1] > 1 else product
 
 
 def epsilon(module: Any, dtype: torch.dtype) -> float:
@@ -301,23 +340,27 @@ _NEUTRAL: dict[type[nn.Module], float | None] = {}
 
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule that describes exactly what this module's forward computes, if there is one."""
-    forward = type(module).forward
+    kind: Any = type(module)
     if "forward" in vars(module) or not _parameters_are_plain(module):
         return None
     if isinstance(module, nn.PReLU) and module.num_parameters > 1:
         return prelu_per_channel
-    if forward.__module__.startswith("torch.nn.modules"):
-        return _rule_of_class(type(module))  # type: ignore[arg-type]
-    if forward.__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D":
-        return conv1d_of_transformers
-    if type(module) not in _NEUTRAL:
-        _NEUTRAL[type(module)] = _neutral_weight(module)
-    return own_rms_norm if _NEUTRAL[type(module)] is not None else None
+    is_known, rule = _rule_of_class(kind, kind.forward)
+    if is_known:
+        return rule
+    if kind not in _NEUTRAL:
+        _NEUTRAL[kind] = _neutral_weight(module)
+    return own_rms_norm if _NEUTRAL[kind] is not None else None
 
 
 @lru_cache(maxsize=4096)
-def _rule_of_class(kind: type[nn.Module]) -> Rule | None:
-    return next((rule for base, rule in RULES.items() if issubclass(kind, base)), None)
+def _rule_of_class(kind: type[nn.Module], forward: Any) -> tuple[bool, Rule | None]:
+    """Whether its code alone says what a class computes, and that."""
+    if forward.__module__.startswith("torch.nn.modules"):
+        return True, next((rule for base, rule in RULES.items() if issubclass(kind, base)), None)
+    if forward.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D":
+        return True, conv1d_of_transformers
+    return False, None
 
 
 # Rules that ask for a state of the module which may be another when the result is read.

@@ -19,7 +19,7 @@ from torchfmri._tokens.factors import Factor, Index, Term
 from torchfmri._tokens.gradient import TokenGradient
 from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.record import Axis, Part
-from torchfmri._tokens.reduced import SQUARES, Reduced
+from torchfmri._tokens.reduced import Reduced
 from torchfmri.exceptions import InspectionError
 
 Masks: TypeAlias = dict[object, "Tensor | None"]
@@ -72,7 +72,7 @@ def _token_gradient(
             for reduced, axis in ((_only(parts), parts[0].axis) for parts in passes)
         ]
         squares, probes = map(torch.cat, zip(*numbers, strict=True))
-        reduced = Reduced(SQUARES, (squares, probes))
+        reduced = Reduced.of(squares, probes)
         return TokenGradient(info, grid, names, reduced=reduced, mask=mask)
     terms = [[term for part in parts for term in part.terms or ()] for parts in passes]
     axes = [parts[0].axis for parts in passes]

@@ -25,7 +25,7 @@ def grouped_squares(rows: Tensor, size: int) -> Tensor:
     dtype = None if wide else torch.float32
     if rows.shape[1] % size:
         return _summed(rows.to(dtype or rows.dtype).square(), size)
-    groups = rows.reshape(len(rows), -1, size)
+    groups = rows.reshape(len(rows), rows.shape[1] // size, size)
     found: Tensor = torch.linalg.vector_norm(groups, 2, -1, dtype=dtype)
     return found.square_()
 
@@ -33,4 +33,4 @@ def grouped_squares(rows: Tensor, size: int) -> Tensor:
 def _summed(numbers: Tensor, size: int) -> Tensor:
     """Sums over groups of `size` neighbours; the last group may be smaller."""
     whole = F.pad(numbers, (0, -numbers.shape[1] % size))
-    return whole.view(len(numbers), -1, size).sum(-1)
+    return whole.view(len(numbers), whole.shape[1] // size, size).sum(-1)

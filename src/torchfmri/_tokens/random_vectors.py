@@ -31,13 +31,9 @@ def block(length: int) -> slice:
     return slice(start, start + _BLOCK)
 
 
-def _one(like: Tensor) -> Tensor:
-    """The vector before a matrix with a single row."""
-    return _ones(like.device)
-
-
 @lru_cache(maxsize=64)
-def _ones(device: torch.device) -> Tensor:
+def _one(device: torch.device) -> Tensor:
+    """The vector before a matrix with a single row."""
     return torch.ones(1, device=device)
 
 
@@ -142,7 +138,9 @@ class RandomVectors:
             length = gradient.numel()
             start, end = _ends(length)
             right = vectors[0].data_ptr() + 4 * start
-            return Form(item * start, 1, end - start, length, _one(gradient).data_ptr(), right)
+            return Form(
+                item * start, 1, end - start, length, _one(gradient.device).data_ptr(), right
+            )
         left, right = (each.data_ptr() for each in vectors)
         rows = info.shape[0]
         width = gradient.numel() // rows

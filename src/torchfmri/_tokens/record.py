@@ -102,7 +102,6 @@ class Record:
     settings: Any = None
     g: Tensor | None = None
     shape: tuple[int, ...] | None = None  # None: no gradient has come
-    is_narrow = False
     backward = NO_BACKWARD
     reduced: dict[str, Reduced] | None = None
     spread_gradient: Tensor | None = None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_in_processes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -204,14 +205,9 @@ class Partial(nn.Module):
 
 
 def leave_parameters_out() -> None:
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(Partial())
-        for _ in range(2):
-            model(x()).sum().backward()
-    finally:
-        distributed.destroy_process_group()
+    model = nn.parallel.DistributedDataParallel(Partial())
+    for _ in range(2):
+        model(x()).sum().backward()
 
 
 def need_too_much() -> None:
@@ -303,7 +299,6 @@ CASES = {
     "view": Case(write_part, "view_in_place", "layers.1", "clone()"),
     "inference": Case(use_inference_tensor, "inference_tensor", "layers.0.up", "no_grad()"),
     "checkpoint": Case(recompute_differently, "checkpoint_mismatch", "layers.1", "during forward"),
-    "unused ddp": Case(leave_parameters_out, "unused_parameters", "unused", "unused.weight"),
     "memory": Case(need_too_much, "out_of_memory", "layers.0.up", "TiB"),
     "memory cuda": Case(raise_out_of_memory, "out_of_memory", "layers.1", "20.00 MiB"),
     "cache": Case(feed_cache_twice, "doubled_cache", "model.layers.0.self_attn", "ids[:, -1:]"),
@@ -391,11 +386,24 @@ CASES = {
     "hook": Case(raise_in_hook, "hook_raised", "layers.1.up", "handle.remove()"),
     "tensor hook": Case(raise_in_tensor_hook, "hook_raised", None, "handle.remove()"),
 }
+DISTRIBUTED = Case(leave_parameters_out, "unused_parameters", "unused", "unused.weight")
 FAKED = {"device_assert"}  # needs a GPU, and breaks the process
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_failure_is_explained(case: Case) -> None:
+    assert_explained(case)
+
+
+def test_failure_of_distributed_training_is_explained(tmp_path: Path) -> None:
+    run_in_processes(explain_distributed, tmp_path, 1)
+
+
+def explain_distributed(rank: int, folder: str) -> None:
+    assert_explained(DISTRIBUTED)
+
+
+def assert_explained(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # anomaly detection, DDP and checkpointing have some
         explanation = failure_of(case.run)
@@ -414,7 +422,7 @@ def test_failure_is_explained(case: Case) -> None:
 
 
 def test_every_failure_of_the_table_is_provoked() -> None:
-    provoked = {case.kind for case in CASES.values()}
+    provoked = {case.kind for case in (*CASES.values(), DISTRIBUTED)}
     assert {failure.kind for failure in FAILURES} == (provoked | FAKED) - {"hook_raised"}
 
 

@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from oracles import (
     numbers,
     state_of,
 )
+from processes import run_in_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -980,34 +982,31 @@ def test_any_output_is_kept_or_has_a_reason(act: Any, count: int, keep: str) -> 
         assert "1" in inspection.missing
 
 
-def test_ddp_in_one_process(tmp_path: Any) -> None:
-    import torch.distributed as dist
-
+def test_ddp_in_one_process(tmp_path: Path) -> None:
+    dist = torch.distributed
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("no gloo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        model = small_model().eval()
-        x = some_input()
-        truth = find_truth(model, lambda each: loss_of(each(x)))
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        inspector = watch_all(wrapped)
-        assert inspector.layers() == ["0", "1", "2", "3"]
-        with inspector.recording() as inspection:
-            loss_of(wrapped(x)).backward()
-        assert_matches(inspection, truth)
-        assert_same_grads(grads_of(model), truth.grads)
-        model.zero_grad()
-        before = state_of(wrapped)
-        again = inspector.run_inspection(x, loss=loss_of)
-        assert_same_state(before, state_of(wrapped))
-        assert_matches(again, truth)
-        wrapped(x)  # DDP is not confused by a run that it did not see
+    run_in_processes(inspect_ddp, tmp_path, 1)
+
+
+def inspect_ddp(rank: int, folder: str) -> None:
+    model = small_model().eval()
+    x = some_input()
+    truth = find_truth(model, lambda each: loss_of(each(x)))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    inspector = watch_all(wrapped)
+    assert inspector.layers() == ["0", "1", "2", "3"]
+    with inspector.recording() as inspection:
         loss_of(wrapped(x)).backward()
-    finally:
-        dist.destroy_process_group()
+    assert_matches(inspection, truth)
+    assert_same_grads(grads_of(model), truth.grads)
+    model.zero_grad()
+    before = state_of(wrapped)
+    again = inspector.run_inspection(x, loss=loss_of)
+    assert_same_state(before, state_of(wrapped))
+    assert_matches(again, truth)
+    wrapped(x)  # DDP is not confused by a run that it did not see
+    loss_of(wrapped(x)).backward()
 
 
 def test_watched_children_of_a_module_that_is_used_as_a_namespace() -> None:

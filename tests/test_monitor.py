@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -748,3 +749,18 @@ def test_ten_thousand_steps() -> None:
     assert set(history.values("0", "gradients", "count")) == {32.0}
     assert largest[1] - largest[0] < 4 * 1024  # KiB
     assert hooks_of(model) == 0
+
+
+def test_monitor_and_model_are_freed() -> None:
+    """Nothing of a watched step holds on to them."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer) as monitor:
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+    assert len(monitor.history) == 2
+    references = [weakref.ref(each) for each in (model, monitor)]
+    del model, monitor, optimizer
+    gc.collect()
+    assert [each() for each in references] == [None, None]

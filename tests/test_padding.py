@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchfmri
 from torchfmri import Inspector
 from torchfmri._padding import Padding, TokenMask
 from torchfmri.statistics import calculate_statistics
@@ -438,3 +439,34 @@ def test_encoder_and_decoder_have_masks_of_their_own() -> None:
     encoder, decoder = inspector.inspection.values()
     assert encoder.statistics().positions == (KEPT, 12)
     assert decoder.statistics().count == 12 * 16, "as long as the encoder's, but not padded"
+
+
+def test_an_interrupt_inside_of_a_module_with_a_mask_of_its_own() -> None:
+    """The mask of the batch before does not hold for the next one."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.interrupted = nn.Linear(4, 4), True
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            x = self.layer(x)
+            if self.interrupted:
+                raise KeyboardInterrupt
+            return x * attention_mask[..., None]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.inner = nn.Embedding(9, 4), Inner()
+
+        def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.inner(self.embed(ids), attention_mask=(ids != 0).long())
+
+    model = Outer()
+    with torchfmri.token_gradients(model) as tokens:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.tensor([[1, 2, 0, 0]]))
+        model.inner.interrupted = False
+        model(torch.tensor([[1, 2, 3, 4]])).square().sum().backward()
+    assert bool((tokens["embed.weight"].norm()[-1] > 0).all())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from oracles import assert_same_state, grads_of, loss_of, numbers, state_of
+from processes import run_in_processes
 from token_cases import CASES as ALL
 from token_cases import FREE, LAYOUTS, MODELS, REPEATED, Case
 from token_oracles import Truth, token_truth
@@ -546,6 +548,7 @@ def test_two_tokens_swapped_are_seen(
     name: str, build: Any, shape: Any, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The residual is large when x of one token meets dL/dy of another."""
+    from torchfmri._tokens import capture
     from torchfmri._tokens.arrivals import Arrivals
 
     model, x = build().double(), numbers(*shape)
@@ -553,16 +556,16 @@ def test_two_tokens_swapped_are_seen(
     order = torch.tensor([1, 0, 2, 3, 4])
 
     def swapped(original: Any) -> Any:
-        def arrived(arrivals: Any, record: Any, *gradient: Any) -> None:
+        def taken(arrivals: Any, record: Any, *rest: Any) -> Any:
             record.x = record.x.index_select(axis, order)
             record.version = record.x._version
-            original(arrivals, record, *gradient)
+            return original(arrivals, record, *rest)
 
-        return arrived
+        return taken
 
     with monkeypatch.context() as patch:
-        for way in ("arrived", "call_came_back"):  # the short one and the long one
-            patch.setattr(Arrivals, way, swapped(getattr(Arrivals, way)))
+        for owner, way in ((capture, "Listener"), (Arrivals, "call_came_back")):  # short and long
+            patch.setattr(owner, way, swapped(getattr(owner, way)))
         with torchfmri.token_gradients(model, "weight", keep=keep) as tokens:
             loss_of(model(x)).backward()
         row = tokens.coverage()["weight"]
@@ -1761,20 +1764,14 @@ def test_an_owner_with_a_state_of_its_own_is_refused() -> None:
         tokens["w"]
 
 
-def test_distributed_data_parallel_is_local() -> None:
-    import tempfile
+def test_distributed_data_parallel_is_local(tmp_path: Path) -> None:
+    run_in_processes(compare_distributed, tmp_path, 1)
 
-    import torch.distributed as dist
 
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", f"file://{file.name}", rank=0, world_size=1)
-        try:
-            inner = _mixed()
-            model = nn.parallel.DistributedDataParallel(inner)
-            with torchfmri.token_gradients(model) as tokens:
-                loss_of(model(numbers(2, 5, 4))).backward()
-        finally:
-            dist.destroy_process_group()
+def compare_distributed(rank: int, folder: str) -> None:
+    model = nn.parallel.DistributedDataParallel(_mixed())
+    with torchfmri.token_gradients(model) as tokens:
+        loss_of(model(numbers(2, 5, 4))).backward()
     expected = _dense(_mixed(), lambda model: loss_of(model(numbers(2, 5, 4))).backward())
     assert tokens.names == list(expected)
     for name in tokens:

@@ -91,17 +91,17 @@ def test_norms_and_coverage(keep: str, tied: bool, dtype: torch.dtype) -> None:
 def test_the_residual_is_large_when_tokens_are_mixed_up(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchfmri._tokens.arrivals import Arrivals
+    from torchfmri._tokens import capture
 
-    arrived = Arrivals.arrived
+    listener = capture.Listener
 
-    def swapped(arrivals: Any, record: Any, gradient: Tensor) -> None:
+    def swapped(arrivals: Any, record: Any, *rest: Any) -> Any:
         if record.watched.layer == "down":
             record.x = record.x.flip(1)
             record.version = record.x._version
-        arrived(arrivals, record, gradient)
+        return listener(arrivals, record, *rest)
 
-    monkeypatch.setattr(Arrivals, "arrived", swapped)
+    monkeypatch.setattr(capture, "Listener", swapped)
     torch.manual_seed(0)
     model = Small(False).cuda().to(dtype)
     tokens = found_of(model, torch.randint(96, (3, 40), device="cuda"), "norms")

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import torchfmri
 
+pytestmark = pytest.mark.usefixtures("waiting")
+
 # -- weights that are read without a call --------------------------------------------------------
 
 
@@ -169,7 +171,7 @@ def test_containers_of_transformers_need_no_hooks_of_their_own() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
     model: Any = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
     model.model.layers[1].mlp.helper = lambda x: x
-    watched = torchfmri.token_gradients(model)._watched
+    watched = torchfmri.token_gradients(model)._plan.watched
     only = [name for name, each in watched.items() if each.only_calls]
     assert only == [
         *("model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp"),

@@ -22,6 +22,8 @@ from transformer_copies import no_float32, token_gradients_by_copies
 import torchfmri
 from torchfmri._tokens.gradients import TokenGradients
 
+pytestmark = pytest.mark.usefixtures("waiting")
+
 NAMES = ("llama", "gpt2", "mixtral", "gpt-oss", "mamba")
 
 
@@ -623,11 +625,217 @@ def test_tokens_mixed_up_are_seen_in_norms_mode(size: int, monkeypatch: Any) -> 
         return row.residual
 
     assert residual() < 1e-4
-    whole = Reducer.input_numbers
+    whole = Reducer.outer_numbers
 
-    def shifted(self: Reducer, x: Tensor) -> Numbers:
-        numbers = whole(self, x)
-        return Numbers.of(numbers.squares, numbers.products.roll(1))  # the neighbour's input
+    def shifted(self: Reducer, *call: Any) -> tuple[Numbers, Numbers]:
+        g, x = whole(self, *call)
+        return g, Numbers.of(x.squares, x.products.roll(1))  # the neighbour's input
 
-    monkeypatch.setattr(Reducer, "input_numbers", shifted)
+    monkeypatch.setattr(Reducer, "outer_numbers", shifted)
     assert residual() > 1e-2
+
+
+# -- when gradients are looked at ------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Its last layer is called, and what it returns is not part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)))
+        self.pooler = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return x, self.pooler(x[:, 0])
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_the_last_layer_is_not_part_of_the_loss(keep: Any) -> None:
+    """The end of the backward pass is noticed: what is done to `.grad` later does not matter."""
+    torch.manual_seed(0)
+    model = Pooled().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    with torchfmri.token_gradients(model, "body*", keep=keep) as tokens:
+        for _ in range(3):
+            model(x)[0].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(tokens) == 14
+    assert tokens.norm().shape == (6, 5)
+    assert tokens.coverage().residual < 1e-12
+    with torchfmri.token_gradients(model, "body*", keep="factors") as one:
+        model(x)[0].square().sum().backward()
+    assert torch.allclose(tokens.norm(), one.norm().repeat(3, 1))
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_backward_passes_inside_of_the_forward_pass(keep: Any) -> None:
+    """A hook of the user's trains every layer by a loss of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+
+    def learn(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        output.square().sum().backward()
+        return output.detach()
+
+    with torchfmri.token_gradients(model, keep=keep) as tokens:
+        handles = [layer.register_forward_hook(learn) for layer in model]
+        model(x)
+    for handle in handles:
+        handle.remove()
+    assert tokens.coverage().residual < 1e-12
+    for number, layer in enumerate(model):
+        gradient = 2 * layer(x)
+        expected = gradient.norm(dim=-1) * x.norm(dim=-1)
+        assert torch.allclose(tokens[f"{number}.weight"].norm(), expected)
+        x = layer(x).detach()
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_several_forward_passes_before_the_backward_pass(keep: Any) -> None:
+    """Calls of one layer in one pass have cross terms; those of different passes have not."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(x)))
+
+    torch.manual_seed(0)
+    model = Twice().double()
+    one, other = torch.randn(2, 2, 5, 4, dtype=torch.float64)
+    with torchfmri.token_gradients(model, keep=keep) as tokens:
+        first, second = model(one), model(other)
+        (first.square().sum() + second.square().sum()).backward()
+    assert tokens.coverage().residual < 1e-12
+    parts = []
+    for x in (one, other):
+        with torchfmri.token_gradients(model) as alone:
+            model(x).square().sum().backward()
+        parts.append(alone["layer.weight"].norm())
+    assert torch.allclose(tokens["layer.weight"].norm(), torch.cat(parts))
+
+
+def test_nothing_waits_after_the_block() -> None:
+    """The backward pass comes later: its gradients go where they would have gone."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    x = torch.randn(2, 5, 4)
+    with torchfmri.token_gradients(model, keep="norms") as tokens:
+        output = model(x)
+    output.sum().backward()
+    assert tokens.names == []
+    assert not tokens._capture.arrivals.waiting
+
+
+def test_outputs_and_parameters_have_no_hooks_left() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    seen: list[Any] = []
+    heard: list[Tensor] = []
+    model[0].register_forward_hook(lambda *call: seen.append(call[-1]))
+    x = torch.randn(2, 5, 4)
+    with torchfmri.token_gradients(model, keep="norms"):
+        for _ in range(2):  # from the second one on there are hooks on the parameters
+            model(x).sum().backward()
+        handle = model[1].weight.register_hook(heard.append)
+        model(x).sum().backward()
+    assert all(output._backward_hooks is None for output in seen)
+    assert model[0].weight._backward_hooks is None
+    assert len(heard) == 1
+    model(x).sum().backward()
+    assert len(heard) == 2
+    handle.remove()
+    model(x).sum().backward()
+    assert len(heard) == 2
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_a_part_is_called_after_passes_whose_last_layer_is_not_part_of_the_loss(keep: Any) -> None:
+    torch.manual_seed(0)
+    model = Pooled().double()
+    inputs = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+    with torchfmri.token_gradients(model, "body*", keep=keep) as tokens:
+        for x in inputs[:2]:
+            model(x)[0].square().sum().backward()
+        model.body(inputs[2]).square().sum().backward()
+    with torchfmri.token_gradients(model, "body*") as one:
+        model.body(inputs.flatten(0, 1)).square().sum().backward()
+    assert tokens.coverage().residual < 1e-12
+    for name in one:
+        assert torch.allclose(tokens[name].norm(), one[name].norm()), name
+
+
+class Heads(nn.Module):
+    """Three heads on a trunk that is frozen; the loss is that of the middle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4).requires_grad_(False)
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.trunk(x)
+        return [head(x) for head in self.heads]
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_the_first_and_the_last_call_get_no_gradient(keep: Any) -> None:
+    torch.manual_seed(0)
+    model = Heads().double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    with torchfmri.token_gradients(model, keep=keep) as tokens:
+        model(x)[1].square().sum().backward()
+        assert tokens.names == ["heads.1.weight", "heads.1.bias"]
+        assert tokens.norm().shape == (2, 5)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert [row.note for row in tokens.coverage()] == ["", ""]
+    assert tokens.coverage().residual < 1e-12
+    expected = 2 * model(x)[1].norm(dim=-1) * model.trunk(x).norm(dim=-1)
+    assert torch.allclose(tokens["heads.1.weight"].norm(), expected)
+
+
+class Ignore(torch.autograd.Function):
+    """Adds two tensors, and says that the first did not matter."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gradient_that_autograd_knows_to_be_zero(keep: Any, bias: bool) -> None:
+    """A hook is handed None in its place; an output with a bias is a view."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ignored, self.used = (nn.Linear(4, 4, bias=bias) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = Ignore.apply(self.ignored(x), self.used(x))
+            return result
+
+    torch.manual_seed(0)
+    model = Model().double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        torchfmri.Monitor(model, optimizer) as monitor,
+        torchfmri.token_gradients(model, keep=keep) as tokens,
+    ):
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert tokens.names == [name for name, _ in model.named_parameters() if "used" in name]
+    assert tokens.coverage().residual < 1e-12
+    assert len(monitor.history) == 1
+    assert not monitor.history.missing

@@ -30,6 +30,8 @@ from torch.utils.checkpoint import checkpoint
 import torchfmri
 from torchfmri._tokens.gradients import TokenGradients
 
+pytestmark = pytest.mark.usefixtures("waiting")
+
 KEEPS = ("factors", "norms")
 # Position embeddings outside of a checkpoint, shared layers, experts, a state space, two stacks.
 CHECKPOINTED = ("llama", "gpt2", "bert", "t5", "mixtral", "mamba", "gpt-oss", "gemma3")

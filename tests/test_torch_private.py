@@ -365,20 +365,43 @@ def test_functions_of_torch_that_are_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert not found["is_transformed"](torch.ones(1))
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("first", [True, False])
-def test_hooks_on_outputs_come_together_with_those_of_others(first: bool) -> None:
-    """One of ours, one of the user's, in either order; both are called, the user's can go."""
+def test_hooks_on_outputs_come_together_with_those_of_others(
+    first: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of ours, one of the user's, in either order; both are called, and each can go."""
+    if not known:  # a torch without the symbol
+        monkeypatch.setattr(_torch_private, "_ADD_HOOKS", "no_such_method")
     seen: list[str] = []
     y, hooks = torch.ones(2, requires_grad=True) * 2, _torch_private.HookSet()
+    node = y.grad_fn
     if first:
-        hooks.output(y, lambda gradient: seen.append("ours"))
+        hooks.output(y, node, lambda gradient: seen.append("ours"))
+        assert (y._backward_hooks is None) is known
     handle: Any = y.register_hook(lambda gradient: seen.append("theirs"))  # type: ignore[no-untyped-call]
     gone: Any = y.register_hook(lambda gradient: seen.append("gone"))  # type: ignore[no-untyped-call]
     if not first:
-        hooks.output(y, lambda gradient: seen.append("ours"))
+        hooks.output(y, node, lambda gradient: seen.append("ours"))
     gone.remove()
     y.sum().backward(retain_graph=True)
     assert sorted(seen) == ["ours", "theirs"]
     handle.remove()
+    y.sum().backward(retain_graph=True)
+    assert sorted(seen) == ["ours", "ours", "theirs"]
+    hooks.remove()
     y.sum().backward()
     assert sorted(seen) == ["ours", "ours", "theirs"]
+
+
+def test_hooks_on_outputs_stay_with_the_node_that_made_them() -> None:
+    """Also where somebody writes into the output, and where a node has several outputs."""
+    seen: list[torch.Tensor] = []
+    hooks = _torch_private.HookSet()
+    y = torch.ones(2, requires_grad=True) * 2
+    hooks.output(y, y.grad_fn, seen.append)
+    y.mul_(3)
+    _, second = torch.ones(2, 2, requires_grad=True).unbind()
+    hooks.output(second, second.grad_fn, seen.append)
+    (y.sum() + 5 * second.sum()).backward()
+    assert sorted(float(each[0]) for each in seen) == [3, 5]

@@ -51,8 +51,8 @@ class OutputGradient:
         self._backwards, self._failed, self._base = backwards, failed, base
         self._seen_in: int | None = None
 
-    def __call__(self, gradient: Tensor) -> None:
-        """Take the gradient that the output's own hook brought."""
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Take the gradient that the output's own hook brought; None: autograd knows it is zero."""
         try:
             if self._base is not None:
                 self._seen_in = current_backward()
@@ -60,9 +60,11 @@ class OutputGradient:
         except Exception as error:
             self._failed(error)
 
-    def arrived_at_base(self, gradient: Tensor) -> None:
+    def arrived_at_base(self, gradient: Tensor | None) -> None:
         """Take the base's gradient instead, where the output's own was lost or is a part only."""
         assert self._base is not None
+        if gradient is None:
+            return
         unseen = self._seen_in != current_backward()
         if self._base.was_written() or (unseen and self._base.is_read_through_memory):
             self._emit(self._base.part_of(gradient))
@@ -137,15 +139,15 @@ class InputGradient:
 
         return listen
 
-    def returned_view(self, base: BaseOfView) -> Callable[[Tensor], None]:
+    def returned_view(self, base: BaseOfView) -> Callable[[Tensor | None], None]:
         """A hook on the base of the input, where the call only returned a view of the input.
 
         Once somebody wrote into that view its node is bypassed: what reaches the view's place in
         the base is what reaches the input through the call.
         """
 
-        def listen(gradient: Tensor) -> None:
-            if not base.was_written():
+        def listen(gradient: Tensor | None) -> None:
+            if gradient is None or not base.was_written():
                 return
             backward = self._backwards.current()
             self._replaced.add(backward)
@@ -202,17 +204,19 @@ class ReturnedInputGradient:
 
         return listen
 
-    def arrived(self, gradient: Tensor) -> None:
+    def arrived(self, gradient: Tensor | None) -> None:
         """Take the gradient of the whole tensor, which comes after those of all its readers."""
+        if gradient is None:
+            return
         backward = self._backwards.current()
         before = self._before.pop(backward, None)
         self._emit(gradient if before is None else gradient - before, backward)
 
-    def returned_view(self, base: BaseOfView) -> Callable[[Tensor], None]:
+    def returned_view(self, base: BaseOfView) -> Callable[[Tensor | None], None]:
         """A hook on the base, for a view that somebody wrote into after the call."""
 
-        def listen(gradient: Tensor) -> None:
-            if base.was_written():
+        def listen(gradient: Tensor | None) -> None:
+            if gradient is not None and base.was_written():
                 self._emit(base.part_of(gradient), self._backwards.current())
 
         return listen

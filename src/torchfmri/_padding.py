@@ -81,9 +81,7 @@ class Padding:
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self._failed = failed
-        scripted = torch.jit.ScriptModule  # takes no hooks, and its class has no forward
-        unique = {id(each): each for each in modules if not isinstance(each, scripted)}
-        self._modules = [each for each in unique.values() if _mask_index(type(each)) is not None]
+        self._modules = list({id(each): each for each in modules if takes_mask(each)}.values())
         self._stack: dict[int, list[_Inside]] = defaultdict(list)
         self._hooks = HookSet()
 
@@ -199,6 +197,13 @@ def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> in
         if isinstance(tokens, Tensor) and tokens.ndim >= 2:
             return tokens.shape[1]
     return 0
+
+
+def takes_mask(module: nn.Module) -> bool:
+    """Whether a module is handed an `attention_mask`."""
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and its class has no forward
+        return False
+    return _mask_index(type(module)) is not None
 
 
 @lru_cache(maxsize=4096)

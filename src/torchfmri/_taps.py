@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
 Arguments: TypeAlias = tuple[object, ...]
 Keywords: TypeAlias = Mapping[str, object]
-Light: TypeAlias = Callable[[Arguments, Keywords, Tensor], "Callable[[Tensor], None] | None"]
+Light: TypeAlias = Callable[[Arguments, Keywords, Tensor], "Callable[[Tensor | None], None] | None"]
 Called: TypeAlias = Callable[[CallKey, Arguments, Keywords, object], None]
 
 
@@ -98,7 +98,8 @@ class Taps:
             captured.
         light: The short way of a layer, or None where it has none: for the common call, whose
             output is one tensor that is no view of something older. It takes arguments, keywords
-            and output, and returns what listens for its gradient. None sends the call the long
+            and output, and returns what listens for its gradient, which is None where it is
+            zero and autograd knows that. None sends the call the long
             way, on which `wanted` is asked.
         called: Handed each call on the long way with its arguments, before its activations; a call
             that a reentrant checkpoint runs again is handed over again.
@@ -119,6 +120,7 @@ class Taps:
         self._taps: dict[str, _Tap] = {}  # where there is a short way, of the layers that need one
 
     def __enter__(self) -> Taps:
+        short = _ShortHook(self, self._hooks)
         try:
             for target in self._targets:
                 light = None
@@ -131,8 +133,8 @@ class Taps:
                 if light is None:
                     self.tap(target).attach(self._hooks)
                 else:
-                    hook = _ShortHook(self, target, light, self._hooks)
-                    self._hooks.after(target.module, hook)
+                    short.serve(target, light)
+                    self._hooks.after(target.module, short)
         except BaseException:
             self.detach()
             raise
@@ -169,6 +171,7 @@ class Taps:
         """Forget the graph of the step that is over, and number calls from 0 again."""
         for tap in self._taps.values():
             tap.next_step()
+        self._hooks.forget_outputs()
         self._backwards.forget()
 
 
@@ -480,56 +483,63 @@ class _Tap:
 
 
 class _ShortHook(Hook):
-    """The forward hook of a tap with a short way.
+    """The forward hook of all layers with a short way.
 
     Everything is written out here: this runs at every call, and never in warm caches.
     """
 
-    __slots__ = ("_hooks", "_light", "_makes_view", "_taps", "_target")
+    __slots__ = ("_hooks", "_layers", "_taps")
 
-    def __init__(self, taps: Taps, target: Target, light: Light, hooks: HookSet) -> None:
+    def __init__(self, taps: Taps, hooks: HookSet) -> None:
         super().__init__(None)
-        self._taps, self._target, self._light, self._hooks = taps, target, light, hooks
-        self._makes_view = _makes_view(type(target.module))  # type: ignore[arg-type]
+        self._taps, self._hooks = taps, hooks
+        self._layers: dict[int, tuple[Target, Light]] = {}  # by the module
+
+    def serve(self, target: Target, light: Light) -> None:
+        """Take the calls of a layer, the short way where that is possible."""
+        self._layers[id(target.module)] = (target, light)
 
     def __call__(
         self, module: nn.Module, arguments: Arguments, keywords: Keywords, output: object
     ) -> None:
-        target = self._target
-        if target.module is not module:  # a copy of it
+        found = self._layers.get(id(module))
+        if found is None:  # a copy of a module
             return
+        target, light = found
         try:
             if (
                 type(output) is Tensor
-                and output.requires_grad
-                and ((base := output._base) is None or self._is_own_view(output, base))
+                and (node := output.grad_fn) is not None
+                and ((base := output._base) is None or _is_own_view(module, output, base))
                 and not (arguments and arguments[0] is output)
                 and current_backward() == NO_BACKWARD
                 and not is_transformed(output)
             ):
-                listener = self._light(arguments, keywords, output)
+                listener = light(arguments, keywords, output)
                 if listener is not None:
                     if base is None:
-                        self._hooks.output(output, listener)
+                        self._hooks.output(output, node, listener)
                     else:  # once somebody writes into the view, its own node is bypassed
-                        self._hooks.output(base, partial(_reshaped, listener, output.shape))
+                        reshaped = partial(_reshaped, listener, output.shape)
+                        self._hooks.output(base, base.grad_fn, reshaped)
                     return
             self._taps.tap(target).after(module, arguments, keywords, output)
         except Exception as error:
             self._taps.tap(target).failed(error)
 
-    def _is_own_view(self, view: Tensor, base: Tensor) -> bool:
-        """Whether the module made the view: all of its base in the same order.
 
-        A hook of the user's may return another one.
-        """
-        return (
-            self._makes_view
-            and view.numel() == base.numel()
-            and view.is_contiguous()
-            and base.is_contiguous()
-            and view.storage_offset() == base.storage_offset()
-        )
+def _is_own_view(module: nn.Module, view: Tensor, base: Tensor) -> bool:
+    """Whether the module made the view: all of its base in the same order.
+
+    A hook of the user's may return another one.
+    """
+    return (
+        _makes_view(type(module))  # type: ignore[arg-type]
+        and view.numel() == base.numel()
+        and view.is_contiguous()
+        and base.is_contiguous()
+        and view.storage_offset() == base.storage_offset()
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -547,8 +557,10 @@ def _makes_view(kind: Any) -> bool:
     )
 
 
-def _reshaped(listener: Callable[[Tensor], None], shape: torch.Size, gradient: Tensor) -> None:
-    listener(gradient.reshape(shape))
+def _reshaped(
+    listener: Callable[[Tensor | None], None], shape: torch.Size, gradient: Tensor | None
+) -> None:
+    listener(None if gradient is None else gradient.reshape(shape))
 
 
 def _nodes(elements: list[Element]) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
@@ -81,8 +82,18 @@ class _Hooks(dict[int, Any]):
     __slots__ = ("__weakref__",)
 
 
+class _Carrier(threading.local):
+    """A tensor of each thread, whose hooks are handed to the nodes of other ones."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, device="cpu")
+
+
+_CARRIER = _Carrier()
+
+
 class HookSet:
-    """Hooks on modules and parameters that come and go together, at most one of a kind on each.
+    """Hooks on modules, parameters and outputs that come and go together, one of a kind on each.
 
     All of them have one number: making a handle for each takes several times as long as everything
     else about them. Without the symbols there is a handle for each.
@@ -92,11 +103,14 @@ class HookSet:
         self._number = RemovableHandle(OrderedDict()).id
         self._tables: list[dict[int, Any]] = []
         self._handles: list[RemovableHandle] = []
+        self._parameters: list[Tensor] = []
+        self._outputs: list[Any] = []
 
     def before(self, module: nn.Module, hook: Callable[..., None], first: bool = False) -> None:
         """Have `hook(module, arguments, keywords)` called before the others, or after them."""
-        hooks = getattr(module, "_forward_pre_hooks", None)
-        keywords = getattr(module, "_forward_pre_hooks_with_kwargs", None)
+        state = vars(module)
+        hooks = state.get("_forward_pre_hooks")
+        keywords = state.get("_forward_pre_hooks_with_kwargs")
         if hooks is None or keywords is None:
             add = module.register_forward_pre_hook
             self._handles.append(add(hook, prepend=first, with_kwargs=True))
@@ -109,9 +123,10 @@ class HookSet:
 
     def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
         """Have `hook(module, arguments, keywords, output)` called; always: after an error too."""
-        hooks = getattr(module, "_forward_hooks", None)
-        keywords = getattr(module, "_forward_hooks_with_kwargs", None)
-        called = getattr(module, "_forward_hooks_always_called", None)
+        state = vars(module)
+        hooks = state.get("_forward_hooks")
+        keywords = state.get("_forward_hooks_with_kwargs")
+        called = state.get("_forward_hooks_always_called")
         if hooks is None or keywords is None or called is None:
             add = module.register_forward_hook
             self._handles.append(add(hook, with_kwargs=True, always_call=always))
@@ -125,29 +140,51 @@ class HookSet:
 
     def gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Have `hook(gradient)` called when a gradient comes to a parameter."""
-        hooks = None if is_subclass(parameter) else getattr(parameter, "_backward_hooks", None)
-        if hooks is None:  # the first one has more to do
+        if type(parameter) is not nn.Parameter or not parameter.is_leaf:
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
             return
-        self._tables.append(hooks)
-        hooks[self._number] = hook
+        self._parameters.append(parameter)
+        hooks: Any = parameter._backward_hooks
+        if hooks is None:
+            parameter._backward_hooks = _Hooks({self._number: hook})
+        else:
+            hooks[self._number] = hook
 
-    def output(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Have `hook(gradient)` called when that of an output is there; it stays on the output."""
-        node = tensor.grad_fn
-        add = None if tensor._backward_hooks is not None else getattr(node, _ADD_HOOKS, None)
-        if add is None:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    def output(self, tensor: Tensor, node: Any, hook: Callable[[Tensor], None]) -> None:
+        """Have `hook(gradient)` called when that of a tensor is there which this node has made.
+
+        The tensor itself is left alone: the node is handed the hooks of another one.
+        """
+        if tensor.output_nr or not hasattr(node, _ADD_HOOKS):
+            self._outputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
             return
-        tensor._backward_hooks = _Hooks({self._number: hook})
-        add(tensor)
+        carrier = _CARRIER.tensor
+        hooks = carrier._backward_hooks = {self._number: hook}
+        node._register_hook_dict(carrier)
+        carrier._backward_hooks = None
+        self._outputs.append(hooks)
+
+    def forget_outputs(self) -> None:
+        """Leave the hooks on outputs where they are: their graph is about to go."""
+        self._outputs.clear()
 
     def remove(self) -> None:
-        """Remove those on modules and parameters; safe to call twice."""
+        """Remove all of them; safe to call twice."""
+        number = self._number
         while self._tables:
-            self._tables.pop().pop(self._number, None)
+            self._tables.pop().pop(number, None)
         while self._handles:
             self._handles.pop().remove()
+        while self._parameters:
+            parameter = self._parameters.pop()
+            hooks: Any = parameter._backward_hooks
+            if hooks is not None:
+                hooks.pop(number, None)
+                if not hooks and type(hooks) is _Hooks:  # there were none before us
+                    parameter._backward_hooks = None
+        while self._outputs:
+            each = self._outputs.pop()
+            each.clear() if type(each) is dict else each.remove()
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -131,7 +131,7 @@ class StepSink:
 
     def _take_light(
         self, layer: str, arguments: object, keywords: object, output: Tensor
-    ) -> Callable[[Tensor], None] | None:
+    ) -> LayerListener | None:
         """Take in an output the short way; returns what listens for its gradient.
 
         Without padding the calls of a layer need not be told apart, so one listener serves all.
@@ -196,9 +196,9 @@ class LayerListener:
         self._sink = sink
         self.activations, self._gradients = Series(layer, "activations"), Series(layer, "gradients")
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         step = self._sink.step
-        if step is None:
+        if step is None or gradient is None:  # autograd knows that it is zero
             return
         try:
             step.read_scale()

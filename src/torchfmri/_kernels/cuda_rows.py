@@ -8,10 +8,13 @@ heavy is launched at once.
 from __future__ import annotations
 
 import importlib
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import groupby
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,6 +57,19 @@ class _Kind(NamedTuple):
     size: int
 
 
+@dataclass(slots=True)
+class _Jobs:
+    """Passes of one kind that wait.
+
+    Attributes:
+        tokens: The most that one of them may have.
+        numbers: Of all of them, in a row.
+    """
+
+    tokens: int = 0
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+
+
 @lru_cache(maxsize=1)
 def _triton() -> ModuleType | None:
     """The module of Triton kernels, or None where Triton is missing or broken."""
@@ -77,7 +93,7 @@ class RowQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._heaviest = device, heaviest(device)
-        self._jobs: dict[_Kind, list[tuple[int, ...]]] = defaultdict(list)
+        self._jobs: dict[_Kind, _Jobs] = defaultdict(_Jobs)
         self._alive: list[object] = []
         self._count = self._bytes = 0
 
@@ -95,12 +111,14 @@ class RowQueue:
         is_product = len(rest) + 4 > _ROWS_JOB
         width = like.shape[-1]
         block = 1 << (width - 1).bit_length() if is_product else BLOCK
-        kind = _Kind(is_product, like.dtype, block, 0 if size >= width else size)
-        return partial(self._add, self._jobs[kind], rest, behind, like.nbytes * (1 + is_product))
+        jobs = self._jobs[_Kind(is_product, like.dtype, block, 0 if size >= width else size)]
+        jobs.tokens = max(jobs.tokens, rest[_TOKENS - 4])
+        rest += (0,) * (_PRODUCT_JOB - 4 - len(rest))
+        return partial(self._add, jobs, rest, behind, like.nbytes * (1 + is_product))
 
     def _add(
         self,
-        jobs: list[tuple[int, ...]],
+        jobs: _Jobs,
         rest: tuple[int, ...],
         behind: int,
         size: int,
@@ -112,7 +130,7 @@ class RowQueue:
         if other is not None:
             second = other.data_ptr()
             self._alive.append(other)
-        jobs.append((values.data_ptr(), second, written, written + behind, *rest))
+        jobs.numbers.extend((values.data_ptr(), second, written, written + behind, *rest))
         self._alive.append(values)
         self._count += 1
         self._bytes += size
@@ -134,7 +152,7 @@ class RowQueue:
                 _launch(self._jobs, self._device)
         finally:
             for jobs in self._jobs.values():
-                jobs.clear()
+                jobs.numbers = array("q")
             del alive
 
 
@@ -142,24 +160,19 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _launch(waiting: dict[_Kind, list[tuple[int, ...]]], device: torch.device) -> None:
+def _launch(waiting: dict[_Kind, _Jobs], device: torch.device) -> None:
     kernels = _triton()
     assert kernels is not None
-    filled = {kind: jobs for kind, jobs in waiting.items() if jobs}
-    numbers = np.zeros((sum(map(len, filled.values())), _PRODUCT_JOB), np.int64)
-    starts, start = [], 0
-    for jobs in filled.values():
-        numbers[start : start + len(jobs), : len(jobs[0])] = jobs
-        starts.append(start)
-        start += len(jobs)
-    whole = upload(numbers, device)
-    for start, (kind, jobs) in zip(starts, filled.items(), strict=True):
-        tokens = max(job[_TOKENS] for job in jobs)
+    filled = {kind: jobs for kind, jobs in waiting.items() if jobs.numbers}
+    whole = upload(np.concatenate([np.asarray(jobs.numbers) for jobs in filled.values()]), device)
+    start = 0
+    for kind, jobs in filled.items():
+        tokens, numbers = jobs.tokens, jobs.numbers
         if kind.is_product:  # a program takes one token, some rows of it at a time
             kernel, rows, programs = kernels.reduce_products, max(1, 256 // kind.block), tokens
         else:
             kernel, rows, programs = kernels.reduce_rows, _ROWS, -(-tokens // _ROWS)
-        kernel[(programs, len(jobs))](
+        kernel[(programs, len(numbers) // _PRODUCT_JOB)](
             whole[start:],
             FIELDS=_PRODUCT_JOB,
             TYPE=kernels.TYPES[kind.dtype],
@@ -169,22 +182,24 @@ def _launch(waiting: dict[_Kind, list[tuple[int, ...]]], device: torch.device) -
             SIZE=kind.size,
             num_warps=1 if rows * kind.block <= 256 else 4 if kind.block <= 4096 else 8,
         )
+        start += len(numbers)
 
 
 def launch_forms(forms: Sequence[Form], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """left^T matrix right of each, (n,), of matrices of one dtype on one device."""
+    """left^T matrix right of each, (n,), of matrices of one dtype on one device.
+
+    Neighbours with as many rows go in one launch.
+    """
     kernels = _triton()
     assert kernels is not None
-    found = torch.empty(len(forms), dtype=torch.float64, device=device)
-    alike: dict[int, list[int]] = defaultdict(list)  # by how many programs read a matrix
-    for number, form in enumerate(forms):
-        alike[-(-form.rows // _FORM_ROWS)].append(number)
+    found, start = [], 0
     with _on(device):
-        for programs, numbers in alike.items():
-            table = upload(np.array([forms[number] for number in numbers], np.int64), device)
-            parts = torch.empty(len(numbers), programs, device=device)
-            kernels.bilinear_forms[(programs, len(numbers))](
-                table,
+        table = upload(np.array(forms, np.int64), device)
+        for programs, alike in groupby(-(-each.rows // _FORM_ROWS) for each in forms):
+            count = sum(1 for _ in alike)
+            parts = torch.empty(count, programs, device=device)
+            kernels.bilinear_forms[(programs, count)](
+                table[start:],
                 parts,
                 FIELDS=table.shape[1],
                 TYPE=kernels.TYPES[dtype],
@@ -192,5 +207,6 @@ def launch_forms(forms: Sequence[Form], dtype: torch.dtype, device: torch.device
                 ROWS=_FORM_ROWS,
                 BLOCK=BLOCK,
             )
-            found[upload(np.array(numbers), device)] = parts.sum(1, dtype=torch.float64)
-    return found
+            found.append(parts.sum(1, dtype=torch.float64))
+            start += count
+    return torch.cat(found)

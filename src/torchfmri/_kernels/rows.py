@@ -23,7 +23,10 @@ from torchfmri._kernels.cuda_rows import RowQueue, can_read, launch_forms
 
 SMALLEST = 1 << 14
 """Values from which on numba is asked: for less it is not worth its import."""
-_AHEAD, _BYTES = 512, 1 << 17  # lines of a table at most, and how heavy the first of them is
+_AHEAD = 512
+"""Lines of a table at most."""
+_BYTES = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""How heavy the first table is: few tables are read in few operations, but new pages cost time."""
 
 Send: TypeAlias = Callable[[Tensor, "Tensor | None", int], None]
 
@@ -81,7 +84,8 @@ class Table:
     def __init__(self, tokens: int, groups: int, device: torch.device, before: int = 0) -> None:
         entries = tokens * max(1, groups)
         self.behind, self.step = 4 * entries, 4 * (entries + tokens)
-        self.lines = min(_AHEAD, max(1, _BYTES // self.step, 2 * before))
+        first = _BYTES.get(device.type, _BYTES["cpu"]) // self.step
+        self.lines = min(_AHEAD, max(1, first, 2 * before))
         whole = torch.empty(self.lines, entries + tokens, device=device)
         squares = whole[:, :entries]
         self.squares = squares.view(self.lines, tokens, groups) if groups else squares

@@ -29,9 +29,12 @@ class Account:
     layers: set[str] = field(default_factory=set)
     narrow: set[str] = field(default_factory=set)
 
-    def received(self, name: str) -> bool:
-        """Whether a gradient came to a parameter, or to a layer that it belongs to."""
-        return self.checks.received(name) or any(each in self.layers for each in self.homes[name])
+    def received(self, names: Iterable[str]) -> list[str]:
+        """Those of the parameters to which a gradient came, or to a layer that they belong to."""
+        came, layers, homes = self.checks.received, self.layers, self.homes
+        return [
+            name for name in names if name in came or any(each in layers for each in homes[name])
+        ]
 
     def is_narrow(self, name: str) -> bool:
         """Whether its gradients came in 16 bits."""

@@ -19,7 +19,7 @@ from torchfmri._hooks import Hook
 from torchfmri._kernels.cuda_rows import heaviest
 from torchfmri._tokens import rules
 from torchfmri._tokens.account import Account
-from torchfmri._tokens.norms import Found, Reducer
+from torchfmri._tokens.norms import Reducer
 from torchfmri._tokens.owners import Owners, Parts
 from torchfmri._tokens.passes import Passes
 from torchfmri._tokens.random_vectors import without_autocast
@@ -28,32 +28,41 @@ from torchfmri._torch_private import NO_BACKWARD, current_backward, may_autocast
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 _LESS = "Select fewer parameters, keep norms alone (keep='norms'), or allow more (max_bytes=...)."
-_ARRIVALS = 16  # gradients that are put aside
-_BYTES = 1 << 22  # that they keep alive on the CPU, where they should still be in a cache
+_CALLS = 64  # whose gradients wait for each other at most
+
+
+def most_waiting(keep: str, devices: set[torch.device], max_bytes: int) -> tuple[int, int]:
+    """How many calls wait for each other at most, and how many bytes of gradients."""
+    if keep == "factors":  # which stay alive anyway
+        return _CALLS, max_bytes // 8
+    cuda = [each for each in devices if each.type == "cuda"]
+    if cuda:  # they are launched together
+        return _CALLS, min(map(heaviest, cuda))
+    return 1, 0  # what autograd lets go of next is where it will write next
 
 
 class Listener:
-    """The hook on the output of a call, which it lets go of when the block is over."""
+    """The hook on the output of a call; little code, for this never runs in warm caches."""
 
     __slots__ = ("_arrivals", "_record")
-    __torch_unserializable__ = True
 
     def __init__(self, arrivals: Arrivals, record: Record) -> None:
-        self._arrivals: Arrivals | None = arrivals
-        self._record: Record | None = record
+        self._arrivals, self._record = arrivals, record
 
-    def __call__(self, gradient: Tensor) -> None:
-        if self._arrivals is not None and self._record is not None:
-            self._arrivals.arrived(self._record, gradient)
-
-    def close(self) -> None:
-        self._arrivals = self._record = None
-
-    def __deepcopy__(self, memo: object) -> Hook:
-        return Hook(None)
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
-        return (Hook, (None,))
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # it is zero, and autograd knows that
+            return
+        arrivals, record, backward = self._arrivals, self._record, current_backward()
+        waiting = arrivals.waiting
+        waiting.append((record, gradient, backward))
+        arrivals.waiting_bytes += gradient.nbytes
+        if (
+            arrivals.backward != backward
+            or len(waiting) >= arrivals.most
+            or arrivals.waiting_bytes >= arrivals.most_bytes
+            or record.is_replayed  # its input is the last one that was replayed
+        ):
+            arrivals.look()
 
 
 class Arrivals:
@@ -73,6 +82,9 @@ class Arrivals:
         handles: Of hooks that were added on the way.
         versions: Of each parameter's `.grad`, as the last backward pass left it.
         at_end: Asks to be called when the running backward pass is over; None outside of a block.
+        backward: The backward pass whose end we have asked for.
+        waiting: Calls with the gradients of their outputs, and in which backward pass they came,
+            that nobody has looked at; `most` of them, or until they have `most_bytes`.
     """
 
     def __init__(
@@ -89,8 +101,9 @@ class Arrivals:
         self._passes, self._account, self._owners = passes, account, owners
         self._keeps_factors, self._max_bytes = keep == "factors", max_bytes
         self.records: list[Record] = []
-        self._by_layer: dict[str, list[Record]] = {}
-        self._sorted = 0  # how many of them are in it
+        self._is_sorted = False
+        self._reduced_parts: dict[str, list[Part]] = {}
+        self._with_factors: dict[str, list[Record]] = {}
         self.handles: list[Any] = []
         self.versions: dict[str, int] = {}
         self.at_end: Callable[[Callable[[int], None]], None] | None = None
@@ -99,21 +112,12 @@ class Arrivals:
         self._replayed: dict[str, list[Tensor]] = defaultdict(list)
         self._watching_replays: set[str] = set()
         self._parked: list[Record] = []
-        self._waiting: list[tuple[Record, Tensor, int]] = []
-        self._waiting_bytes = 0
-        self._most, self._most_bytes = _ARRIVALS, _BYTES
-        cuda = {each.device for each in parameters.values() if each.is_cuda}
-        if self._keeps_factors:  # they stay alive anyway
-            self._most, self._most_bytes = 16 * _ARRIVALS, max_bytes // 8
-        elif cuda:
-            self._most, self._most_bytes = 4 * _ARRIVALS, min(map(heaviest, cuda))
-        self._expected = NO_BACKWARD  # the backward pass whose end we have asked for
+        self.waiting: list[tuple[Record, Tensor, int]] = []
+        self.waiting_bytes = 0
+        devices = {each.device for each in parameters.values()}
+        self.most, self.most_bytes = most_waiting(keep, devices, max_bytes)
+        self.backward = NO_BACKWARD
         self._must_finish = False
-        # Of the class: of the instance it would hold on to itself.
-        self._at_once: Callable[[Arrivals, Record, Tensor, int], bool] | None
-        self._at_once = Arrivals._keep_at_once if self._keeps_factors else Arrivals._reduce_at_once
-        if cuda and not self._keeps_factors:  # they are launched together
-            self._at_once = None
         self._bytes = 0
         self._stored: set[int] = set()
         self._uncounted: list[Record] = []  # certainly within the limit
@@ -121,30 +125,25 @@ class Arrivals:
 
     # -- backward ----------------------------------------------------------------------------
 
-    def arrived(self, record: Record, gradient: Tensor) -> None:
-        """Put the gradient of a call's output aside; nothing raised here may pass."""
+    def look(self) -> None:
+        """Look at what has come; nothing raised here may pass."""
         if self.at_end is None:  # the block is over
+            self.waiting.clear()
             return
         try:
-            backward = current_backward()
-            if self._expected != backward:
+            if self.backward != current_backward():
                 self._passes.has_gone_back = True
                 self.expect_end()
-            at_once = self._at_once
-            if at_once is not None and at_once(self, record, gradient, backward):
-                return
-            self._waiting.append((record, gradient, backward))
-            self._waiting_bytes += gradient.nbytes
             if (
-                record.is_replayed  # its input is the last one that was replayed
-                or len(self._waiting) >= self._most
-                or self._waiting_bytes >= self._most_bytes
+                len(self.waiting) >= self.most
+                or self.waiting_bytes >= self.most_bytes
+                or self.waiting[-1][0].is_replayed
             ):
-                self.take_in_all()
+                self._take_in_all()
         except Exception as error:
-            self._account.refuse(record.watched.parameters.values(), error)
+            self._account.refuse(self._parameters, error)
 
-    def _keep_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
+    def _keep_short(self, record: Record, gradient: Tensor, backward: int) -> bool:
         """Keep the factors of a common call, while they certainly are within the limit."""
         x = record.x
         if (
@@ -168,20 +167,7 @@ class Arrivals:
             self._account.narrow.add(record.watched.layer)
         return True
 
-    def _reduce_at_once(self, record: Record, gradient: Tensor, backward: int) -> bool:
-        """Reduce the gradient of a common call as it comes, if that is a pass of compiled code.
-
-        Nothing is put aside then: what autograd lets go of next is where it will write next.
-        """
-        return self._reduce(record, gradient, backward, self._reducer.at_once)
-
-    def _reduce(
-        self,
-        record: Record,
-        gradient: Tensor,
-        backward: int,
-        reduce: Callable[[Record, Tensor], Found | None],
-    ) -> bool:
+    def _reduce_short(self, record: Record, gradient: Tensor, backward: int) -> bool:
         """Reduce the gradient of a common call the short way; False where that is not to be had."""
         watched, x = record.watched, record.x
         if (
@@ -190,14 +176,14 @@ class Arrivals:
             or record.spread_gradient is not None
             or record.shape is not None
             or record.version is None
-            or watched.is_shared
             or watched.rule is rules.convolution
-            or self._passes.calls.get(watched.layer, 0) > 1
+            or watched.is_shared
+            or record.calls[watched.layer] > 1
             or x._version != record.version
         ):
             return False
         record.shape = gradient.shape
-        found = reduce(record, gradient)
+        found = self._reducer.short(record, gradient)
         if found is None:
             record.shape = None
             return False
@@ -209,22 +195,24 @@ class Arrivals:
 
     def expect_end(self) -> None:
         """Have `_backward_is_over` called when the running backward pass is over."""
-        self._expected = current_backward()
+        self.backward = current_backward()
         if self.at_end is not None:
             self._account.checks.backward_begins()
             self.at_end(self._backward_is_over)
 
-    def take_in_all(self) -> None:
-        """Keep or reduce the gradients that were put aside."""
-        arrivals, self._waiting = self._waiting, []
-        self._waiting_bytes = 0
-        autocasts, short = may_autocast(), None if self._keeps_factors else self._reducer.short
+    def _take_in_all(self) -> None:
+        """Keep or reduce the gradients that wait."""
+        arrived, self.waiting = self.waiting, []
+        self.waiting_bytes = 0
+        self._is_sorted = False
+        autocasts = may_autocast()
+        short = self._keep_short if self._keeps_factors else self._reduce_short
         with torch.no_grad():
-            for record, gradient, backward in arrivals:
+            for record, gradient, backward in arrived:
                 try:
                     if autocasts or record.is_replayed or self._parked:
                         self._take_in_with_care(record, gradient, backward)
-                    elif short is None or not self._reduce(record, gradient, backward, short):
+                    elif not short(record, gradient, backward):
                         self._take_in(record, gradient, backward)
                 except Exception as error:
                     self._account.refuse(record.watched.parameters.values(), error)
@@ -262,7 +250,7 @@ class Arrivals:
         if self._keeps_factors:
             record.let_go_of_graph()
             self._count(record)
-        elif watched.is_shared or self._passes.calls.get(watched.layer, 0) > 1:
+        elif not record.is_alone:
             record.let_go_of_graph()
             self._must_finish = True
         else:
@@ -338,8 +326,8 @@ class Arrivals:
 
     def _backward_is_over(self, backward: int) -> None:
         """Read the gradients as the backward pass left them: they may be changed later."""
-        self._expected = NO_BACKWARD
-        self.take_in_all()
+        self.backward = NO_BACKWARD
+        self._take_in_all()
         self._unpark()
         self._reducer.finish()
         self._account.checks.backward_is_over()
@@ -352,6 +340,7 @@ class Arrivals:
 
     def _finish(self) -> None:
         """Run owners again, and reduce what had to wait."""
+        self._is_sorted = False
         parts: Parts = defaultdict(list)
         for record in [] if self._keeps_factors else self.records:
             if record.g is None:
@@ -383,25 +372,32 @@ class Arrivals:
 
     def parts(self, name: str) -> list[Part]:
         """All parts of a parameter."""
-        found = list(self._parts[name]) if name in self._parts else []
-        records = self._records_by_layer()
-        for layer in self._account.homes[name]:
-            for record in records.get(layer, ()):
-                if record.reduced is not None or record.g is not None:
-                    parameters = record.watched.parameters
-                    keys = [key for key in parameters if parameters[key] == name]
-                    found += record.parts(keys).values()
+        self._sort_records()
+        found = [*self._parts.get(name, ()), *self._reduced_parts.get(name, ())]
+        for layer in self._account.homes[name] if self._with_factors else ():
+            for record in self._with_factors.get(layer, ()):
+                parameters = record.watched.parameters
+                keys = [key for key in parameters if parameters[key] == name]
+                found += record.parts(keys).values()
         return found
 
-    def _records_by_layer(self) -> dict[str, list[Record]]:
-        for record in self.records[self._sorted :] if self._sorted < len(self.records) else ():
-            self._by_layer.setdefault(record.watched.layer, []).append(record)
-        self._sorted = len(self.records)
-        return self._by_layer
+    def _sort_records(self) -> None:
+        """Sort what the calls have left: by parameter, or by layer where that takes work yet."""
+        if self._is_sorted:
+            return
+        self._is_sorted = True
+        self._reduced_parts, self._with_factors = {}, {}
+        for record in self.records:
+            watched = record.watched
+            if record.reduced is not None:
+                for key, part in record.parts(watched.parameters).items():
+                    self._reduced_parts.setdefault(watched.parameters[key], []).append(part)
+            elif record.g is not None:
+                self._with_factors.setdefault(watched.layer, []).append(record)
 
     def call_came_back(self, record: Record, gradient: Tensor, backward: int) -> None:
         """Take in a gradient that came the long way, at once."""
-        self.take_in_all()
+        self._take_in_all()
         with torch.no_grad():
             self._take_in_with_care(record, gradient, backward)
 
@@ -412,12 +408,10 @@ class Arrivals:
     def forget(self) -> None:
         """Have everything computed, and let go of what only the passes themselves need."""
         self._replayed.clear()
-        self.take_in_all()
+        self._take_in_all()
         self._reducer.finish()
         self.at_end = None
         for record in self.records:
-            if record.listener is not None:
-                record.listener.close()  # it may stay on an output for as long as the user likes
             if record.g is None:  # nothing came back, and nothing will
                 record.x = None
 

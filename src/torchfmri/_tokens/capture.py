@@ -13,19 +13,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfmri._backwards import runs_checkpoint
 from torchfmri._elements import Element, flatten, flatten_arguments
 from torchfmri._padding import Padding
 from torchfmri._taps import CallKey, Light
 from torchfmri._tokens import rules
-from torchfmri._tokens.account import Account, homes_of
+from torchfmri._tokens.account import Account
 from torchfmri._tokens.arrivals import Arrivals, Listener, is_cast
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.owners import Owners
-from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.passes import Passes
+from torchfmri._tokens.plans import Plan
 from torchfmri._tokens.record import Record, Watched
 from torchfmri._tokens.rerun import OwnerCall
 from torchfmri._torch_private import (
@@ -49,17 +49,15 @@ class Capture:
 
     def __init__(
         self,
-        infos: Mapping[str, ParameterInfo],
-        parameters: Mapping[str, nn.Parameter],
-        watched: Mapping[str, Watched],
+        plan: Plan,
         padding: Padding,
         keep: str,
         max_bytes: int,
     ) -> None:
+        parameters, watched = plan.parameters, plan.watched
         self._parameters, self._watched, self._padding = parameters, watched, padding
         self._keeps_factors = keep == "factors"
-        checks = Checks(infos)
-        self.account = Account(checks, homes_of(watched))
+        self.account = Account(Checks(plan.infos), plan.homes)
         account = self.account
         self.passes = Passes(lambda error: account.noted("", f"positions: {error}"))
         self.owners = Owners(
@@ -94,13 +92,13 @@ class Capture:
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         output: Tensor,
-    ) -> Callable[[Tensor], None] | None:
-        """Take in a call the short way; returns what listens for the gradient of its output."""
+    ) -> Listener | None:
+        """Take in a call the short way; returns what takes the gradient of its output."""
         if keywords or len(arguments) != 1:
             return None
         record = self._new_record(watched)
         x: Any = arguments[0]
-        if record.stack or has_saved_tensor_hooks() or may_autocast():
+        if watched.stack or has_saved_tensor_hooks() or may_autocast():
             self._keep_input(record, x)
         else:
             record.x, record.version = x, _version(x)
@@ -111,8 +109,7 @@ class Capture:
             shape = output.shape
             if shape and shape[0] != model[0]:
                 self._watch_broadcast(record, output)
-        record.listener = listener = Listener(self.arrivals, record)
-        return listener
+        return Listener(self.arrivals, record)
 
     def called(
         self,
@@ -155,10 +152,13 @@ class Capture:
             self.passes.broadcasts.watch(output, target.spread)
 
     def _new_record(self, watched: Watched) -> Record:
-        passes, layer = self.passes, watched.layer
-        passes.count(layer)
-        grid = passes.grid_of(watched.stack)
-        record = Record(watched, passes.number, grid, self._padding.current())
+        passes, stack = self.passes, watched.stack
+        if passes.running:
+            passes.calls[watched.layer] += 1
+        else:
+            passes.count(watched.layer)
+        grid = passes.grid_of(stack) if stack else passes.grids.get("")
+        record = Record(watched, passes.number, grid, self._padding.current(), passes.calls)
         self.arrivals.records.append(record)
         if watched.rule in rules.STATEFUL:
             record.settings = rules.settings_of(watched.module)

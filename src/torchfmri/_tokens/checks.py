@@ -23,7 +23,6 @@ from torchfmri._torch_private import (
     HookSet,
     current_backward,
     has_post_accumulate_hooks,
-    is_subclass,
 )
 
 _NO_GRAD = "it left no .grad to compare with (autograd.grad on a GPU, or it was taken away)"
@@ -32,7 +31,9 @@ _NO_GRAD = "it left no .grad to compare with (autograd.grad on a GPU, or it was 
 def _has_gradients_of_its_own(parameter: nn.Parameter) -> bool:
     """Whether `.grad` will not simply be what one backward pass brings."""
     return (
-        parameter.grad is not None or is_subclass(parameter) or has_post_accumulate_hooks(parameter)
+        parameter.grad is not None
+        or type(parameter) is not nn.Parameter
+        or has_post_accumulate_hooks(parameter)
     )
 
 
@@ -40,6 +41,7 @@ class Checks(RandomVectors):
     """The random vectors, and what autograd's gradients are between them.
 
     Attributes:
+        received: Parameters that a gradient reached.
         unread: Parameters whose gradient could not be read, with the reason.
         on_backward: Called when the first gradient of a backward pass reaches a parameter.
     """
@@ -53,7 +55,7 @@ class Checks(RandomVectors):
         self._backward = NO_BACKWARD
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._reads_at_once = self._reads_now = False
-        self._received: set[str] = set()
+        self.received: set[str] = set()
         self._came: dict[str, Tensor | None] = {}
         self._listen: Callable[[], None] | None = None  # what is left to be done to listen
         self._counted: set[str] = set()
@@ -113,7 +115,7 @@ class Checks(RandomVectors):
             else:
                 self._came[name] = None
         counted.update(plain, self._came)
-        self._received.update(plain, self._came)
+        self.received.update(plain, self._came)
         self._read_plain(plain)
         self._read_all()
 
@@ -184,12 +186,15 @@ class Checks(RandomVectors):
             if same is None or not gradient.is_contiguous() or not gradient.numel():
                 continue
             info = self._infos[name]
-            key = (*kind, info.shape, info.output.first)
+            key = (kind, info.shape, info.output.first)
             form = known.get(key)
             if form is None:
                 form = known[key] = self.form(name, gradient)
             same[1][name] = Form(gradient.data_ptr() + form.matrix, *form[1:])
-        return [each for each in kinds.values() if each is not None and each[1]]
+        return [
+            (like, dict(sorted(forms.items(), key=lambda item: item[1].rows)))  # few launches
+            for like, forms in (each for each in kinds.values() if each is not None and each[1])
+        ]
 
     def _read_alike(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The gradients of parameters of one shape between their vectors, in few operations."""
@@ -208,10 +213,6 @@ class Checks(RandomVectors):
         with without_autocast(gradient):
             return self.between(name, gradient.detach())
 
-    def received(self, name: str) -> bool:
-        """Whether any gradient reached the parameter."""
-        return name in self._received
-
     def brought(self, name: str) -> Tensor | None:
         """What autograd's gradient is between the vectors; None if it was not read."""
         found = list(self._brought.get(name, ()))
@@ -228,7 +229,7 @@ class Checks(RandomVectors):
             self._reads_now = self._reads_at_once or runs_grad()
             if self.on_backward is not None:
                 self.on_backward()
-        self._received.add(name)
+        self.received.add(name)
         if type(gradient) is not Tensor and hasattr(gradient, "to_local"):
             self.unread[name] = "sharded over processes: the check needs the whole gradient"
         elif self._reads_now:

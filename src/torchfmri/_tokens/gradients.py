@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from torchfmri._attachment import compiled_code_as_eager, switched_off
 from torchfmri._hooks import Hook
-from torchfmri._layers import Pattern, named_layers, unwrap
+from torchfmri._layers import Pattern
 from torchfmri._padding import Padding
 from torchfmri._patterns import match_names, nearest_names
 from torchfmri._taps import Taps, Target
 from torchfmri._tokens.capture import Capture
 from torchfmri._tokens.coverage import Coverage, CoverageRow
 from torchfmri._tokens.gradient import TokenGradient
-from torchfmri._tokens.parameter import VOXEL, head_size
-from torchfmri._tokens.passes import PartHook
-from torchfmri._tokens.plan import Stacks, describe_all, find_parameters, watched_modules
+from torchfmri._tokens.parameter import VOXEL
+from torchfmri._tokens.plans import plan_of
 from torchfmri._tokens.record import Axis
 from torchfmri._tokens.runs import Masks, joined
 from torchfmri._tokens.selection import TokenSelection
@@ -62,30 +61,26 @@ class TokenGradients:
             raise InspectionError(f"keep={keep!r}: choose 'factors', 'norms' or 'voxels'.")
         if not isinstance(voxel, int) or voxel < 1:
             raise InspectionError(f"voxel={voxel!r}: give a number of units, 1 or more.")
-        self._model = unwrap(model)
-        self._layers = named_layers(model)
+        plan = self._plan = plan_of(model, pattern, voxel)
         self._keep = keep
-        self._parameters, self._aliases = find_parameters(self._layers, pattern)
-        head = head_size(getattr(self._model, "config", None))
-        self._infos = describe_all(self._parameters, self._layers, head, voxel)
-        self._watched = watched_modules(self._layers, self._parameters, self._aliases)
-        self._padding = Padding(self._layers.values())
-        self._capture = Capture(
-            self._infos, self._parameters, self._watched, self._padding, keep, max_bytes
-        )
+        self._parameters, self._aliases, self._infos = plan.parameters, plan.aliases, plan.infos
+        self._padding = Padding(plan.masked)
+        self._capture = Capture(plan, self._padding, keep, max_bytes)
         self._handles: list[Any] = []
         self._hooks = HookSet()
         self._stack: contextlib.ExitStack | None = None
         self._found: dict[str, dict[Axis, TokenGradient]] = {}
         self._masks: Masks = {}
-        self._fresh: set[str] = set()
+        self._had_gradients: set[str] = set()
 
     # -- attaching ---------------------------------------------------------------------------
 
     def __enter__(self) -> TokenGradients:
         if switched_off():
             return self
-        self._fresh = {name for name, each in self._parameters.items() if each.grad is None}
+        self._had_gradients = {
+            name for name, each in self._parameters.items() if each.grad is not None
+        }
         with contextlib.ExitStack() as stack:
             stack.callback(self._capture.forget)
             stack.callback(self._capture.passes.broadcasts.detach)
@@ -113,7 +108,7 @@ class TokenGradients:
         capture = self._capture
         targets = [
             Target(each.layer, each.module, _GRADIENTS)
-            for each in self._watched.values()
+            for each in self._plan.watched.values()
             if not each.only_calls
         ]
         taps = Taps(targets, capture, capture.wants, capture.short_way, capture.called)
@@ -122,33 +117,35 @@ class TokenGradients:
 
     def _add_handles(self) -> None:
         capture, handles = self._capture, self._handles
-        model = self._model
+        layers, stacks = self._plan.layers, self._plan.stacks
+        model = layers[""]
         if not isinstance(model, torch.jit.ScriptModule):
             hook = Hook(capture.passes.model_is_called, model)
             handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             after = Hook(capture.passes.model_returns, model)
             handles.append(model.register_forward_hook(after, always_call=True))
         capture.account.checks.attach(self._parameters, self._hooks, capture.failed)
-        for watched in self._watched.values():
-            module, layer = watched.module, watched.layer
+        containers = {}
+        for layer, watched in self._plan.watched.items():
             if watched.only_calls:
-                part = PartHook(capture.passes, layer, self._hooks)
-                self._hooks.before(module, part, first=True)
+                if layer:  # the model itself has hooks already
+                    containers[layer] = watched.module
             elif watched.rule is None:
                 hook = Hook(partial(capture.owners.begins, layer))
-                self._hooks.before(module, hook, first=True)
-        stacks = Stacks(self._layers)
+                self._hooks.before(watched.module, hook, first=True)
+        capture.passes.parts.watch(capture.passes, containers)
         if stacks.encoder:
-            module = self._layers[stacks.encoder]
+            module = layers[stacks.encoder]
             handles.append(
                 module.register_forward_hook(Hook(capture.passes.encoder_has_run, module))
             )
             for name in (stacks.encoder, stacks.decoder):
                 begins = Hook(partial(capture.passes.stack_begins, name.rpartition(".")[2]))
-                module = self._layers[name]
+                module = layers[name]
                 handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
 
     def _remove_handles(self) -> None:
+        self._capture.passes.parts.forget()
         self._hooks.remove()
         for handles in (self._handles, self._capture.arrivals.handles):
             while handles:
@@ -159,7 +156,7 @@ class TokenGradients:
     @property
     def names(self) -> list[str]:
         """The parameters that received a gradient, in model order."""
-        return [name for name in self._parameters if self._capture.account.received(name)]
+        return self._capture.account.received(self._parameters)
 
     @property
     def notes(self) -> dict[str, list[str]]:
@@ -205,12 +202,12 @@ class TokenGradients:
         capture = self._capture
         if name in capture.account.reasons:
             raise capture.account.reasons[name]
-        if not capture.account.received(name):
+        parts = capture.arrivals.parts(name)
+        if not parts and not capture.account.received([name]):
             raise InspectionError(
                 f"No gradient reached {name!r}: run forward and backward inside the `with` block, "
                 "and check that the loss depends on it."
             )
-        parts = capture.arrivals.parts(name)
         if not parts:
             raise UnsupportedLayerError(
                 name,
@@ -352,8 +349,7 @@ class TokenGradients:
         """`.grad`, if it holds what the block brought and nothing else."""
         gradient = self._parameters[name].grad
         brought = self._capture.account.checks.brought(name)
-        is_ours = name in self._fresh and gradient is not None and not gradient.is_sparse
-        if gradient is None or brought is None or not is_ours:
+        if gradient is None or brought is None or name in self._had_gradients or gradient.is_sparse:
             return None
         if self._capture.arrivals.versions.get(name) != gradient._version:
             return None

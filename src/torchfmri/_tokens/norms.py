@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._kernels.rows import SMALLEST, Asked, Lane, Numbers, Rows
+from torchfmri._kernels.rows import Asked, Lane, Numbers, Rows
 from torchfmri._tokens import factors, rules
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.factors import Term
@@ -54,19 +54,6 @@ class Reducer:
         reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
         return None if reduce is None else reduce(self, record, g)
 
-    def at_once(self, record: Record, g: Tensor) -> Found | None:
-        """The same if that is a pass or two of compiled code over memory; else None."""
-        rule = record.watched.rule
-        if g.dtype is not torch.float32 or not g.is_cpu or g.numel() < SMALLEST:
-            return None
-        if rule is rules.linear:
-            if g.ndim > 3 or not g.is_contiguous():
-                return None
-            return _outer(self, record, g)
-        if rule is rules.own_rms_norm or rule is rules.rms_norm:
-            return _rms_norm(self, record, g)
-        return None
-
     def terms(self, several: Sequence[Term], name: str) -> Reduced:
         """The numbers of a parameter from its terms, with all cross terms."""
         info = self._checks.info(name)
@@ -81,12 +68,15 @@ class Reducer:
 
     # -- rows --------------------------------------------------------------------------------
 
-    def input_numbers(self, x: Tensor) -> Numbers:
-        """Squares and probe of an input; q, k and v, whose gradients come in a row, share them."""
-        last = self._last
+    def outer_numbers(self, record: Record, g: Tensor) -> tuple[Numbers, Numbers]:
+        """Of the gradient and of the input of a Linear.
+
+        q, k and v, whose gradients come in a row, share those of their input.
+        """
+        x, last = record.x, self._last
         if last is None or last[0] is not x:
             last = self._last = (x, self._read(x, INPUT, 0))
-        return last[1]
+        return self._read(g, OUTPUT, self._voxel(record) if self.by_voxel else 0), last[1]
 
     def output_numbers(self, values: Tensor, record: Record) -> Numbers:
         """Of gradients with one vector per token, (..., o): squares, maybe by voxel, and probe."""
@@ -148,11 +138,10 @@ def _outer(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
         if not one or grid.order != tuple(range(grid.leading)):
             return None
     rules.check_tokens(record.x, g)
-    numbers = reducer.output_numbers(g, record)
-    outer = OUTER_BY_VOXEL if reducer.by_voxel else OUTER
-    found = {"weight": Reduced(outer, (numbers, reducer.input_numbers(record.x)))}
+    numbers = reducer.outer_numbers(record, g)
+    found = {"weight": Reduced(OUTER_BY_VOXEL if reducer.by_voxel else OUTER, numbers)}
     if "bias" in record.watched.parameters:
-        found["bias"] = Reduced(SQUARES, (numbers,))
+        found["bias"] = Reduced(SQUARES, numbers[:1])
     return found
 
 
@@ -170,9 +159,9 @@ def _embedding(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
 
 def _rms_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
     """The product g * x / rms(x), summed over the heads where it is per head."""
-    module: Any = record.watched.module
-    x = record.x
-    if module.weight.ndim != 1 or x.dtype == torch.float64:  # there every digit counts
+    module, x = record.watched.module, record.x
+    weight: Any = module._parameters["weight"]
+    if weight.ndim != 1 or x.dtype == torch.float64:  # there every digit counts
         return None
     small = rules.epsilon(module, x.dtype)
     numbers = reducer.product_numbers(record, g, small)

@@ -167,8 +167,8 @@ class Owners:
         account = self._account
         wanted = {
             name: self._parameters[name]
-            for name in names
-            if account.received(name) and name not in account.reasons
+            for name in account.received(names)
+            if name not in account.reasons
         }
         if not wanted:
             return

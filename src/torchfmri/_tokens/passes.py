@@ -29,9 +29,12 @@ class Passes:
         number: Of the pass that runs, from 1.
         calls: How often each layer was called in this pass.
         has_gone_back: A gradient of this pass has come.
+        grids: Batch and positions of what the model was handed (""), and each of its stacks.
+        running: The containers whose calls have begun and are not over, the outermost first.
         memories: What the encoder returned in this pass; a decoder's layer that reads one of these
             has the encoder's tokens, and `encoder_mask`.
         broadcasts: Outputs that are spread over the batch.
+        parts: The containers that begin a pass when they are called by themselves.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -41,8 +44,9 @@ class Passes:
         self.memories: list[weakref.ref[Tensor]] = []
         self.encoder_mask: TokenMask | None = None
         self.broadcasts = Broadcasts(failed)
-        self._grids: dict[str, tuple[int, int] | None] = {}
-        self._running: list[str] = []
+        self.parts = Parts()
+        self.grids: dict[str, tuple[int, int] | None] = {}
+        self.running: list[str] = []
         self._outermost: set[str] = set()
 
     def begin(self) -> None:
@@ -50,27 +54,22 @@ class Passes:
         self.broadcasts.stop()
         self.number += 1
         self.has_gone_back = False
-        self.calls.clear()
+        self.calls = defaultdict(int)  # that of the last pass belongs to its records
         self.memories.clear()
         self._outermost.clear()
-        self._grids.clear()
+        self.grids.clear()
 
     def count(self, layer: str) -> None:
         """Count the call of a layer; by itself, outside of any module, it may begin a pass."""
-        if not self._running and (self.calls[layer] or self.has_gone_back):
+        if not self.running and (layer in self.calls or self.has_gone_back):
             self.begin()
         self.calls[layer] += 1
 
     def grid_of(self, stack: str) -> tuple[int, int] | None:
         """Batch and positions of what the model, or this stack of it, was handed."""
-        return self._grids.get(stack) or self._grids.get("")
+        return self.grids.get(stack) or self.grids.get("")
 
     # -- containers --------------------------------------------------------------------------
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the call of a container has begun and is not over."""
-        return bool(self._running)
 
     def module_begins(
         self,
@@ -80,21 +79,21 @@ class Passes:
         keywords: Mapping[str, object],
     ) -> None:
         """A container is called: the outermost one begins a pass."""
-        if layer in self._running and not calls_itself(module):
+        if layer in self.running and not calls_itself(module):
             # An interrupt ended a call without its forward hook.
-            del self._running[self._running.index(layer) :]
-        if not self._running:
+            del self.running[self.running.index(layer) :]
+        if not self.running:
             if not self.number or layer in self._outermost or self.has_gone_back:
                 self.begin()
             self._outermost.add(layer)
-            self._grids.setdefault("", model_grid(arguments, keywords))
-        self._running.append(layer)
+            self.grids.setdefault("", model_grid(arguments, keywords))
+        self.running.append(layer)
 
     def module_ends(self, layer: str) -> None:
         """The call of a container is over: the last one that began."""
-        for index in range(len(self._running) - 1, -1, -1):
-            if self._running[index] == layer:
-                del self._running[index:]
+        for index in range(len(self.running) - 1, -1, -1):
+            if self.running[index] == layer:
+                del self.running[index:]
                 break
 
     # -- hooks -------------------------------------------------------------------------------
@@ -104,6 +103,7 @@ class Passes:
     ) -> None:
         """The model begins a pass."""
         if current_backward() == NO_BACKWARD:
+            self.parts.detach()
             self.module_begins("", module, arguments, keywords)
 
     def model_returns(self, *call: Any) -> None:
@@ -111,17 +111,45 @@ class Passes:
         if current_backward() == NO_BACKWARD:
             self.broadcasts.model_returned(*call)
             self.module_ends("")
+            self.parts.attach()
 
     def stack_begins(
         self, stack: str, _: object, arguments: tuple[object, ...], keywords: Mapping[str, object]
     ) -> None:
         """The encoder or the decoder is handed its tokens."""
         if current_backward() == NO_BACKWARD:
-            self._grids[stack] = model_grid(arguments, keywords)
+            self.grids[stack] = model_grid(arguments, keywords)
 
     def encoder_has_run(self, module: nn.Module, arguments: object, output: object) -> None:
         """Remember what the encoder returned."""
         self.memories += [weakref.ref(each.tensor) for each in flatten(output)]
+
+
+class Parts:
+    """The hooks on containers that only call modules; while the model runs, they are not there."""
+
+    def __init__(self) -> None:
+        self._hooks = HookSet()
+        self._parts: list[tuple[nn.Module, PartHook]] = []
+
+    def watch(self, passes: Passes, containers: Mapping[str, nn.Module]) -> None:
+        """Attach hooks to these containers."""
+        self._parts = [
+            (module, PartHook(passes, layer, self._hooks)) for layer, module in containers.items()
+        ]
+        self.attach()
+
+    def attach(self) -> None:
+        for module, hook in self._parts:
+            self._hooks.before(module, hook, first=True)
+
+    def detach(self) -> None:
+        self._hooks.remove()
+
+    def forget(self) -> None:
+        """Remove the hooks for good."""
+        self.detach()
+        self._parts = []
 
 
 class PartHook(Hook):
@@ -136,7 +164,7 @@ class PartHook(Hook):
 
     def __call__(self, module: nn.Module, *call: Any) -> None:
         passes = self._passes
-        if passes.is_running:
+        if passes.running:
             self._depth += self._depth > 0
         elif current_backward() == NO_BACKWARD:
             passes.module_begins(self._layer, module, *call)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
@@ -122,7 +123,8 @@ def watched_modules(
         if own:
             rule = rules.rule_of(module)
             reads = rule is None and _reads_weights(module)
-            watched[layer] = Watched(layer, module, rule, own, {}, False, stacks.of(layer), reads)
+            stack = stacks.of(layer)
+            watched[layer] = Watched(layer, ref(module), rule, own, {}, False, stack, reads)
     for name in (name for name, count in uses.items() if count > 1):
         for each in watched.values():
             each.is_shared |= name in each.parameters.values()
@@ -157,7 +159,8 @@ def _container(
     first = names[id(module)]
     if first not in watched:
         reads = _reads_weights(module)
-        watched[first] = Watched(first, module, None, {}, {}, False, stacks.of(first), reads)
+        stack = stacks.of(first)
+        watched[first] = Watched(first, ref(module), None, {}, {}, False, stack, reads)
     return watched[first]
 
 
@@ -223,7 +226,7 @@ def _only_calls(container: Watched) -> bool:
     """
     module = container.module
     kind: Any = type(module)
-    if not _is_known(kind) or any(isinstance(each, _FUNCTIONS) for each in vars(module).values()):
+    if not _is_known(kind) or holds_functions(module):
         return False
     keys: set[str] = set()
     for below in container.below.values():
@@ -235,6 +238,11 @@ def _only_calls(container: Watched) -> bool:
 
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
+
+
+def holds_functions(module: nn.Module) -> bool:
+    """Whether a function is an attribute of the module, which may do anything."""
+    return any(issubclass(kind, _FUNCTIONS) for kind in set(map(type, vars(module).values())))
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ class Watched:
 
     Attributes:
         layer: Its name.
-        module: The module.
+        reference: To the module, weakly: plans outlive blocks, and must not keep models alive.
         rule: What its parameters' terms are; None for an owner, which is run again.
         parameters: Its own parameters that are watched: name in the module -> full name.
         below: Modules below whose weights it may use without calling them, by layer.
@@ -37,7 +38,7 @@ class Watched:
     """
 
     layer: str
-    module: nn.Module
+    reference: weakref.ref[nn.Module]
     rule: Rule | None
     parameters: dict[str, str]
     below: dict[str, Watched] = field(default_factory=dict)
@@ -45,6 +46,13 @@ class Watched:
     stack: str = ""
     reads_weights: bool = False
     only_calls: bool = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which whoever reads this keeps alive."""
+        module = self.reference()
+        assert module is not None
+        return module
 
 
 class Axis(NamedTuple):
@@ -84,12 +92,12 @@ class Record:
         watched: The layer.
         run: The number of the pass; `model` is what the model was handed, (b, s).
         mask: Which positions are padding.
+        calls: How often each layer was called in the pass.
         stack: Whose tokens they are, the encoder's or the decoder's.
         x: What the call read, at this `version` (None: it cannot change) and with these `strides`
             (where they matter).
         is_replayed: A checkpoint computes the call again, and brings x then.
         settings: What the rule asks the module for.
-        listener: The hook on its output, where that is all there is to it.
         spread_gradient: That of the addition which spread the output over the batch.
         g: The gradient of the output, of this `shape`, from this `backward` pass.
         reduced: Numbers instead of both, by the parameter's name in the module.
@@ -105,7 +113,6 @@ class Record:
     backward = NO_BACKWARD
     reduced: dict[str, Reduced] | None = None
     spread_gradient: Tensor | None = None
-    listener: Any = None
 
     def __init__(
         self,
@@ -113,9 +120,16 @@ class Record:
         run: int,
         model: tuple[int, int] | None,
         mask: TokenMask | None,
+        calls: Mapping[str, int],
     ) -> None:
         self.watched, self.run, self.model, self.mask = watched, run, model, mask
-        self.stack = watched.stack
+        self.calls, self.stack = calls, watched.stack
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other call of the pass read the same parameters."""
+        watched = self.watched
+        return not watched.is_shared and self.calls.get(watched.layer, 0) <= 1
 
     def let_go_of_graph(self) -> None:
         """Keep what the call read without what it was computed from."""
@@ -159,15 +173,16 @@ class Record:
 
     def grid(self) -> Grid:
         """The tokens of this call."""
-        rule, module, shape = self.watched.rule, self.watched.module, self.shape
+        watched, shape = self.watched, self.shape
+        rule = watched.rule
         assert shape is not None
         if rule in rules.CHANNELS_SECOND:
-            return features_second(shape, rules.spatial_axes(module))
-        if rule is rules.embedding and "relative" in self.watched.layer:
+            return features_second(shape, rules.spatial_axes(watched.module))
+        if rule is rules.embedding and "relative" in watched.layer:
             return Grid(1, shape[0], (0, 1))  # (query, key, heads): the query's position
         features = 1
         if rule is rules.layer_norm or rule is rules.rms_norm:
-            features = len(module.normalized_shape)  # type: ignore[arg-type]
+            features = len(watched.module.normalized_shape)  # type: ignore[arg-type]
         return features_last(tuple(shape[: len(shape) - features]), self.model, self.strides)
 
     # -- factors -----------------------------------------------------------------------------
@@ -224,8 +239,8 @@ class Record:
 
     def _axis(self, tokens: int, grid: Grid) -> Axis:
         """The tokens of a parameter: those of the call, or as many as it has of its own."""
-        own = (grid.b, tokens // max(1, grid.b))
-        return Axis(self.run, self.stack, grid.shape if tokens == grid.b * grid.s else own)
+        b, s = grid.b, grid.s
+        return Axis(self.run, self.stack, (b, s) if tokens == b * s else (b, tokens // max(1, b)))
 
 
 def sums_to(spread: Tensor, gradient: Tensor) -> bool:

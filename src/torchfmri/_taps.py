@@ -98,9 +98,9 @@ class Taps:
             captured.
         light: The short way of a layer, or None where it has none: for the common call, whose
             output is one tensor that is no view of something older. It takes arguments, keywords
-            and output, and returns what listens for its gradient, which is None where it is
-            zero and autograd knows that. None sends the call the long
-            way, on which `wanted` is asked.
+            and output, and returns what listens for its gradient (None where autograd knows that
+            it is zero). Where it returns None the call goes the long way, on which `wanted` is
+            asked.
         called: Handed each call on the long way with its arguments, before its activations; a call
             that a reentrant checkpoint runs again is handed over again.
     """

@@ -68,11 +68,6 @@ def node_sequence_number(node: Any) -> int:
     return int(read()) if read is not None else 1 << 62
 
 
-def is_subclass(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that may do things its own way (a shard, a quantised one)."""
-    return type(tensor) not in (Tensor, nn.Parameter)
-
-
 _ADD_HOOKS = "_register_hook_dict"  # of a node: makes it call the hooks of a tensor
 
 

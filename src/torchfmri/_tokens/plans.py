@@ -114,10 +114,10 @@ class _Kept:
             found = self._plans.get(asked)
         except TypeError:  # a pattern that is no pattern
             return None
-        modules = [each() for each in self._modules]
-        if found is None or None in modules or _looks_of(modules) != self._looks:  # type: ignore[arg-type]
+        modules = [module for each in self._modules if (module := each()) is not None]
+        if found is None or len(modules) < len(self._names) or _looks_of(modules) != self._looks:
             return None
-        return found.with_modules(dict(zip(self._names, modules, strict=True)))  # type: ignore[arg-type]
+        return found.with_modules(dict(zip(self._names, modules, strict=True)))
 
     def add(self, asked: _Asked, plan: Plan) -> bool:
         """Keep a plan, unless the model does not look as it did."""

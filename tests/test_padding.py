@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchfmri
 from torchfmri import Inspector
-from torchfmri._padding import Padding, TokenMask
+from torchfmri._padding import Padding, TokenMask, masked_modules
 from torchfmri.statistics import calculate_statistics
 
 RIGHT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
@@ -341,7 +341,7 @@ def test_nested_tensors_have_no_padding() -> None:
 
 def test_padding_hooks_go() -> None:
     model = Outer(lambda mask: {})
-    padding = Padding(model.modules())
+    padding = Padding(masked_modules(model.modules()))
     padding.attach()
     assert model._forward_pre_hooks
     assert model.inner._forward_hooks
@@ -349,6 +349,24 @@ def test_padding_hooks_go() -> None:
     padding.detach()
     padding.detach()
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def test_a_forward_that_is_replaced_while_hooks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is where it was when the block began."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.layer(x)
+
+    model, first, mask = Masked(), Masked.forward, torch.tensor([[1, 1, 0]])
+    with torchfmri.token_gradients(model, "layer.weight") as tokens:
+        monkeypatch.setattr(Masked, "forward", lambda *call: first(*call))
+        model(torch.ones(1, 3, 4), mask).sum().backward()
+    assert (tokens["layer.weight"].norm() > 0).tolist() == [[True, True, False]]
 
 
 # -- transformers --------------------------------------------------------------------------------

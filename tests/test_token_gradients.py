@@ -548,7 +548,6 @@ def test_two_tokens_swapped_are_seen(
     name: str, build: Any, shape: Any, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The residual is large when x of one token meets dL/dy of another."""
-    from torchfmri._tokens import capture
     from torchfmri._tokens.arrivals import Arrivals
 
     model, x = build().double(), numbers(*shape)
@@ -564,8 +563,8 @@ def test_two_tokens_swapped_are_seen(
         return taken
 
     with monkeypatch.context() as patch:
-        for owner, way in ((capture, "Listener"), (Arrivals, "call_came_back")):  # short and long
-            patch.setattr(owner, way, swapped(getattr(owner, way)))
+        for way in ("arrived", "call_came_back"):  # short and long
+            patch.setattr(Arrivals, way, swapped(getattr(Arrivals, way)))
         with torchfmri.token_gradients(model, "weight", keep=keep) as tokens:
             loss_of(model(x)).backward()
         row = tokens.coverage()["weight"]

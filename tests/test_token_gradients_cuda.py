@@ -91,17 +91,17 @@ def test_norms_and_coverage(keep: str, tied: bool, dtype: torch.dtype) -> None:
 def test_the_residual_is_large_when_tokens_are_mixed_up(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchfmri._tokens import capture
+    from torchfmri._tokens.arrivals import Arrivals
 
-    listener = capture.Listener
+    arrived = Arrivals.arrived
 
     def swapped(arrivals: Any, record: Any, *rest: Any) -> Any:
         if record.watched.layer == "down":
             record.x = record.x.flip(1)
             record.version = record.x._version
-        return listener(arrivals, record, *rest)
+        return arrived(arrivals, record, *rest)
 
-    monkeypatch.setattr(capture, "Listener", swapped)
+    monkeypatch.setattr(Arrivals, "arrived", swapped)
     torch.manual_seed(0)
     model = Small(False).cuda().to(dtype)
     tokens = found_of(model, torch.randint(96, (3, 40), device="cuda"), "norms")

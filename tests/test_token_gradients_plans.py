@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from torch.nn.utils import parametrizations
 import torchfmri
 from torchfmri._tokens import plans
 from torchfmri._tokens.gradients import TokenGradients
+
+X = torch.ones(2, 5, 6, dtype=torch.float64)
 
 
 class Inner(nn.Module):
@@ -287,3 +290,38 @@ def test_a_layer_without_values_yet_elsewhere_in_the_model() -> None:
             loss_of(model["used"](numbers(2, 5, 4))).backward()
         assert tokens.names == ["used.weight", "used.bias"]
         model["used"].zero_grad()
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda each: torch.jit.trace(each, X)])
+def test_a_scripted_child_is_no_obstacle(make: Callable[[Any], Any], made: list[object]) -> None:
+    """From the beginning, and put there after a block; nothing is kept of such a model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is on its way out of torch
+        child = make(nn.Tanh())
+    model = Model().double()
+    expected = block(model).norm()
+    model.inner.act = child
+    for _ in range(2):
+        assert torch.equal(block(model).norm(), expected)
+    assert len(made) == 3
+    fresh = Model().double()
+    fresh.inner.act = child
+    assert block(fresh).coverage().residual < 1e-12
+
+
+def test_a_module_inside_itself_is_no_obstacle(made: list[object]) -> None:
+    model = Model().double()
+    expected = block(model).norm()
+    model.inner.again = model.inner
+    for _ in range(2):
+        assert torch.equal(block(model).norm(), expected)
+    assert len(made) == 3
+
+
+def test_a_module_that_dies_takes_the_plan_along() -> None:
+    """Its address may be that of another one, next."""
+    model = Model().double()
+    block(model)
+    assert len(plans._KEPT) == 1
+    model.head = nn.Linear(4, 4, bias=False).double()
+    assert len(plans._KEPT) == 0

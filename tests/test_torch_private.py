@@ -6,6 +6,8 @@ import ast
 import re
 import runpy
 import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -323,11 +325,11 @@ def test_set_of_hooks(symbols: bool) -> None:
     before = hook_tables(module)
     target = module if symbols else WithoutTables(module)
     hooks = _torch_private.HookSet()
-    hooks.before(target, lambda *call: told.append(("first", len(call))), first=True)
-    hooks.after(target, lambda *call: told.append(("after", len(call))), always=True)
+    hooks.before((target,), lambda *call: told.append(("first", len(call))), first=True)
+    hooks.after((target,), lambda *call: told.append(("after", len(call))), always=True)
     hooks.gradient(module.weight, lambda gradient: told.append(gradient.shape))
     other = _torch_private.HookSet()  # has a number of its own
-    other.before(target, lambda *_: told.append("last"))
+    other.before((target,), lambda *_: told.append("last"))
     module(torch.ones(1, 2)).sum().backward()
     expected = [("first", 3), "theirs pre", "last", "theirs after", ("after", 4), (2, 2)]
     assert told == expected
@@ -372,17 +374,18 @@ def test_hooks_on_outputs_come_together_with_those_of_others(
 ) -> None:
     """One of ours, one of the user's, in either order; both are called, and each can go."""
     if not known:  # a torch without the symbol
-        monkeypatch.setattr(_torch_private, "_ADD_HOOKS", "no_such_method")
+        monkeypatch.setattr(_torch_private, "_NODE", None)
     seen: list[str] = []
-    y, hooks = torch.ones(2, requires_grad=True) * 2, _torch_private.HookSet()
+    y = torch.ones(2, requires_grad=True) * 2
+    hooks = _torch_private.OutputHooks(lambda call, gradient: seen.append(call))
     node = y.grad_fn
     if first:
-        hooks.output(y, node, lambda gradient: seen.append("ours"))
+        hooks.add(y, node, "ours")
         assert (y._backward_hooks is None) is known
     handle: Any = y.register_hook(lambda gradient: seen.append("theirs"))  # type: ignore[no-untyped-call]
     gone: Any = y.register_hook(lambda gradient: seen.append("gone"))  # type: ignore[no-untyped-call]
     if not first:
-        hooks.output(y, node, lambda gradient: seen.append("ours"))
+        hooks.add(y, node, "ours")
     gone.remove()
     y.sum().backward(retain_graph=True)
     assert sorted(seen) == ["ours", "theirs"]
@@ -396,12 +399,78 @@ def test_hooks_on_outputs_come_together_with_those_of_others(
 
 def test_hooks_on_outputs_stay_with_the_node_that_made_them() -> None:
     """Also where somebody writes into the output, and where a node has several outputs."""
-    seen: list[torch.Tensor] = []
-    hooks = _torch_private.HookSet()
+    seen: dict[str, float] = {}
+    hooks = _torch_private.OutputHooks(lambda call, each: seen.update({call: float(each[0])}))
     y = torch.ones(2, requires_grad=True) * 2
-    hooks.output(y, y.grad_fn, seen.append)
+    hooks.add(y, y.grad_fn, "y")
+    hooks.add(y, y.grad_fn, "y again")  # as of a layer that returns what one inside it returned
     y.mul_(3)
-    _, second = torch.ones(2, 2, requires_grad=True).unbind()
-    hooks.output(second, second.grad_fn, seen.append)
-    (y.sum() + 5 * second.sum()).backward()
-    assert sorted(float(each[0]) for each in seen) == [3, 5]
+    first, second = torch.ones(2, 2, requires_grad=True).unbind()
+    hooks.add(second, second.grad_fn, "second")
+    hooks.add(first, first.grad_fn, "first")
+    (y.sum() + 5 * second.sum() + 7 * first.sum()).backward()
+    assert seen == {"y": 3, "y again": 3, "second": 5, "first": 7}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_hooks_on_outputs_that_are_forgotten_stay_with_their_graph(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        monkeypatch.setattr(_torch_private, "_NODE", None)
+    seen: list[str] = []
+    hooks = _torch_private.OutputHooks(lambda call, gradient: seen.append(call))
+    x = torch.ones(2, requires_grad=True)
+    old = x * 2
+    hooks.add(old, old.grad_fn, "old")
+    hooks.forget()
+    new = x * 3
+    hooks.add(new, new.grad_fn, "new")
+    hooks.remove()
+    (old.sum() + new.sum()).backward()
+    assert seen == ["old"]
+
+
+def test_hooks_on_outputs_of_two_threads() -> None:
+    """Every thread counts its nodes from 0: the same number does not mean the same call."""
+    seen: dict[str, float] = {}
+    hooks = _torch_private.OutputHooks(lambda call, each: seen.update({call: float(each)}))
+    made: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def make(name: str) -> None:
+        y = torch.ones((), requires_grad=True) * 2
+        made[name] = (y, _torch_private.node_sequence_number(y.grad_fn))
+        hooks.add(y, y.grad_fn, name)
+
+    for name in ("one", "other"):
+        thread = threading.Thread(target=make, args=(name,))
+        thread.start()
+        thread.join()
+    (one, first), (other, second) = made.values()
+    assert first == second
+    (3 * one + 5 * other).backward()
+    assert seen == {"one": 3, "other": 5}
+
+
+class WithoutSymbols:
+    """A node of a torch that does not have them."""
+
+
+def test_hooks_on_outputs_of_nodes_without_the_symbols() -> None:
+    seen: list[str] = []
+    hooks = _torch_private.OutputHooks(lambda call, gradient: seen.append(call))
+    y = torch.ones((), requires_grad=True) * 2
+    hooks.add(y, WithoutSymbols(), "y")
+    y.backward()
+    assert seen == ["y"]
+
+
+def test_hooks_on_outputs_keep_no_graph_alive() -> None:
+    hooks = _torch_private.OutputHooks(lambda call, gradient: None)
+    x = torch.ones(2, requires_grad=True)
+    saved = x.exp()
+    reference = weakref.ref(saved)
+    y = saved * saved
+    hooks.add(y, y.grad_fn, "y")
+    del saved, y
+    assert reference() is None

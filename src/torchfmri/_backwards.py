@@ -17,7 +17,7 @@ from torchfmri._torch_private import (
     NO_BACKWARD,
     at_end_of_backward,
     current_backward,
-    has_saved_tensor_hooks,
+    saved_tensor_hooks,
 )
 
 
@@ -97,7 +97,7 @@ class Backwards:
 
 def runs_checkpoint() -> bool:
     """Whether the code that is running stands inside an activation checkpoint, and gradients on."""
-    if not has_saved_tensor_hooks():
+    if saved_tensor_hooks(False) is None:
         return False
     return any(frame.f_code in _CHECKPOINTS for frame in _frames())
 

@@ -18,7 +18,7 @@ from torchfmri._diagnosis.report import Diagnosis
 from torchfmri._forward_pass import Loss, arguments_for, loss_of, thawed
 from torchfmri._inspection import Inspection
 from torchfmri._layers import Pattern, find_layers, leaf_layers, named_layers, runnable, unwrap
-from torchfmri._padding import Padding
+from torchfmri._padding import Padding, masked_modules
 from torchfmri._recorder import Keep, Recorder, Watched
 from torchfmri._records import Record
 from torchfmri._snapshot import copy_of_data, unchanged
@@ -229,7 +229,8 @@ class Inspector:
             inspection.missing = dict.fromkeys(inspection, "TORCHFMRI=off: nothing is attached")
             yield None
             return
-        padding = Padding(self.model.modules(), lambda error: recorder.failed("", error, False))
+        masked = masked_modules(self.model.modules())
+        padding = Padding(masked, lambda error: recorder.failed("", error, False))
         recorder = Recorder(inspection, watched, options, padding)
         self._recording = True
         try:

@@ -8,9 +8,10 @@ nothing, `None` means that nothing is padded).
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,53 +68,66 @@ class _Inside(NamedTuple):
     mask: TokenMask | None
 
 
+class _Running(defaultdict[int, list[_Inside]]):
+    """By thread, the innermost last.
+
+    Attributes:
+        is_padded: Something was, since the hooks are there.
+    """
+
+    is_padded = False
+
+
 class Padding:
     """Follows the padding through a run, by hooks on the modules that take an attention_mask.
 
     Args:
-        modules: All modules of the model.
+        modules: Modules that are handed a mask; see `masked_modules`.
         failed: Told of an error in a hook of ours; by default it comes through.
     """
 
     def __init__(
         self,
-        modules: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self._failed = failed
-        self._modules = list({id(each): each for each in modules if takes_mask(each)}.values())
-        self._stack: dict[int, list[_Inside]] = defaultdict(list)
+        self._modules = modules
+        self._running = _Running(list)
         self._hooks = HookSet()
 
     def current(self) -> TokenMask | None:
         """The padding that holds for the module running in this thread."""
-        stack = self._stack[threading.get_ident()]
+        if not self._running.is_padded:
+            return None
+        stack = self._running[threading.get_ident()]
         return stack[-1].mask if stack else None
 
     def attach(self) -> None:
         """Add the hooks; attach the taps first, so that theirs run inside ours."""
-        leave = _Leave(self._stack)
-        for module in self._modules:
-            self._hooks.before(module, _Enter(module, self._stack, self._failed), first=True)
-            self._hooks.after(module, leave, always=True)
+        places = {id(each): _mask_place(type(each).forward) for each in self._modules}
+        enter = _Enter(places, self._running, self._failed)
+        self._hooks.before(self._modules, enter, first=True)
+        self._hooks.after(self._modules, _Leave(self._running), always=True)
 
     def detach(self) -> None:
         """Remove the hooks; safe to call twice."""
         self._hooks.remove()
-        self._stack.clear()
+        self._running.clear()
+        self._running.is_padded = False
 
 
 class _Leave(Hook):
     """The forward hook of all these modules; a copy of a model takes it along as a no-op."""
 
-    __slots__ = ("_stacks",)
+    __slots__ = ("_running",)
 
-    def __init__(self, stacks: dict[int, list[_Inside]]) -> None:
+    def __init__(self, running: _Running) -> None:
         super().__init__(None)
-        self._stacks = stacks
+        self._running = running
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        stack, key = self._stacks[threading.get_ident()], id(module)
+        stack, key = self._running[threading.get_ident()], id(module)
         for index in range(len(stack) - 1, -1, -1):
             if stack[index].module == key:
                 del stack[index:]
@@ -121,57 +135,59 @@ class _Leave(Hook):
 
 
 class _Enter(Hook):
-    """The hook before the calls of one module."""
+    """The hook before the calls of all these modules; by their ids, where each finds its mask."""
 
-    __slots__ = ("_has_two_sequences", "_index", "_key", "_stacks")
+    __slots__ = ("_places", "_running")
 
     def __init__(
         self,
-        module: nn.Module,
-        stacks: dict[int, list[_Inside]],
+        places: dict[int, tuple[int, bool]],
+        running: _Running,
         failed: Callable[[Exception], None] | None,
     ) -> None:
         super().__init__(None, failed=failed)
-        self._key, self._stacks = id(module), stacks
-        self._index = _mask_index(type(module)) or 0
-        self._has_two_sequences = _has_two_sequences(type(module))
+        self._places, self._running = places, running
 
     def __call__(
         self, module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
     ) -> None:
         key = id(module)
-        if key != self._key:  # a copy of the module
+        place = self._places.get(key)
+        if place is None:  # a copy of a module
             return
-        stack = self._stacks[threading.get_ident()]
+        stack = self._running[threading.get_ident()]
         # An interrupt ends a call without its forward hook: entered again, it is not running.
         for index, inside in enumerate(stack):
             if inside.module == key:
                 del stack[index:]
                 break
         outer = stack[-1].mask if stack else None
-        # Pushed first: whatever happens below, the forward hook pops exactly one.
-        stack.append(_Inside(key, outer))
+        found = outer
         try:
-            found = self._find(arguments, keywords, outer)
-            if found is not outer:
-                stack[-1] = _Inside(key, found)
+            found = self._find(place, arguments, keywords, outer)
         except Exception as error:
             if self._failed is None:
                 raise
             self._failed(error)
+        finally:
+            stack.append(_Inside(key, found))  # whatever happened, the forward hook pops one
+            if found is not None:
+                self._running.is_padded = True
 
     def _find(
         self,
+        place: tuple[int, bool],
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         outer: TokenMask | None,
     ) -> TokenMask | None:
         """The padding inside this call, given that around it."""
-        if self._has_two_sequences:
+        index, has_two_sequences = place
+        if has_two_sequences:
             return None  # the mask belongs to the encoder, which is handed it by itself
         mask = keywords.get("attention_mask", self)
-        if mask is self and len(arguments) > self._index:
-            mask = arguments[self._index]
+        if mask is self and len(arguments) > index:
+            mask = arguments[index]
         memory = keywords.get("encoder_attention_mask")
         if memory is None and outer is None and not (isinstance(mask, Tensor) and mask.ndim == 2):
             return None
@@ -199,11 +215,15 @@ def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> in
     return 0
 
 
-def takes_mask(module: nn.Module) -> bool:
-    """Whether a module is handed an `attention_mask`."""
+def masked_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that are handed an `attention_mask`, each once."""
+    return list({id(each): each for each in modules if _takes_mask(each)}.values())
+
+
+def _takes_mask(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and its class has no forward
         return False
-    return _mask_index(type(module)) is not None
+    return "attention_mask" in _parameters(type(module).forward)
 
 
 @lru_cache(maxsize=4096)
@@ -214,10 +234,9 @@ def _parameters(forward: Callable[..., object]) -> tuple[str, ...]:
         return ()
 
 
-def _mask_index(kind: type[nn.Module]) -> int | None:
-    names = _parameters(kind.forward)
-    return names.index("attention_mask") if "attention_mask" in names else None
-
-
-def _has_two_sequences(kind: type[nn.Module]) -> bool:
-    return "decoder_input_ids" in _parameters(kind.forward)
+@lru_cache(maxsize=4096)
+def _mask_place(forward: Callable[..., object]) -> tuple[int, bool]:
+    """Which argument the mask is, if it has no keyword, and whether there are two sequences."""
+    names = _parameters(forward)
+    known = "attention_mask" in names  # else somebody has replaced a forward that had it
+    return names.index("attention_mask") if known else sys.maxsize, "decoder_input_ids" in names

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchfmri._attachment import compiled_code_as_eager
@@ -44,8 +45,11 @@ class StepHooks:
         for name, module in plan.modules.items() if of_calls else ():
             first.setdefault(id(module), (name, module))
         targets = [Target(name, module, of_calls) for name, module in first.values()]
-        light = sink.short_way if of_calls == {"activations", "gradients"} else None
-        self._taps = Taps(targets, sink, sink.wants_call, light)
+        short = None
+        if of_calls == {"activations", "gradients"}:
+            short = sink.short_way([each for each in targets if not _is_scripted(each)])
+            targets = [each for each in targets if _is_scripted(each)]
+        self._taps = Taps(targets, sink, sink.wants_call, short)
         self._padding = sink.follow_padding(model.modules() if of_calls else ())
 
     def attach(self) -> None:
@@ -118,3 +122,8 @@ def own_loss(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return getattr(output, "loss", None)
+
+
+def _is_scripted(target: Target) -> bool:
+    """Whether a module takes no hooks."""
+    return isinstance(target.module, torch.jit.ScriptModule)

@@ -36,6 +36,7 @@ from torchfmri._hooks import Hook
 from torchfmri._torch_private import (
     NO_BACKWARD,
     HookSet,
+    OutputHooks,
     current_backward,
     is_transformed,
     node_sequence_number,
@@ -60,8 +61,27 @@ class Target(NamedTuple):
 
 Arguments: TypeAlias = tuple[object, ...]
 Keywords: TypeAlias = Mapping[str, object]
-Light: TypeAlias = Callable[[Arguments, Keywords, Tensor], "Callable[[Tensor | None], None] | None"]
 Called: TypeAlias = Callable[[CallKey, Arguments, Keywords, object], None]
+
+
+class Short(NamedTuple):
+    """The short way of some layers, for the common call: it returns one tensor, of its own.
+
+    Attributes:
+        modules: The layers.
+        owners: By the id of a module: what the others are told of it.
+        take: Takes an owner, arguments, keywords and output; returns what `arrived` is told of the
+            call, or None where it has to go the long way, on which `wanted` is asked.
+        arrived: Takes that, and the gradient of the output; None where autograd knows that it is
+            zero. It may not raise.
+        target: The target of an owner, for the long way.
+    """
+
+    modules: Sequence[nn.Module]
+    owners: Mapping[int, Any]
+    take: Callable[[Any, Arguments, Keywords, Tensor], Any]
+    arrived: Callable[[Any, Tensor | None], None]
+    target: Callable[[Any], Target]
 
 
 class Sink(Protocol):
@@ -92,15 +112,11 @@ class Taps:
     """The hooks of one recording, as a context manager: attached on entry, gone on exit.
 
     Args:
-        targets: The modules to tap.
+        targets: The modules to tap that have no short way.
         sink: What receives the tensors.
         wanted: Asked at each call of a layer; where it answers False nothing of that call is
             captured.
-        light: The short way of a layer, or None where it has none: for the common call, whose
-            output is one tensor that is no view of something older. It takes arguments, keywords
-            and output, and returns what listens for its gradient (None where autograd knows that
-            it is zero). Where it returns None the call goes the long way, on which `wanted` is
-            asked.
+        short: The short way of others.
         called: Handed each call on the long way with its arguments, before its activations; a call
             that a reentrant checkpoint runs again is handed over again.
     """
@@ -110,31 +126,24 @@ class Taps:
         targets: Iterable[Target],
         sink: Sink,
         wanted: Callable[[str], bool] | None = None,
-        light: Callable[[str], Light | None] | None = None,
+        short: Short | None = None,
         called: Called | None = None,
     ) -> None:
         self._backwards = Backwards(partial(sink.failed, "", backward=True))
         self._hooks = HookSet()
-        self._targets, self._light = list(targets), light
+        self._targets, self._short = list(targets), short
+        self._outputs: list[OutputHooks] = []
         self._sink, self._wanted, self._called = sink, wanted, called
         self._taps: dict[str, _Tap] = {}  # where there is a short way, of the layers that need one
 
     def __enter__(self) -> Taps:
-        short = _ShortHook(self, self._hooks)
         try:
             for target in self._targets:
-                light = None
-                if (
-                    self._light is not None
-                    and target.what <= _OF_OUTPUT
-                    and not isinstance(target.module, torch.jit.ScriptModule)
-                ):
-                    light = self._light(target.layer)
-                if light is None:
-                    self.tap(target).attach(self._hooks)
-                else:
-                    short.serve(target, light)
-                    self._hooks.after(target.module, short)
+                self.tap(target).attach(self._hooks)
+            if self._short is not None:
+                hook = _ShortHook(self._short, self.tap)
+                self._outputs = [hook.outputs, hook.views]
+                self._hooks.after(self._short.modules, hook)
         except BaseException:
             self.detach()
             raise
@@ -159,6 +168,8 @@ class Taps:
     def detach(self) -> None:
         """Remove every hook; safe to call twice."""
         self._hooks.remove()
+        while self._outputs:
+            self._outputs.pop().remove()
         for tap in self._taps.values():
             tap.detach()
         self._backwards.forget()
@@ -171,7 +182,8 @@ class Taps:
         """Forget the graph of the step that is over, and number calls from 0 again."""
         for tap in self._taps.values():
             tap.next_step()
-        self._hooks.forget_outputs()
+        for outputs in self._outputs:
+            outputs.forget()
         self._backwards.forget()
 
 
@@ -194,7 +206,6 @@ class _Unrecorded:
 
 
 _LOCK = threading.Lock()
-_OF_OUTPUT = frozenset({"activations", "gradients"})
 
 
 class _Tap:
@@ -246,9 +257,9 @@ class _Tap:
             return
         framed = bool(self._what & {"inputs", "input_gradients"})
         if framed:
-            hooks.before(module, Hook(self._before, module, self.failed))
+            hooks.before((module,), Hook(self._before, module, self.failed))
         # Always: after an exception that somebody catches, what was begun must end too.
-        hooks.after(module, Hook(self.after, module, self.failed), always=True)
+        hooks.after((module,), Hook(self.after, module, self.failed), always=True)
 
     def detach(self) -> None:
         self.next_step()
@@ -486,26 +497,27 @@ class _ShortHook(Hook):
     """The forward hook of all layers with a short way.
 
     Everything is written out here: this runs at every call, and never in warm caches.
+
+    Attributes:
+        outputs: The hooks on outputs.
+        views: Those on what the outputs are views of.
     """
 
-    __slots__ = ("_hooks", "_layers", "_taps")
+    __slots__ = ("_owners", "_short", "_take", "_tap", "outputs", "views")
 
-    def __init__(self, taps: Taps, hooks: HookSet) -> None:
+    def __init__(self, short: Short, tap: Callable[[Target], _Tap]) -> None:
         super().__init__(None)
-        self._taps, self._hooks = taps, hooks
-        self._layers: dict[int, tuple[Target, Light]] = {}  # by the module
-
-    def serve(self, target: Target, light: Light) -> None:
-        """Take the calls of a layer, the short way where that is possible."""
-        self._layers[id(target.module)] = (target, light)
+        self._short, self._tap = short, tap
+        self._owners, self._take = short.owners, short.take
+        self.outputs = OutputHooks(short.arrived)
+        self.views = OutputHooks(partial(_reshaped, short.arrived))
 
     def __call__(
         self, module: nn.Module, arguments: Arguments, keywords: Keywords, output: object
     ) -> None:
-        found = self._layers.get(id(module))
-        if found is None:  # a copy of a module
+        owner = self._owners.get(id(module))
+        if owner is None:  # a copy of a module
             return
-        target, light = found
         try:
             if (
                 type(output) is Tensor
@@ -515,17 +527,16 @@ class _ShortHook(Hook):
                 and current_backward() == NO_BACKWARD
                 and not is_transformed(output)
             ):
-                listener = light(arguments, keywords, output)
-                if listener is not None:
+                call = self._take(owner, arguments, keywords, output)
+                if call is not None:
                     if base is None:
-                        self._hooks.output(output, node, listener)
+                        self.outputs.add(output, node, call)
                     else:  # once somebody writes into the view, its own node is bypassed
-                        reshaped = partial(_reshaped, listener, output.shape)
-                        self._hooks.output(base, base.grad_fn, reshaped)
+                        self.views.add(base, base.grad_fn, (call, output.shape))
                     return
-            self._taps.tap(target).after(module, arguments, keywords, output)
+            self._tap(self._short.target(owner)).after(module, arguments, keywords, output)
         except Exception as error:
-            self._taps.tap(target).failed(error)
+            self._tap(self._short.target(owner)).failed(error)
 
 
 def _is_own_view(module: nn.Module, view: Tensor, base: Tensor) -> bool:
@@ -558,9 +569,11 @@ def _makes_view(kind: Any) -> bool:
 
 
 def _reshaped(
-    listener: Callable[[Tensor | None], None], shape: torch.Size, gradient: Tensor | None
+    arrived: Callable[[Any, Tensor | None], None],
+    call: tuple[Any, torch.Size],
+    gradient: Tensor | None,
 ) -> None:
-    listener(None if gradient is None else gradient.reshape(shape))
+    arrived(call[0], None if gradient is None else gradient.reshape(call[1]))
 
 
 def _nodes(elements: list[Element]) -> list[Any]:

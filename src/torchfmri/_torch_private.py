@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 NO_BACKWARD = -1
+_NODE: Any = getattr(torch._C, "_current_autograd_node", None)
 
-# The first three are torch's own functions: what asks for these runs at every call of a layer, and
+# The first four are torch's own functions: what asks for these runs at every call of a layer, and
 # never in warm caches.
 
 current_backward: Callable[[], int] = getattr(
@@ -38,6 +39,14 @@ is_transformed: Callable[[Tensor], bool] = getattr(
 """Whether a tensor belongs to a torch.func transform (vmap, grad): unreadable afterwards.
 
 Without the symbol: False, and reading it later reports whatever PyTorch says then.
+"""
+
+saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ()
+)
+"""Somebody's hooks through which goes what autograd saves now (a checkpoint, offloading), or None.
+
+Takes False. Without the symbol: not None, and whoever asks has to look closer.
 """
 
 may_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -68,27 +77,14 @@ def node_sequence_number(node: Any) -> int:
     return int(read()) if read is not None else 1 << 62
 
 
-_ADD_HOOKS = "_register_hook_dict"  # of a node: makes it call the hooks of a tensor
-
-
 class _Hooks(dict[int, Any]):
     """The hooks of a tensor, which others may add theirs to: their handles refer to it weakly."""
 
     __slots__ = ("__weakref__",)
 
 
-class _Carrier(threading.local):
-    """A tensor of each thread, whose hooks are handed to the nodes of other ones."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(0, device="cpu")
-
-
-_CARRIER = _Carrier()
-
-
 class HookSet:
-    """Hooks on modules, parameters and outputs that come and go together, one of a kind on each.
+    """Hooks on modules and parameters that come and go together, one of a kind on each.
 
     All of them have one number: making a handle for each takes several times as long as everything
     else about them. Without the symbols there is a handle for each.
@@ -99,39 +95,44 @@ class HookSet:
         self._tables: list[dict[int, Any]] = []
         self._handles: list[RemovableHandle] = []
         self._parameters: list[Tensor] = []
-        self._outputs: list[Any] = []
 
-    def before(self, module: nn.Module, hook: Callable[..., None], first: bool = False) -> None:
+    def before(
+        self, modules: Iterable[nn.Module], hook: Callable[..., None], first: bool = False
+    ) -> None:
         """Have `hook(module, arguments, keywords)` called before the others, or after them."""
-        state = vars(module)
-        hooks = state.get("_forward_pre_hooks")
-        keywords = state.get("_forward_pre_hooks_with_kwargs")
-        if hooks is None or keywords is None:
-            add = module.register_forward_pre_hook
-            self._handles.append(add(hook, prepend=first, with_kwargs=True))
-            return
-        number = self._number
-        self._tables += (hooks, keywords)
-        hooks[number], keywords[number] = hook, True
-        if first:
-            hooks.move_to_end(number, last=False)
+        number, tables = self._number, self._tables
+        for module in modules:
+            state = vars(module)
+            hooks = state.get("_forward_pre_hooks")
+            keywords = state.get("_forward_pre_hooks_with_kwargs")
+            if hooks is None or keywords is None:
+                add = module.register_forward_pre_hook
+                self._handles.append(add(hook, prepend=first, with_kwargs=True))
+                continue
+            tables += (hooks, keywords)
+            hooks[number], keywords[number] = hook, True
+            if first:
+                hooks.move_to_end(number, last=False)
 
-    def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
+    def after(
+        self, modules: Iterable[nn.Module], hook: Callable[..., None], always: bool = False
+    ) -> None:
         """Have `hook(module, arguments, keywords, output)` called; always: after an error too."""
-        state = vars(module)
-        hooks = state.get("_forward_hooks")
-        keywords = state.get("_forward_hooks_with_kwargs")
-        called = state.get("_forward_hooks_always_called")
-        if hooks is None or keywords is None or called is None:
-            add = module.register_forward_hook
-            self._handles.append(add(hook, with_kwargs=True, always_call=always))
-            return
-        number = self._number
-        self._tables += (hooks, keywords)
-        hooks[number], keywords[number] = hook, True
-        if always:
-            self._tables.append(called)
-            called[number] = True
+        number, tables = self._number, self._tables
+        for module in modules:
+            state = vars(module)
+            hooks = state.get("_forward_hooks")
+            keywords = state.get("_forward_hooks_with_kwargs")
+            called = state.get("_forward_hooks_always_called")
+            if hooks is None or keywords is None or called is None:
+                add = module.register_forward_hook
+                self._handles.append(add(hook, with_kwargs=True, always_call=always))
+                continue
+            tables += (hooks, keywords)
+            hooks[number], keywords[number] = hook, True
+            if always:
+                tables.append(called)
+                called[number] = True
 
     def gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Have `hook(gradient)` called when a gradient comes to a parameter."""
@@ -144,24 +145,6 @@ class HookSet:
             parameter._backward_hooks = _Hooks({self._number: hook})
         else:
             hooks[self._number] = hook
-
-    def output(self, tensor: Tensor, node: Any, hook: Callable[[Tensor], None]) -> None:
-        """Have `hook(gradient)` called when that of a tensor is there which this node has made.
-
-        The tensor itself is left alone: the node is handed the hooks of another one.
-        """
-        if tensor.output_nr or not hasattr(node, _ADD_HOOKS):
-            self._outputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
-            return
-        carrier = _CARRIER.tensor
-        hooks = carrier._backward_hooks = {self._number: hook}
-        node._register_hook_dict(carrier)
-        carrier._backward_hooks = None
-        self._outputs.append(hooks)
-
-    def forget_outputs(self) -> None:
-        """Leave the hooks on outputs where they are: their graph is about to go."""
-        self._outputs.clear()
 
     def remove(self) -> None:
         """Remove all of them; safe to call twice."""
@@ -177,22 +160,66 @@ class HookSet:
                 hooks.pop(number, None)
                 if not hooks and type(hooks) is _Hooks:  # there were none before us
                     parameter._backward_hooks = None
-        while self._outputs:
-            each = self._outputs.pop()
-            each.clear() if type(each) is dict else each.remove()
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether what autograd saves now goes through somebody's hooks (a checkpoint, offloading).
+class OutputHooks:
+    """Hooks on what calls return, which itself is left alone: the nodes that made it have them.
 
-    Without the symbol: True, and whoever asks has to look closer.
+    There is one for all of them: every node is handed the hooks of one tensor that nobody else has,
+    and what is called then looks up whose gradient it is by the node that runs. Without the symbols
+    there is a handle for each.
+
+    Args:
+        arrived: Told of a call and the gradient of what it returned; None where autograd knows that
+            it is zero.
     """
-    return _top_hooks(False) is not None
+
+    def __init__(self, arrived: Callable[[Any, Tensor | None], None]) -> None:
+        self._arrived = arrived
+        self._handles: list[RemovableHandle] = []
+        self.forget()
+
+    def add(self, tensor: Tensor, node: Any, call: object) -> None:
+        """Listen for the gradient of a tensor that this node has made."""
+        try:
+            number, register = node._sequence_nr(), node._register_hook_dict
+        except AttributeError:  # without the symbols
+            number, register = 0, None
+        if (
+            register is not None
+            and _NODE is not None
+            and tensor.output_nr == 0
+            # Claimed before anything is done: every thread counts its nodes from 0.
+            and self._calls.setdefault(number, call) is call
+        ):
+            register(self._carrier)
+            return
+        hook = partial(self._arrived, call)
+        self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Leave the hooks where they are: their graph is about to go."""
+        self._handles.clear()
+        self._calls: dict[int, Any] = {}
+        self._hooks = {0: partial(_look_up, self._arrived, self._calls)}
+        carrier: Any = torch.empty(0, device="cpu")
+        carrier._backward_hooks = self._hooks
+        self._carrier = carrier
+
+    def remove(self) -> None:
+        """Remove all of them; safe to call twice."""
+        self._hooks.clear()
+        self._calls.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
 
-_top_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ()
-)
+def _look_up(
+    arrived: Callable[[Any, Tensor | None], None], calls: dict[int, Any], gradient: Tensor | None
+) -> None:
+    call = calls.get(_NODE()._sequence_nr())
+    if call is not None:
+        arrived(call, gradient)
 
 
 def calls_itself(module: nn.Module) -> bool:
@@ -306,8 +333,7 @@ def current_node() -> Any:
 
     Without the symbol it is not known.
     """
-    read = getattr(torch._C, "_current_autograd_node", None)
-    return read() if read is not None else None
+    return _NODE() if _NODE is not None else None
 
 
 def function_of(node: Any) -> Any:

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from torchfmri._deferred import Deferred
 from torchfmri._elements import Element
 from torchfmri._history import History, Series, Step
 from torchfmri._optimizer_steps import Concerns
-from torchfmri._padding import Padding, TokenMask
-from torchfmri._taps import CallKey, Light
+from torchfmri._padding import Padding, TokenMask, masked_modules
+from torchfmri._taps import CallKey, Short, Target
 from torchfmri._torch_private import gradient_scale, gradient_scale_version
 from torchfmri._updates import Moved, Updates, is_sampled, local_part
 from torchfmri.exceptions import InspectionError
@@ -81,6 +81,14 @@ class Plan:
         return dict(found.values())
 
 
+class _Layer(NamedTuple):
+    """A layer with a short way, and what is kept of it."""
+
+    target: Target
+    activations: Series
+    gradients: Series
+
+
 class StepSink:
     """Hands what the taps see to the step that is being watched, if there is one."""
 
@@ -90,12 +98,11 @@ class StepSink:
         self._plan, self._history = plan, history
         self._padding = Padding(())
         self._first_path: dict[str, str] = {}
-        self._listeners: dict[str, LayerListener] = {}
         self._roots: list[bool] = []
 
     def follow_padding(self, modules: Iterable[nn.Module]) -> Padding:
         """Leave the padding out that these modules are told of; it is for the caller to attach."""
-        self._padding = Padding(modules, self.stop)
+        self._padding = Padding(masked_modules(modules), self.stop)
         return self._padding
 
     # -- which calls belong to the step ------------------------------------------------------
@@ -125,24 +132,38 @@ class StepSink:
 
     # -- the sink ----------------------------------------------------------------------------
 
-    def short_way(self, layer: str) -> Light:
-        """What takes in the common calls of a layer."""
-        return partial(self._take_light, layer)
+    def short_way(self, targets: list[Target]) -> Short:
+        """The short way of some layers."""
+        owners = {
+            id(each.module): _Layer(
+                each, Series(each.layer, "activations"), Series(each.layer, "gradients")
+            )
+            for each in targets
+        }
+        modules = [each.module for each in targets]
+        return Short(modules, owners, self._take, self._arrived, lambda layer: layer.target)
 
-    def _take_light(
-        self, layer: str, arguments: object, keywords: object, output: Tensor
-    ) -> LayerListener | None:
-        """Take in an output the short way; returns what listens for its gradient.
-
-        Without padding the calls of a layer need not be told apart, so one listener serves all.
-        """
+    def _take(
+        self, layer: _Layer, arguments: object, keywords: object, output: Tensor
+    ) -> _Layer | None:
+        """Take in an output; without padding the calls of a layer need not be told apart."""
         if self.step is None or not self.wants_call() or self._padding.current() is not None:
             return None
-        listener = self._listeners.get(layer)
-        if listener is None:
-            listener = self._listeners[layer] = LayerListener(self, layer)
-        self.step.collector.add(listener.activations, output.detach())
-        return listener
+        self.step.collector.add(layer.activations, output.detach())
+        return layer
+
+    def _arrived(self, layer: _Layer, gradient: Tensor | None) -> None:
+        """Take in the gradient of such an output."""
+        step = self.step
+        if step is None or gradient is None:  # autograd knows that it is zero
+            return
+        try:
+            step.read_scale()
+            step.collector.add(
+                layer.gradients, gradient.detach() if gradient.requires_grad else gradient
+            )
+        except Exception as error:
+            self.failed(layer.target.layer, error, backward=True)
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
         """Take in the first tensor of an output."""
@@ -185,28 +206,6 @@ class StepSink:
             self.missed(layer, "", str(error))
         else:
             self.stop(error)
-
-
-class LayerListener:
-    """Takes in the gradients of all outputs of one layer; a hook on each of them."""
-
-    __slots__ = ("_gradients", "_sink", "activations")
-
-    def __init__(self, sink: StepSink, layer: str) -> None:
-        self._sink = sink
-        self.activations, self._gradients = Series(layer, "activations"), Series(layer, "gradients")
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        step = self._sink.step
-        if step is None or gradient is None:  # autograd knows that it is zero
-            return
-        try:
-            step.read_scale()
-            step.collector.add(
-                self._gradients, gradient.detach() if gradient.requires_grad else gradient
-            )
-        except Exception as error:
-            self._sink.failed(self._gradients.layer, error, backward=True)
 
 
 class WatchedStep:

@@ -10,22 +10,19 @@ from __future__ import annotations
 import importlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torchfmri._kernels.cuda_plan import upload
-
-if TYPE_CHECKING:
-    from torchfmri._kernels.rows import Form
 
 MOST = 128
 """Passes that wait at most."""
@@ -45,13 +42,19 @@ def heaviest(device: torch.device) -> int:
     """Bytes that may be kept alive for a queue: little of what the device has."""
     if device.type != "cuda":
         return 1 << 26
-    return int(torch.cuda.get_device_properties(device).total_memory) // 128
+    return int(torch.cuda.get_device_properties(device).total_memory) // 64
 
 
 class _Kind(NamedTuple):
-    """Passes of one launch: products or not, and what is constant while compiling."""
+    """Passes of one launch, and what is constant while compiling.
+
+    Attributes:
+        is_product: There are two tensors; with `is_flat` both are contiguous, a row for each token.
+        size: Values of a group; 0 for the whole row.
+    """
 
     is_product: bool
+    is_flat: bool
     dtype: torch.dtype
     block: int
     size: int
@@ -89,64 +92,52 @@ def can_read(values: Tensor, size: int, is_product: bool) -> bool:
 
 
 class RowQueue:
-    """Passes over rows of one device that wait to be launched together."""
+    """Passes over rows of one device that wait to be launched together.
+
+    Attributes:
+        count: How many wait; `MOST` of them at most.
+        bytes: What is kept alive for them; `heaviest` at most.
+        alive: Tensors and tables, until the next launch.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._heaviest = device, heaviest(device)
+        self._device, self.heaviest = device, heaviest(device)
         self._jobs: dict[_Kind, _Jobs] = defaultdict(_Jobs)
-        self._alive: list[object] = []
-        self._count = self._bytes = 0
+        self.alive: list[object] = []
+        self.count = self.bytes = 0
 
-    def sender(
-        self, like: Tensor, size: int, rest: tuple[int, ...], behind: int
-    ) -> Callable[[Tensor, Tensor | None, int], None]:
-        """What queues a pass over tensors like this one, told of them and where to write.
+    def jobs(
+        self, like: Tensor, size: int, rest: tuple[int, ...]
+    ) -> tuple[_Jobs, tuple[int, ...], int]:
+        """Where passes over tensors like this one wait, the end of a job, and bytes of a pass.
 
         Args:
             like: One of the tensors; of a product its g.
             size: Of a group; 0 for the whole row.
-            rest: The numbers of a job that are the same for all of them.
-            behind: Bytes from the squares to the inner products.
+            rest: The numbers of a job that are the same for all of them, after four addresses: of
+                the two tensors, of the squares and of the inner products.
         """
         is_product = len(rest) + 4 > _ROWS_JOB
         width = like.shape[-1]
-        block = 1 << (width - 1).bit_length() if is_product else BLOCK
-        jobs = self._jobs[_Kind(is_product, like.dtype, block, 0 if size >= width else size)]
+        size = 0 if size >= width else size
+        flat = (rest[_TOKENS - 4], 1, 0, width, 0, 0, width, 0)  # positions, rows, strides
+        is_flat = is_product and not size and rest[_ROWS_JOB - 4 : -1] == flat
+        block = 1 << (width - 1).bit_length() if is_product and not is_flat else BLOCK
+        jobs = self._jobs[_Kind(is_product, is_flat, like.dtype, block, size)]
         jobs.tokens = max(jobs.tokens, rest[_TOKENS - 4])
         rest += (0,) * (_PRODUCT_JOB - 4 - len(rest))
-        return partial(self._add, jobs, rest, behind, like.nbytes * (1 + is_product))
+        return jobs, rest, like.nbytes * (1 + is_product)
 
-    def _add(
-        self,
-        jobs: _Jobs,
-        rest: tuple[int, ...],
-        behind: int,
-        size: int,
-        values: Tensor,
-        other: Tensor | None,
-        written: int,
-    ) -> None:
-        second = 0
-        if other is not None:
-            second = other.data_ptr()
-            self._alive.append(other)
-        jobs.numbers.extend((values.data_ptr(), second, written, written + behind, *rest))
-        self._alive.append(values)
-        self._count += 1
-        self._bytes += size
-        if self._count >= MOST or self._bytes >= self._heaviest:
-            self.flush()
-
-    def keep(self, alive: object) -> None:
+    def alive_until_launched(self, each: object) -> None:
         """Keep something alive until the next launch."""
-        self._alive.append(alive)
+        self.alive.append(each)
 
     def flush(self) -> None:
         """Launch everything that waits."""
-        if not self._count:
+        if not self.count:
             return
-        self._count = self._bytes = 0
-        alive, self._alive = self._alive, []
+        self.count = self.bytes = 0
+        alive, self.alive = self.alive, []
         try:
             with _on(self._device):
                 _launch(self._jobs, self._device)
@@ -168,10 +159,12 @@ def _launch(waiting: dict[_Kind, _Jobs], device: torch.device) -> None:
     start = 0
     for kind, jobs in filled.items():
         tokens, numbers = jobs.tokens, jobs.numbers
-        if kind.is_product:  # a program takes one token, some rows of it at a time
+        if kind.is_product and not kind.is_flat:  # a program takes one token, some rows at a time
             kernel, rows, programs = kernels.reduce_products, max(1, 256 // kind.block), tokens
+            more = {}
         else:
             kernel, rows, programs = kernels.reduce_rows, _ROWS, -(-tokens // _ROWS)
+            more = {"PRODUCT": kind.is_product}
         kernel[(programs, len(numbers) // _PRODUCT_JOB)](
             whole[start:],
             FIELDS=_PRODUCT_JOB,
@@ -180,12 +173,13 @@ def _launch(waiting: dict[_Kind, _Jobs], device: torch.device) -> None:
             ROWS=rows,
             BLOCK=kind.block,
             SIZE=kind.size,
+            **more,
             num_warps=1 if rows * kind.block <= 256 else 4 if kind.block <= 4096 else 8,
         )
         start += len(numbers)
 
 
-def launch_forms(forms: Sequence[Form], dtype: torch.dtype, device: torch.device) -> Tensor:
+def launch_forms(forms: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device) -> Tensor:
     """left^T matrix right of each, (n,), of matrices of one dtype on one device.
 
     Neighbours with as many rows go in one launch.
@@ -194,8 +188,8 @@ def launch_forms(forms: Sequence[Form], dtype: torch.dtype, device: torch.device
     assert kernels is not None
     found, start = [], 0
     with _on(device):
-        table = upload(np.array(forms, np.int64), device)
-        for programs, alike in groupby(-(-each.rows // _FORM_ROWS) for each in forms):
+        table = upload(forms, device)
+        for programs, alike in groupby((-(-forms[:, 1] // _FORM_ROWS)).tolist()):
             count = sum(1 for _ in alike)
             parts = torch.empty(count, programs, device=device)
             kernels.bilinear_forms[(programs, count)](

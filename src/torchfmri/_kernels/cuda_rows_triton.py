@@ -52,8 +52,12 @@ def reduce_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
-    """Squares, by groups of SIZE values (0: of all), and the inner product of ROWS rows."""
+    """Squares, by groups of SIZE values (0: of all), and the inner product of ROWS rows.
+
+    With PRODUCT they are rows of g * x / rms(x), without groups; what is divided by comes last.
+    """
     job = table + tl.program_id(1) * FIELDS
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens = tl.load(job + 7)
@@ -63,21 +67,37 @@ def reduce_rows(
         values = tl.load(job).to(tl.pointer_type(TYPE)) + token[:, None] * width
         squares = tl.load(job + 2).to(tl.pointer_type(tl.float32))
         products = tl.load(job + 3).to(tl.pointer_type(tl.float32))
+        first = tl.load(job + 5)
+        last = first + tl.load(job + 6)
+        others = tl.load(job + 1).to(tl.pointer_type(TYPE)) + token[:, None] * width
         lanes = tl.arange(0, BLOCK)
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         product = tl.zeros((ROWS, BLOCK), tl.float32)
+        power = tl.zeros((ROWS, BLOCK), tl.float32)
         for begin in range(0, width, BLOCK):
             k = begin + lanes
             mask = inside[:, None] & (k < width)[None, :]
             rows = tl.load(values + k[None, :], mask=mask, other=0.0).to(tl.float32)
-            product += rows * _weights(job, k, width, TYPE)[None, :]
+            if PRODUCT:
+                other = tl.load(others + k[None, :], mask=mask, other=0.0).to(tl.float32)
+                power += other * other
+                rows = rows * other
+            if (begin < last) & (begin + BLOCK > first):
+                product += rows * _weights(job, k, width, TYPE)[None, :]
             if SIZE > 0:
                 _write_groups(squares, token, inside, width, begin, rows, ROWS, BLOCK, SIZE)
             else:
                 total += rows * rows
+        square = tl.sum(total, axis=1)
+        dot = tl.sum(product, axis=1)
+        if PRODUCT:
+            small = tl.load(job + 17).to(tl.int32).to(tl.float32, bitcast=True)
+            mean = tl.sum(power, axis=1) / width.to(tl.float32) + small
+            square = square / mean
+            dot = dot / tl.sqrt(mean)
         if SIZE == 0:
-            tl.store(squares + token, tl.sum(total, axis=1), mask=inside)
-        tl.store(products + token, tl.sum(product, axis=1), mask=inside)
+            tl.store(squares + token, square, mask=inside)
+        tl.store(products + token, dot, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

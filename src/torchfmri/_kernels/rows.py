@@ -10,16 +10,18 @@ asks computes the same with torch.
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torchfmri._kernels.accelerator import compiled_rows
-from torchfmri._kernels.cuda_rows import RowQueue, can_read, launch_forms
+from torchfmri._kernels.cuda_rows import MOST, RowQueue, can_read, launch_forms
 
 SMALLEST = 1 << 14
 """Values from which on numba is asked: for less it is not worth its import."""
@@ -154,6 +156,40 @@ class Lane:
         return Numbers(table.squares, table.products, line)
 
 
+class QueuedLane(Lane):
+    """The same where passes wait for each other; all in one function, for it is called often."""
+
+    __slots__ = ("_behind", "_bytes", "_jobs", "_queue", "_rest")
+
+    def __init__(
+        self, lines: _Lines, queue: RowQueue, like: Tensor, size: int, rest: tuple[int, ...]
+    ) -> None:
+        self._lines, self._queue, self._behind = lines, queue, lines.table.behind
+        self._jobs, rest, self._bytes = queue.jobs(like, size, rest)
+        self._rest = array("q", rest).tobytes()
+
+    def read(self, values: Tensor, other: Tensor | None = None) -> Numbers:
+        lines, queue = self._lines, self._queue
+        table, line = lines.table, lines.line
+        if line == table.lines:
+            table, line = lines.renew(), 0
+        lines.line = line + 1
+        written = table.address + line * table.step
+        second = 0
+        if other is not None:
+            second = other.data_ptr()
+            queue.alive.append(other)
+        numbers = self._jobs.numbers
+        numbers.extend((values.data_ptr(), second, written, written + self._behind))
+        numbers.frombytes(self._rest)
+        queue.alive.append(values)
+        queue.count += 1
+        queue.bytes += self._bytes
+        if queue.count >= MOST or queue.bytes >= queue.heaviest:
+            queue.flush()
+        return Numbers(table.squares, table.products, line)
+
+
 class Rows:
     """The lanes of one block, and the tables that they write into."""
 
@@ -174,7 +210,7 @@ class Rows:
         rest: tuple[int, ...]
         if _is_queued(values):
             rest = (address, start, length, rows, width)
-            return Lane(lines, self._queue(values).sender(values, size, rest, lines.table.behind))
+            return QueuedLane(lines, self._queue(values), values, size, rest)
         kernel: Any = compiled_rows()
         rest = (rows, width, size or width, address, start, length)
         return Lane(lines, partial(_reduce_rows, kernel.reduce_rows, rest))
@@ -190,7 +226,7 @@ class Rows:
         if _is_queued(g):
             bits = int(np.float32(small).view(np.int32))
             rest = (address, start, length, b * s, width, s, rows, *g_strides, *x_strides, bits)
-            return Lane(lines, self._queue(g).sender(g, size, rest, lines.table.behind))
+            return QueuedLane(lines, self._queue(g), g, size, rest)
         kernel: Any = compiled_rows()
         what = (size or width, address, start, length)
         return Lane(lines, partial(_reduce_products, kernel.reduce_products, product, what))
@@ -217,7 +253,7 @@ class Rows:
     def _lines_of(self, like: Tensor, tokens: int, groups: int) -> _Lines:
         key = (tokens, groups, like.get_device())
         if key not in self._lines:
-            keep = self._queue(like).keep if _is_queued(like) else None
+            keep = self._queue(like).alive_until_launched if _is_queued(like) else None
             self._lines[key] = _Lines(tokens, groups, like.device, keep)
         return self._lines[key]
 
@@ -265,16 +301,14 @@ def queue_works(device: torch.device, dtype: torch.dtype) -> bool:
     x = torch.linspace(3, -1, 3 * 96).reshape(3, 96).to(device, dtype)
     vector = torch.linspace(1, 2, 40).to(device, dtype)
     asked = (vector.data_ptr(), 8, len(vector))
-    queue = RowQueue(device)
-    table = Table(3, 3, device)
+    queue, lines = RowQueue(device), _Lines(3, 3, device, None)
+    table, strides = lines.table, (96, 96, 96)
     small = int(np.float32(1e-6).view(np.int32))
     try:
-        queue.sender(g, 32, (*asked, 3, 96), table.behind)(g, None, table.address)
-        strides = (96, 96, 96)
-        product = queue.sender(
-            g, 32, (*asked, 3, 96, 3, 1, *strides, *strides, small), table.behind
-        )
-        product(g, x, table.address + table.step)
+        rest: tuple[int, ...] = (*asked, 3, 96)
+        QueuedLane(lines, queue, g, 32, rest).read(g)
+        rest += (3, 1, *strides, *strides, small)
+        QueuedLane(lines, queue, g, 32, rest).read(g, x)
         queue.flush()
         scale = (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         wide = torch.stack([g.float(), g.float() * x.float() * scale])
@@ -317,19 +351,19 @@ def can_read_forms(like: Tensor) -> bool:
     return like.is_cuda and can_read(like, 0, False) and queue_works(like.device, like.dtype)
 
 
-def bilinear_forms(forms: list[Form], like: Tensor) -> Tensor | None:
+def bilinear_forms(forms: npt.NDArray[np.int64], like: Tensor) -> Tensor | None:
     """left^T matrix right of each, (n,), in one pass; None for few values or without numba.
 
     Args:
-        forms: Matrices of one kind.
+        forms: A `Form` in each row, of matrices of one kind.
         like: A tensor of that kind.
     """
     if _is_queued(like):
         return launch_forms(forms, like.dtype, like.device)
-    values = sum(each.rows * each.width for each in forms)
+    values = int((forms[:, 1] * forms[:, 2]).sum())
     kernels = compiled_rows() if values >= SMALLEST else None
     if kernels is None:
         return None
     found = torch.empty(len(forms), dtype=torch.float64)
-    kernels.bilinear_forms(np.array(forms, dtype=np.int64), found.numpy())
+    kernels.bilinear_forms(forms, found.numpy())
     return found

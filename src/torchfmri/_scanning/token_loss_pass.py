@@ -28,7 +28,7 @@ from torchfmri._scanning.model_call import call_model, like_parameters, logits_o
 from torchfmri._scanning.scan_loss import ScanLoss, position_has_loss
 from torchfmri._scanning.subject import ScannedLayer, Subject
 from torchfmri._taps import Taps, Target
-from torchfmri._tokens.checks import Checks
+from torchfmri._tokens.checks import Checks, alike_of
 from torchfmri._tokens.parameter import ParameterInfo
 from torchfmri._tokens.random_vectors import without_autocast
 from torchfmri.exceptions import InspectionError
@@ -122,7 +122,8 @@ class _Costs:
         # Where the graph begins: on the way there the gradients of all layers' outputs come by.
         known = {id(each) for _, _, each in self._places}
         self._beginnings = [each for each in _beginnings(subject.model) if id(each) not in known]
-        self._checks = Checks({info.name: info for _, info, _ in self._places})
+        infos = {info.name: info for _, info, _ in self._places}
+        self._checks = Checks(infos, alike_of(infos))
         norms = found.activation.norms
         self._squares = torch.full_like(norms, torch.nan)
         self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)

@@ -7,7 +7,7 @@ aside and taken in several at once, because the second one costs a fraction of t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,30 +41,6 @@ def most_waiting(keep: str, devices: set[torch.device], max_bytes: int) -> tuple
     return 1, 0  # what autograd lets go of next is where it will write next
 
 
-class Listener:
-    """The hook on the output of a call; little code, for this never runs in warm caches."""
-
-    __slots__ = ("_arrivals", "_record")
-
-    def __init__(self, arrivals: Arrivals, record: Record) -> None:
-        self._arrivals, self._record = arrivals, record
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None:  # it is zero, and autograd knows that
-            return
-        arrivals, record, backward = self._arrivals, self._record, current_backward()
-        waiting = arrivals.waiting
-        waiting.append((record, gradient, backward))
-        arrivals.waiting_bytes += gradient.nbytes
-        if (
-            arrivals.backward != backward
-            or len(waiting) >= arrivals.most
-            or arrivals.waiting_bytes >= arrivals.most_bytes
-            or record.is_replayed  # its input is the last one that was replayed
-        ):
-            arrivals.look()
-
-
 class Arrivals:
     """Takes in what comes back to the records of a block.
 
@@ -80,7 +56,7 @@ class Arrivals:
     Attributes:
         records: The calls, as they came.
         handles: Of hooks that were added on the way.
-        versions: Of each parameter's `.grad`, as the last backward pass left it.
+        versions: Of each parameter's `.grad`, as the last backward pass left it; of factors only.
         at_end: Asks to be called when the running backward pass is over; None outside of a block.
         backward: The backward pass whose end we have asked for.
         waiting: Calls with the gradients of their outputs, and in which backward pass they came,
@@ -114,8 +90,8 @@ class Arrivals:
         self._parked: list[Record] = []
         self.waiting: list[tuple[Record, Tensor, int]] = []
         self.waiting_bytes = 0
-        devices = {each.device for each in parameters.values()}
-        self.most, self.most_bytes = most_waiting(keep, devices, max_bytes)
+        self._keep = keep
+        self.most = self.most_bytes = 0  # until the first one comes
         self.backward = NO_BACKWARD
         self._must_finish = False
         self._bytes = 0
@@ -125,11 +101,29 @@ class Arrivals:
 
     # -- backward ----------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def arrived(self, record: Record, gradient: Tensor | None) -> None:
+        """The gradient of a call is there; little code, for this never runs in warm caches."""
+        if gradient is None:  # it is zero, and autograd knows that
+            return
+        backward, waiting = current_backward(), self.waiting
+        waiting.append((record, gradient, backward))
+        self.waiting_bytes += gradient.nbytes
+        if (
+            self.backward != backward
+            or len(waiting) >= self.most
+            or self.waiting_bytes >= self.most_bytes
+            or record.is_replayed  # its input is the last one that was replayed
+        ):
+            self._look()
+
+    def _look(self) -> None:
         """Look at what has come; nothing raised here may pass."""
         if self.at_end is None:  # the block is over
             self.waiting.clear()
             return
+        if not self.most:
+            devices = {each.device for each in self._parameters.values()}
+            self.most, self.most_bytes = most_waiting(self._keep, devices, self._max_bytes)
         try:
             if self.backward != current_backward():
                 self._passes.has_gone_back = True
@@ -331,7 +325,7 @@ class Arrivals:
         self._unpark()
         self._reducer.finish()
         self._account.checks.backward_is_over()
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._parameters.items() if self._keeps_factors else ():
             if parameter.grad is not None:
                 self.versions[name] = parameter.grad._version
         if self._must_finish:
@@ -379,6 +373,21 @@ class Arrivals:
                 parameters = record.watched.parameters
                 keys = [key for key in parameters if parameters[key] == name]
                 found += record.parts(keys).values()
+        return found
+
+    def only_parts(self, names: Iterable[str]) -> list[Part] | None:
+        """The part of each of these parameters; None if one has several, or more than numbers."""
+        self._sort_records()
+        if self._with_factors:
+            return None
+        found = []
+        for name in names:
+            several = self._reduced_parts.get(name, [])
+            if name in self._parts:
+                several = self._parts[name] + several
+            if len(several) != 1 or several[0].reduced is None:
+                return None
+            found.append(several[0])
         return found
 
     def _sort_records(self) -> None:

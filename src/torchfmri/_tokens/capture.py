@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 from torchfmri._backwards import runs_checkpoint
 from torchfmri._elements import Element, flatten, flatten_arguments
 from torchfmri._padding import Padding
-from torchfmri._taps import CallKey, Light
+from torchfmri._taps import CallKey, Short, Target
 from torchfmri._tokens import rules
 from torchfmri._tokens.account import Account
-from torchfmri._tokens.arrivals import Arrivals, Listener, is_cast
+from torchfmri._tokens.arrivals import Arrivals, is_cast
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.owners import Owners
 from torchfmri._tokens.passes import Passes
@@ -31,10 +30,12 @@ from torchfmri._tokens.rerun import OwnerCall
 from torchfmri._torch_private import (
     NO_BACKWARD,
     current_backward,
-    has_saved_tensor_hooks,
     may_autocast,
+    saved_tensor_hooks,
 )
 from torchfmri.exceptions import UnsupportedLayerError
+
+_GRADIENTS = frozenset({"gradients"})
 
 
 class Capture:
@@ -57,7 +58,7 @@ class Capture:
         parameters, watched = plan.parameters, plan.watched
         self._parameters, self._watched, self._padding = parameters, watched, padding
         self._keeps_factors = keep == "factors"
-        self.account = Account(Checks(plan.infos), plan.homes)
+        self.account = Account(Checks(plan.infos, plan.alike), plan.homes)
         account = self.account
         self.passes = Passes(lambda error: account.noted("", f"positions: {error}"))
         self.owners = Owners(
@@ -81,27 +82,31 @@ class Capture:
         watched = self._watched[layer]
         return watched.rule is not None or self.owners.wants(watched)
 
-    def short_way(self, layer: str) -> Light | None:
-        """What takes in the common calls of a layer; None for owners."""
-        watched = self._watched[layer]
-        return None if watched.rule is None else partial(self._take_light, watched)
+    def short_way(self, plan: Plan) -> Short:
+        """What takes in the common calls of the layers that have a rule."""
+        arrived = self.arrivals.arrived
+        return Short(plan.called, plan.by_module, self._take, arrived, target_of)
 
-    def _take_light(
+    def _take(
         self,
         watched: Watched,
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         output: Tensor,
-    ) -> Listener | None:
-        """Take in a call the short way; returns what takes the gradient of its output."""
+    ) -> Record | None:
+        """Take in a call the short way."""
         if keywords or len(arguments) != 1:
             return None
         record = self._new_record(watched)
         x: Any = arguments[0]
-        if watched.stack or has_saved_tensor_hooks() or may_autocast():
+        if watched.stack or may_autocast() or saved_tensor_hooks(False) is not None:
             self._keep_input(record, x)
         else:
-            record.x, record.version = x, _version(x)
+            record.x = x
+            try:
+                record.version = x._version
+            except RuntimeError:  # a tensor of inference mode, which nobody writes into
+                record.version = None
             if x.ndim == 4:
                 record.strides = x.stride()
         model = record.model  # (b, s)
@@ -109,7 +114,7 @@ class Capture:
             shape = output.shape
             if shape and shape[0] != model[0]:
                 self._watch_broadcast(record, output)
-        return Listener(self.arrivals, record)
+        return record
 
     def called(
         self,
@@ -249,6 +254,11 @@ class Capture:
             self.account.checks.detach()
         except Exception as error:  # of ours, while the block may be ending with the user's own
             self.account.refuse(self._parameters, error)
+
+
+def target_of(watched: Watched) -> Target:
+    """What the taps are told of a layer."""
+    return Target(watched.layer, watched.module, _GRADIENTS)
 
 
 def _version(x: Tensor) -> int | None:

@@ -8,8 +8,10 @@ up, a call missed or a factor of the wrong call all move it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,17 +30,36 @@ from torchfmri._torch_private import (
 _NO_GRAD = "it left no .grad to compare with (autograd.grad on a GPU, or it was taken away)"
 
 
-def _has_gradients_of_its_own(parameter: nn.Parameter) -> bool:
-    """Whether `.grad` will not simply be what one backward pass brings."""
+def _has_others(parameters: Collection[nn.Parameter]) -> bool:
+    """Whether `.grad` of any will not simply be what one backward pass brings."""
     return (
-        parameter.grad is not None
-        or type(parameter) is not nn.Parameter
-        or has_post_accumulate_hooks(parameter)
+        set(map(type, parameters)) != {nn.Parameter}
+        or any(each.grad is not None for each in parameters)
+        or any(map(has_post_accumulate_hooks, parameters))
     )
+
+
+class _Same(NamedTuple):
+    """Gradients of parameters that are alike.
+
+    Attributes:
+        kind: Their dtype and device, and whether they are contiguous.
+        gradients: By name.
+        form: What compiled code is told of the first, its address apart; None where it cannot read
+            them.
+    """
+
+    kind: tuple[object, ...]
+    gradients: dict[str, Tensor]
+    form: Form | None
 
 
 class Checks(RandomVectors):
     """The random vectors, and what autograd's gradients are between them.
+
+    Args:
+        infos: What is known of the parameters.
+        alike: Their names, those together that are read alike; see `alike_of`.
 
     Attributes:
         received: Parameters that a gradient reached.
@@ -46,8 +67,9 @@ class Checks(RandomVectors):
         on_backward: Called when the first gradient of a backward pass reaches a parameter.
     """
 
-    def __init__(self, infos: Mapping[str, ParameterInfo]) -> None:
+    def __init__(self, infos: Mapping[str, ParameterInfo], alike: list[list[str]]) -> None:
         super().__init__(infos)
+        self._alike = alike
         self._brought: dict[str, list[Tensor]] = defaultdict(list)
         self._tables: list[tuple[dict[str, int], Tensor]] = []  # of many parameters, with places
         self.unread: dict[str, str] = {}
@@ -85,7 +107,7 @@ class Checks(RandomVectors):
             for name, parameter in parameters.items():
                 hooks.gradient(parameter, _Probe(self, name, failed))
 
-        if self._reads_at_once or any(map(_has_gradients_of_its_own, parameters.values())):
+        if self._reads_at_once or _has_others(parameters.values()):
             listen()
         else:
             self._listen = listen
@@ -152,49 +174,52 @@ class Checks(RandomVectors):
         self._read_plain(plain)
 
     def _read_plain(self, plain: dict[str, Tensor]) -> None:
-        compiled = self._read_compiled(plain)
-        alike: dict[tuple[object, ...], dict[str, Tensor]] = defaultdict(dict)
-        for name in plain.keys() - compiled:
-            info, gradient = self._infos[name], plain[name]
-            key = (info.shape, info.output.first, gradient.dtype, gradient.get_device())
-            alike[key][name] = gradient
-        for gradients in alike.values():
-            self._note(gradients, self._read_alike(gradients))
+        compiled: dict[tuple[object, ...], list[_Same]] = defaultdict(list)
+        for same in self._sorted(plain):
+            if same.form is not None:
+                compiled[same.kind].append(same)
+            else:
+                self._note(same.gradients, self._read_alike(same.gradients))
+        for several in compiled.values():
+            self._read_compiled(several)
 
     def _note(self, names: Iterable[str], found: Tensor) -> None:
         self._tables.append(({name: place for place, name in enumerate(names)}, found))
 
-    def _read_compiled(self, gradients: Mapping[str, Tensor]) -> set[str]:
-        """Read what compiled code can, in one pass; returns the names."""
-        names: set[str] = set()
-        for like, forms in self._forms(gradients):
-            found = bilinear_forms(list(forms.values()), like)
-            if found is not None:
-                self._note(forms, found)
-                names.update(forms)
-        return names
+    def _sorted(self, gradients: Mapping[str, Tensor]) -> list[_Same]:
+        """The gradients by what has to be known of them to read them."""
+        found: list[_Same] = []
+        for names in self._alike:
+            kinds: dict[tuple[object, ...], dict[str, Tensor]] = defaultdict(dict)
+            for name in names:
+                if name in gradients:
+                    each = gradients[name]
+                    kinds[each.dtype, each.get_device(), each.is_contiguous()][name] = each
+            for kind, same in kinds.items():
+                name, like = next(iter(same.items()))
+                able = kind[-1] and like.numel() > 0 and can_read_forms(like)
+                found.append(_Same(kind, same, self.form(name, like) if able else None))
+        return found
 
-    def _forms(self, gradients: Mapping[str, Tensor]) -> list[tuple[Tensor, dict[str, Form]]]:
-        """What compiled code is told of the gradients that it can read, with one of each kind."""
-        kinds: dict[tuple[object, ...], tuple[Tensor, dict[str, Form]] | None] = {}
-        known: dict[tuple[object, ...], Form] = {}
-        for name, gradient in gradients.items():
-            kind = (gradient.dtype, gradient.get_device())
-            if kind not in kinds:
-                kinds[kind] = (gradient, {}) if can_read_forms(gradient) else None
-            same = kinds[kind]
-            if same is None or not gradient.is_contiguous() or not gradient.numel():
-                continue
-            info = self._infos[name]
-            key = (kind, info.shape, info.output.first)
-            form = known.get(key)
-            if form is None:
-                form = known[key] = self.form(name, gradient)
-            same[1][name] = Form(gradient.data_ptr() + form.matrix, *form[1:])
-        return [
-            (like, dict(sorted(forms.items(), key=lambda item: item[1].rows)))  # few launches
-            for like, forms in (each for each in kinds.values() if each is not None and each[1])
-        ]
+    def _read_compiled(self, several: list[_Same]) -> None:
+        """Read gradients of one dtype on one device in one pass, or those of each shape."""
+        several.sort(key=lambda each: each.form.rows if each.form else 0)  # few launches
+        gradients = {name: each for same in several for name, each in same.gradients.items()}
+        forms = np.empty((len(gradients), len(Form._fields)), np.int64)
+        forms[:, 0] = [each.data_ptr() for each in gradients.values()]
+        start = 0
+        for same in several:
+            assert same.form is not None
+            rows = forms[start : start + len(same.gradients)]
+            rows[:, 0] += same.form.matrix
+            rows[:, 1:] = same.form[1:]
+            start += len(rows)
+        found = bilinear_forms(forms, next(iter(gradients.values())))
+        if found is not None:
+            self._note(gradients, found)
+            return
+        for same in several:
+            self._note(same.gradients, self._read_alike(same.gradients))
 
     def _read_alike(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The gradients of parameters of one shape between their vectors, in few operations."""
@@ -237,6 +262,14 @@ class Checks(RandomVectors):
         elif name not in self._came:
             earlier = self._parameters[name].grad  # of passes before: this one is added to it
             self._came[name] = None if earlier is None else self._read(name, earlier)
+
+
+def alike_of(infos: Mapping[str, ParameterInfo]) -> list[list[str]]:
+    """The names of parameters, those together that have one shape and its output on one side."""
+    found: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, info in infos.items():
+        found[info.shape, info.output.first].append(name)
+    return list(found.values())
 
 
 class _Probe:

@@ -17,19 +17,18 @@ from torchfmri._hooks import Hook
 from torchfmri._layers import Pattern
 from torchfmri._padding import Padding
 from torchfmri._patterns import match_names, nearest_names
-from torchfmri._taps import Taps, Target
-from torchfmri._tokens.capture import Capture
+from torchfmri._taps import Taps
+from torchfmri._tokens.capture import Capture, target_of
 from torchfmri._tokens.coverage import Coverage, CoverageRow
 from torchfmri._tokens.gradient import TokenGradient
 from torchfmri._tokens.parameter import VOXEL
 from torchfmri._tokens.plans import plan_of
 from torchfmri._tokens.record import Axis
+from torchfmri._tokens.reduced import summed_squares
 from torchfmri._tokens.runs import Masks, joined
 from torchfmri._tokens.selection import TokenSelection
 from torchfmri._torch_private import HookSet
 from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
-
-_GRADIENTS = frozenset({"gradients"})
 
 
 class TokenGradients:
@@ -105,44 +104,34 @@ class TokenGradients:
 
     def _tapped(self) -> Taps:
         """The taps of a block, made for it: what listens and what is told form a cycle."""
-        capture = self._capture
-        targets = [
-            Target(each.layer, each.module, _GRADIENTS)
-            for each in self._plan.watched.values()
-            if not each.only_calls
-        ]
-        taps = Taps(targets, capture, capture.wants, capture.short_way, capture.called)
+        capture, plan = self._capture, self._plan
+        targets = [target_of(each) for each in plan.owners]
+        short = capture.short_way(plan)
+        taps = Taps(targets, capture, capture.wants, short, capture.called)
         capture.listen(taps.at_end_of_backward)
         return taps
 
     def _add_handles(self) -> None:
         capture, handles = self._capture, self._handles
-        layers, stacks = self._plan.layers, self._plan.stacks
-        model = layers[""]
+        model, stacks = self._plan.model, self._plan.stacks
         if not isinstance(model, torch.jit.ScriptModule):
             hook = Hook(capture.passes.model_is_called, model)
             handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             after = Hook(capture.passes.model_returns, model)
             handles.append(model.register_forward_hook(after, always_call=True))
         capture.account.checks.attach(self._parameters, self._hooks, capture.failed)
-        containers = {}
-        for layer, watched in self._plan.watched.items():
-            if watched.only_calls:
-                if layer:  # the model itself has hooks already
-                    containers[layer] = watched.module
-            elif watched.rule is None:
-                hook = Hook(partial(capture.owners.begins, layer))
-                self._hooks.before(watched.module, hook, first=True)
-        capture.passes.parts.watch(capture.passes, containers)
-        if stacks.encoder:
-            module = layers[stacks.encoder]
-            handles.append(
-                module.register_forward_hook(Hook(capture.passes.encoder_has_run, module))
-            )
-            for name in (stacks.encoder, stacks.decoder):
-                begins = Hook(partial(capture.passes.stack_begins, name.rpartition(".")[2]))
-                module = layers[name]
-                handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+        for owner in self._plan.owners:
+            hook = Hook(partial(capture.owners.begins, owner.layer))
+            self._hooks.before((owner.module,), hook, first=True)
+        passes = capture.passes
+        passes.parts.watch(passes, self._plan.parts, self._plan.by_module)
+        for name, module in stacks.items():
+            stack = name.rpartition(".")[2]
+            if stack == "encoder":
+                hook = Hook(passes.encoder_has_run, module)
+                handles.append(module.register_forward_hook(hook))
+            begins = Hook(partial(passes.stack_begins, stack))
+            handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
 
     def _remove_handles(self) -> None:
         self._capture.passes.parts.forget()
@@ -284,7 +273,23 @@ class TokenGradients:
 
     def norm(self, pattern: str = "*") -> Tensor:
         """The norm of each token's gradient over all parameters that match, (b, s)."""
-        return self.select(pattern).norm()
+        found = self._norm_of_calls(pattern)
+        return self.select(pattern).norm() if found is None else found
+
+    def _norm_of_calls(self, pattern: str) -> Tensor | None:
+        """The same where every parameter has the numbers of one call, all on the same tokens.
+
+        That is how it is for most models; nothing is made of each parameter then.
+        """
+        names, account = match_names(pattern, self.names), self._capture.account
+        parts = self._capture.arrivals.only_parts(names)
+        if not parts or not account.reasons.keys().isdisjoint(names):
+            return None
+        axis = parts[0].axis
+        if any(each.axis != axis or each.mask is not None for each in parts):
+            return None
+        total, dtype = summed_squares([each.reduced for each in parts if each.reduced is not None])
+        return total.sqrt_().to(dtype).view(axis.grid)
 
     def gram(self, pattern: str = "*") -> Tensor:
         """The inner product of every two tokens' gradients over them, (b * s, b * s)."""
@@ -326,8 +331,8 @@ class TokenGradients:
     def _residual(self, name: str, found: list[TokenGradient]) -> tuple[float | None, str]:
         """How far the tokens' sum is from autograd's gradient, and how that was compared."""
         brought = self._capture.account.checks.brought(name)
-        gradient = self._whole_gradient(name)
-        if gradient is not None and self._keep == "factors":
+        gradient = self._whole_gradient(name) if self._keep == "factors" else None
+        if gradient is not None:
             total = sum((each.total() for each in found), start=torch.zeros_like(gradient))
             # Where tokens cancel, rounding is of the order of theirs, not of their sum.
             sizes = torch.cat([each.norm().flatten() for each in found])

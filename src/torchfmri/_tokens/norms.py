@@ -39,6 +39,7 @@ class Reducer:
         self._checks, self.by_voxel = checks, by_voxel
         self._rows = Rows()
         self._lanes: dict[object, Lane | None] = {}
+        self._pairs: dict[object, tuple[Lane | None, Lane | None]] = {}
         self._last: tuple[Tensor, Numbers] | None = None
 
     def __call__(self, record: Record, g: Tensor) -> Found:
@@ -69,14 +70,24 @@ class Reducer:
     # -- rows --------------------------------------------------------------------------------
 
     def outer_numbers(self, record: Record, g: Tensor) -> tuple[Numbers, Numbers]:
-        """Of the gradient and of the input of a Linear.
+        """Of the gradient and of the input of a Linear; most of the calls of a model come here.
 
         q, k and v, whose gradients come in a row, share those of their input.
         """
         x, last = record.x, self._last
+        size = self._voxel(record) if self.by_voxel else 0
+        key = (g.shape, x.shape, g.dtype, x.dtype, g.get_device(), size)
+        try:
+            of_g, of_x = self._pairs[key]
+        except KeyError:
+            rules.check_tokens(x, g)
+            of_g, of_x = self._lane(g, OUTPUT, size), self._lane(x, INPUT, 0)
+            self._pairs[key] = of_g, of_x
         if last is None or last[0] is not x:
-            last = self._last = (x, self._read(x, INPUT, 0))
-        return self._read(g, OUTPUT, self._voxel(record) if self.by_voxel else 0), last[1]
+            last = self._last = (x, self._numbers(x, of_x, INPUT, 0))
+        if of_g is not None and g.is_contiguous():
+            return of_g.read(g), last[1]
+        return self._numbers(g, None, OUTPUT, size), last[1]
 
     def output_numbers(self, values: Tensor, record: Record) -> Numbers:
         """Of gradients with one vector per token, (..., o): squares, maybe by voxel, and probe."""
@@ -86,10 +97,8 @@ class Reducer:
         """The same of g * x / rms(x), added up over the heads; None where torch has to do it."""
         x: Tensor = record.x
         size = self._voxel(record) if self.by_voxel else 0
-        key = (
-            *(g.shape, g.stride(), g.dtype, g.get_device(), x.shape, x.stride(), x.dtype),
-            *(record.model, small, size),
-        )
+        like = (g.shape, g.stride(), g.dtype, x.shape, x.stride(), x.dtype)
+        key = (like, g.get_device(), record.model, small, size)
         try:
             lane = self._lanes[key]
         except KeyError:
@@ -101,11 +110,17 @@ class Reducer:
 
     def _read(self, values: Tensor, side: int, size: int) -> Numbers:
         """Of each row of output or input units."""
+        return self._numbers(values, self._lane(values, side, size), side, size)
+
+    def _lane(self, values: Tensor, side: int, size: int) -> Lane | None:
         key = (values.shape, values.dtype, values.get_device(), side, size)
         try:
-            lane = self._lanes[key]
+            return self._lanes[key]
         except KeyError:
             lane = self._lanes[key] = self._rows.lane(values, self._asked(values, side, size))
+            return lane
+
+    def _numbers(self, values: Tensor, lane: Lane | None, side: int, size: int) -> Numbers:
         if lane is not None and values.is_contiguous():
             return lane.read(values)
         _, start, vector, _, length = self._asked(values, side, size)
@@ -137,7 +152,6 @@ def _outer(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
         one = grid.leading <= 2 or grid.b * grid.s * g.shape[-1] == g.numel()
         if not one or grid.order != tuple(range(grid.leading)):
             return None
-    rules.check_tokens(record.x, g)
     numbers = reducer.outer_numbers(record, g)
     found = {"weight": Reduced(OUTER_BY_VOXEL if reducer.by_voxel else OUTER, numbers)}
     if "bias" in record.watched.parameters:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -52,24 +53,28 @@ class Owners:
         self._watched, self._parameters = watched, parameters
         self._passes, self._padding, self._account = passes, padding, account
         self._keeps_factors = keeps_factors
-        devices = {each.device for each in parameters.values()}
-        self._kinds = sorted({"cpu", *(each.type for each in devices)} - {"meta"})
-        self._cuda = [each for each in devices if each.type == "cuda"]
         self._states: dict[str, RunState] = {}
         self._replayed: dict[str, list[Any]] = defaultdict(list)
         self._waiting: list[OwnerCall] = []
 
     # -- forward -----------------------------------------------------------------------------
 
+    @cached_property
+    def _devices(self) -> tuple[list[str], list[torch.device]]:
+        """The kinds of devices that the parameters are on, and those of them that are CUDA."""
+        devices = {each.device for each in self._parameters.values()}
+        kinds = sorted({"cpu", *(each.type for each in devices)} - {"meta"})
+        return kinds, [each for each in devices if each.type == "cuda"]
+
     def begins(self, layer: str, *call: Any) -> None:
         """Keep the state that a call starts from, and in a replay its arguments."""
         if current_backward() == NO_BACKWARD:
             if layer:
                 self._passes.module_begins(layer, *call)
-            self._states[layer] = RunState.now(self._kinds, self._cuda)
+            self._states[layer] = RunState.now(*self._devices)
         elif torch.is_grad_enabled() and not self._keeps_factors:
             _, arguments, keywords = call
-            state = RunState.now(self._kinds, self._cuda)
+            state = RunState.now(*self._devices)
             self._replayed[layer].append((arguments, dict(keywords), state))
 
     def wants(self, watched: Watched) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torchfmri._hooks import Hook
 from torchfmri._padding import TokenMask
 from torchfmri._tokens.axes import model_grid
 from torchfmri._tokens.broadcasts import Broadcasts
+from torchfmri._tokens.record import Watched
 from torchfmri._torch_private import NO_BACKWARD, HookSet, calls_itself, current_backward
 
 
@@ -34,7 +35,7 @@ class Passes:
         memories: What the encoder returned in this pass; a decoder's layer that reads one of these
             has the encoder's tokens, and `encoder_mask`.
         broadcasts: Outputs that are spread over the batch.
-        parts: The containers that begin a pass when they are called by themselves.
+        parts: The hooks on containers that begin a pass when they are called by themselves.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -130,18 +131,18 @@ class Parts:
 
     def __init__(self) -> None:
         self._hooks = HookSet()
-        self._parts: list[tuple[nn.Module, PartHook]] = []
+        self._modules: Sequence[nn.Module] = ()
+        self._hook = Hook(None)
 
-    def watch(self, passes: Passes, containers: Mapping[str, nn.Module]) -> None:
-        """Attach hooks to these containers."""
-        self._parts = [
-            (module, PartHook(passes, layer, self._hooks)) for layer, module in containers.items()
-        ]
+    def watch(
+        self, passes: Passes, modules: Sequence[nn.Module], watched: Mapping[int, Watched]
+    ) -> None:
+        """Attach hooks to these containers; what is watched is known by the ids of modules."""
+        self._modules, self._hook = modules, PartHook(passes, watched, self._hooks)
         self.attach()
 
     def attach(self) -> None:
-        for module, hook in self._parts:
-            self._hooks.before(module, hook, first=True)
+        self._hooks.before(self._modules, self._hook, first=True)
 
     def detach(self) -> None:
         self._hooks.remove()
@@ -149,29 +150,37 @@ class Parts:
     def forget(self) -> None:
         """Remove the hooks for good."""
         self.detach()
-        self._parts = []
+        self._modules = ()
+        self._hook = Hook(None)
 
 
 class PartHook(Hook):
-    """On a container that only calls the modules below it: called by itself, it begins a pass."""
+    """On containers that only call the modules below them: called by itself, one begins a pass."""
 
-    __slots__ = ("_depth", "_hooks", "_layer", "_passes")
+    __slots__ = ("_depth", "_hooks", "_outermost", "_passes", "_watched")
 
-    def __init__(self, passes: Passes, layer: str, hooks: HookSet) -> None:
+    def __init__(self, passes: Passes, watched: Mapping[int, Watched], hooks: HookSet) -> None:
         super().__init__(None)
-        self._passes, self._layer, self._hooks = passes, layer, hooks
-        self._depth = 0  # of calls inside each other, while it is the outermost
+        self._passes, self._watched, self._hooks = passes, watched, hooks
+        self._outermost = 0
+        self._depth = 0  # of its calls inside each other
 
     def __call__(self, module: nn.Module, *call: Any) -> None:
-        passes = self._passes
+        passes, key = self._passes, id(module)
+        watched = self._watched.get(key)
+        if watched is None:  # a copy of a module
+            return
         if passes.running:
-            self._depth += self._depth > 0
+            self._depth += self._outermost == key
         elif current_backward() == NO_BACKWARD:
-            passes.module_begins(self._layer, module, *call)
-            self._depth = 1
-            self._hooks.after(module, Hook(self._ends), always=True)
+            passes.module_begins(watched.layer, module, *call)
+            self._outermost, self._depth = key, 1
+            self._hooks.after((module,), Hook(self._ends), always=True)
 
-    def _ends(self, *_: object) -> None:
-        self._depth -= self._depth > 0
+    def _ends(self, module: nn.Module, *_: object) -> None:
+        if self._outermost != id(module):
+            return
+        self._depth -= 1
         if not self._depth:
-            self._passes.module_ends(self._layer)
+            self._outermost = 0
+            self._passes.module_ends(self._watched[id(module)].layer)

@@ -102,13 +102,13 @@ def watched_modules(
     layers: Mapping[str, nn.Module],
     parameters: Mapping[str, nn.Parameter],
     aliases: Mapping[str, str],
+    stacks: Stacks,
 ) -> dict[str, Watched]:
     """The modules whose calls are captured: each once, under its first name."""
     names: dict[int, str] = {}
     for layer, module in layers.items():
         names.setdefault(id(module), layer)
     uses: dict[str, int] = defaultdict(int)
-    stacks = Stacks(layers)
     watched: dict[str, Watched] = {}
     for layer in names.values():
         module = layers[layer]
@@ -242,7 +242,12 @@ _FUNCTIONS = (FunctionType, MethodType, partial)
 
 def holds_functions(module: nn.Module) -> bool:
     """Whether a function is an attribute of the module, which may do anything."""
-    return any(issubclass(kind, _FUNCTIONS) for kind in set(map(type, vars(module).values())))
+    return any(map(is_function, set(map(type, vars(module).values()))))
+
+
+def is_function(kind: type) -> bool:
+    """Whether things of this kind are called, and may do anything."""
+    return issubclass(kind, _FUNCTIONS)
 
 
 @lru_cache(maxsize=4096)

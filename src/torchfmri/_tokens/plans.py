@@ -8,7 +8,9 @@ before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain, repeat
+from operator import attrgetter, contains, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,14 +18,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchfmri._layers import Pattern, named_layers, unwrap
-from torchfmri._padding import takes_mask
+from torchfmri._padding import masked_modules
 from torchfmri._tokens.account import homes_of
+from torchfmri._tokens.checks import alike_of
 from torchfmri._tokens.parameter import ParameterInfo, head_size
 from torchfmri._tokens.plan import (
     Stacks,
     describe_all,
     find_parameters,
     holds_functions,
+    is_function,
     watched_modules,
 )
 from torchfmri._tokens.record import Watched
@@ -33,23 +37,32 @@ class Plan(NamedTuple):
     """What a block watches.
 
     Attributes:
-        layers: All layers of the model, by name; "" is the model.
+        model: The model, without what wraps it.
+        stacks: Its encoder and decoder, by name; nothing where it is not made of these.
         parameters: Those that are watched, by their first names.
         aliases: All of their names -> the first.
-        infos: What is known of each.
-        watched: The layers whose calls are captured.
+        infos: What is known of each; `alike` are their names, those together that are read alike.
+        watched: The layers whose calls are captured; `by_module` are the same by the id of the
+            module.
+        called: The modules among them that have a rule; `parts`, those that only call others, but
+            for the model itself.
+        owners: Those of the layers that are run again.
         homes: The layers in which a parameter lives.
-        stacks: Encoder and decoder.
         masked: The modules that are handed a mask.
     """
 
-    layers: dict[str, nn.Module]
+    model: nn.Module
+    stacks: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
     aliases: Mapping[str, str]
     infos: Mapping[str, ParameterInfo]
+    alike: list[list[str]]
     watched: Mapping[str, Watched]
+    by_module: Mapping[int, Watched]
+    called: list[nn.Module]
+    parts: list[nn.Module]
+    owners: list[Watched]
     homes: Mapping[str, list[str]]
-    stacks: Stacks
     masked: list[nn.Module]
 
 
@@ -71,19 +84,27 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
             return plan
     layers = named_layers(model)
     parameters, aliases = find_parameters(layers, pattern)
-    watched = watched_modules(layers, parameters, aliases)
+    stacks = Stacks(layers)
+    watched = watched_modules(layers, parameters, aliases, stacks)
+    infos = describe_all(parameters, layers, head, voxel)
     plan = Plan(
-        layers,
+        root,
+        {name: layers[name] for name in (stacks.encoder, stacks.decoder) if name},
         parameters,
         aliases,
-        describe_all(parameters, layers, head, voxel),
+        infos,
+        alike_of(infos),
         watched,
+        {id(each.module): each for each in watched.values()},
+        [each.module for each in watched.values() if each.rule is not None],
+        [each.module for each in watched.values() if each.only_calls and each.layer],
+        [each for each in watched.values() if each.rule is None and not each.only_calls],
         homes_of(watched),
-        Stacks(layers),
-        [each for each in layers.values() if takes_mask(each)],
+        masked_modules(layers.values()),
     )
-    if _can_be_kept(layers):
-        _keep(root, asked, plan)
+    seen = look_at(root, len(layers))
+    if seen is not None and _can_be_kept(layers, seen):
+        _keep(asked, plan, seen)
     return plan
 
 
@@ -100,66 +121,85 @@ class _Kept:
         of: The model.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, seen: Seen) -> None:
         key = id(model)
-        self.of = weakref.ref(model, lambda _: _KEPT.pop(key, None))
-        self._names = list(layers)
-        self._modules = [weakref.ref(each) for each in layers.values()]
-        self._looks = _looks_of(layers.values())
+
+        def forget(_: object) -> None:
+            _KEPT.pop(key, None)
+
+        self.of = weakref.ref(model, forget)
+        # Modules are known by their ids, which are theirs for as long as they live.
+        self._modules = [weakref.ref(each, forget) for each in seen.modules]
+        self._looks = seen.looks
         self._plans: dict[_Asked, _WeakPlan] = {}
 
     def plan(self, asked: _Asked) -> Plan | None:
         """The plan that was asked for, if the model still looks as it did."""
+        model = self.of()
         try:
             found = self._plans.get(asked)
         except TypeError:  # a pattern that is no pattern
             return None
-        modules = [module for each in self._modules if (module := each()) is not None]
-        if found is None or len(modules) < len(self._names) or _looks_of(modules) != self._looks:
+        if found is None or model is None:
             return None
-        return found.with_modules(dict(zip(self._names, modules, strict=True)))
+        seen = look_at(model, len(self._modules))
+        return found.plan(seen) if seen is not None and seen.looks == self._looks else None
 
-    def add(self, asked: _Asked, plan: Plan) -> bool:
+    def add(self, asked: _Asked, plan: Plan, seen: Seen) -> bool:
         """Keep a plan, unless the model does not look as it did."""
-        if _looks_of(plan.layers.values()) != self._looks:
+        if seen.looks != self._looks:
             return False
         while len(self._plans) >= _MOST:
             del self._plans[next(iter(self._plans))]
-        self._plans[asked] = _WeakPlan(plan)
+        self._plans[asked] = _WeakPlan(plan, seen)
         return True
 
 
 class _WeakPlan:
-    """A plan without its modules and parameters."""
+    """A plan without its modules and parameters: their places among those of the model instead."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._parameters = {name: name.rpartition(".")[::2] for name in plan.parameters}
-        names = {id(module): name for name, module in plan.layers.items()}
-        self._masked = [names[id(each)] for each in plan.masked]
-        self._rest = plan._replace(layers={}, parameters={}, masked=[])
+    def __init__(self, plan: Plan, seen: Seen) -> None:
+        places = {id(module): place for place, module in enumerate(seen.modules)}
+        self._stacks = {name: places[id(each)] for name, each in plan.stacks.items()}
+        self._called = [places[id(each)] for each in plan.called]
+        self._parts = [places[id(each)] for each in plan.parts]
+        self._masked = [places[id(each)] for each in plan.masked]
+        places = {id(parameter): place for place, parameter in enumerate(seen.parameters)}
+        self._parameters = {name: places[id(each)] for name, each in plan.parameters.items()}
+        nothing: Any = None
+        self._rest = plan._replace(
+            model=nothing, stacks={}, parameters={}, called=[], parts=[], masked=[]
+        )
 
-    def with_modules(self, layers: dict[str, nn.Module]) -> Plan:
-        """The plan for these modules."""
-        parameters: dict[str, Any] = {
-            name: layers[layer]._parameters[key] for name, (layer, key) in self._parameters.items()
-        }
-        masked = [layers[name] for name in self._masked]
-        return self._rest._replace(layers=layers, parameters=parameters, masked=masked)
+    def plan(self, seen: Seen) -> Plan:
+        """The plan with what is there to see."""
+        modules, parameters = seen.modules, seen.parameters
+        return self._rest._replace(
+            model=modules[0],
+            stacks={name: modules[place] for name, place in self._stacks.items()},
+            parameters={name: parameters[place] for name, place in self._parameters.items()},
+            called=[modules[place] for place in self._called],
+            parts=[modules[place] for place in self._parts],
+            masked=[modules[place] for place in self._masked],
+        )
 
 
 _KEPT: dict[int, _Kept] = {}
 
 
-def _keep(model: nn.Module, asked: _Asked, plan: Plan) -> None:
+def _keep(asked: _Asked, plan: Plan, seen: Seen) -> None:
+    model = plan.model
     kept = _KEPT.get(id(model))
-    if kept is None or kept.of() is not model or not kept.add(asked, plan):
-        kept = _KEPT[id(model)] = _Kept(model, plan.layers)
-        kept.add(asked, plan)
+    if kept is None or kept.of() is not model or not kept.add(asked, plan, seen):
+        kept = _KEPT[id(model)] = _Kept(model, seen)
+        kept.add(asked, plan, seen)
 
 
-def _can_be_kept(layers: Mapping[str, nn.Module]) -> bool:
+def _can_be_kept(layers: Mapping[str, nn.Module], seen: Seen) -> bool:
     """Whether the layers are all there is to a model: nothing wrapped, scripted or patched."""
     known = {id(each) for each in layers.values()}
+    if len(seen.modules) != len(layers):  # one is inside itself
+        return False
     for module in layers.values():
         if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
             return False
@@ -168,19 +208,64 @@ def _can_be_kept(layers: Mapping[str, nn.Module]) -> bool:
     return True
 
 
-def _looks_of(modules: Iterable[nn.Module]) -> list[object]:
-    """Everything about modules that a plan depends on, by which they can be compared."""
-    looks: list[object] = []
-    for module in modules:
-        kind, state = type(module), vars(module)
-        looks += (kind, kind.forward, "forward" in state)
-        children, parameters = state["_modules"], state["_parameters"]
-        if children:
-            looks += children
-            looks += map(id, children.values())
-            looks.append(holds_functions(module))
-        for key, each in parameters.items():
-            looks += (key, id(each))
-            if each is not None:
-                looks += (each.requires_grad, each.dtype, None if is_lazy(each) else each.shape)
-    return looks
+class Seen(NamedTuple):
+    """What there is to see of a model.
+
+    Attributes:
+        modules: All of them, by how deep they are; those with two names twice.
+        parameters: Theirs, in that order.
+        looks: Everything about both that a plan depends on, to be compared.
+    """
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    looks: tuple[object, ...]
+
+
+_CHILDREN, _PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
+_VALUES = methodcaller("values")
+_FORWARD, _TRAINS, _DTYPE = map(attrgetter, ("forward", "requires_grad", "dtype"))
+
+
+def look_at(model: nn.Module, most: int) -> Seen | None:
+    """Look at a model, and no further than at so many modules and those below them.
+
+    Every block begins with this, so it takes no line of Python per module. None: one is scripted,
+    and there is nothing to see.
+    """
+    modules, level = [model], [model]
+    while level and len(modules) <= most:
+        if not all(map(contains, map(vars, level), repeat("_modules"))):
+            return None
+        below = chain.from_iterable(map(_VALUES, map(_CHILDREN, map(vars, level))))
+        level = [each for each in below if each is not None]
+        modules += level
+    if any(issubclass(kind, torch.jit.ScriptModule) for kind in set(map(type, modules))):
+        return None
+    kinds, states = [*map(type, modules)], [*map(vars, modules)]
+    children, tables = [*map(_CHILDREN, states)], [*map(_PARAMETERS, states)]
+    values = [*chain.from_iterable(map(_VALUES, tables))]
+    parameters = [each for each in values if each is not None]
+    looks = (
+        kinds,
+        [*map(_FORWARD, kinds)],
+        [*map(contains, states, repeat("forward"))],
+        [*map(len, children)],
+        [*chain.from_iterable(children)],
+        [*map(id, chain.from_iterable(map(_VALUES, children)))],
+        _holding_functions([each for each, below in zip(modules, children, strict=True) if below]),
+        [*map(len, tables)],
+        [*chain.from_iterable(tables)],
+        [*map(id, values)],
+        [*map(type, parameters)],
+        [*map(_TRAINS, parameters)],
+        [*map(_DTYPE, parameters)],
+        [None if is_lazy(each) else each.shape for each in parameters],
+    )
+    return Seen(modules, parameters, looks)
+
+
+def _holding_functions(modules: list[nn.Module]) -> list[bool]:
+    """Which of them have functions as attributes; nothing where none has."""
+    kinds = set(map(type, chain.from_iterable(map(_VALUES, map(vars, modules)))))
+    return [*map(holds_functions, modules)] if any(map(is_function, kinds)) else []

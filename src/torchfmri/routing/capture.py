@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchfmri._elements import Element
 from torchfmri._layers import named_layers
-from torchfmri._padding import Padding
+from torchfmri._padding import Padding, masked_modules
 from torchfmri._taps import CallKey, Taps, Target
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.signals import Factors
@@ -76,7 +76,7 @@ class Capture:
         self._inputs: dict[tuple[object, ...], Tensor] = {}
         self._totals: dict[str, Tensor] = {}
         self._error: Exception | None = None
-        self._padding = Padding(layers.values())
+        self._padding = Padding(masked_modules(layers.values()))
         inner = {"gradients", "parameter_gradients"} if with_totals else {"gradients"}
         targets = []
         for name, module in self.modules.items():

@@ -5,12 +5,19 @@ and reads nothing; `gram` and `projection` (to 256 numbers) are read from them. 
 and detaching are part of what is measured. `norms_peak_memory` is the peak with norms over the
 plain peak, weights included: live tensors, counted operation by operation, on the CPU (the same
 number in every run); allocated memory on CUDA.
+
+On CUDA the forward pass is timed by itself, too: how long its calls take (`..._host_milliseconds`,
+of `norms` with attaching) and how long the GPU takes (`plain_forward_milliseconds`, no less than
+the calls). Where the calls take longer than the GPU needs, it waits for Python, and a ratio says
+more about the host than about the work.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -80,6 +87,8 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     report(f"ours, {' x '.join(map(str, task.tokens.shape))} tokens on {arguments.device}")
     compare(task, build_ours(task), arguments, result)
     result["plain_milliseconds"] = sorted(time_once(task.plain) for _ in range(5))[2] * 1e3
+    if task.tokens.is_cuda:
+        result |= measure_forward(task)
     result["norms_peak_memory"] = measure_peak(task, "norms") / measure_peak(task, None)
     if not arguments.no_peers:  # apart: some of them leave memory and caches in another state
         report("peers")
@@ -175,6 +184,31 @@ def describe_error(result: dict[str, Any]) -> Callable[[str, Exception], None]:
         result["errors"][name] = f"{type(error).__name__}: {text[:300]}"
 
     return note
+
+
+def measure_forward(task: Task) -> dict[str, float]:
+    """Milliseconds of the forward pass until its calls are over, and until the GPU is."""
+    import torchfmri
+
+    calls: dict[str, list[float]] = {"plain": [], "norms": []}
+    whole = []
+    for name in ["plain", "norms"] * 9:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if name == "norms":
+                stack.enter_context(torchfmri.token_gradients(task.model, keep="norms"))
+            output = task.model(input_ids=task.tokens, labels=task.tokens)
+            calls[name].append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            if name == "plain":
+                whole.append(time.perf_counter() - start)
+            del output
+    found = {f"{name}_forward_host": several for name, several in calls.items()}
+    found["plain_forward"] = whole
+    return {
+        f"{name}_milliseconds": statistics.median(several) * 1e3 for name, several in found.items()
+    }
 
 
 def measure_peak(task: Task, keep: Keep | None) -> int:

@@ -102,11 +102,7 @@ class Capture:
         if watched.stack or may_autocast() or saved_tensor_hooks(False) is not None:
             self._keep_input(record, x)
         else:
-            record.x = x
-            try:
-                record.version = x._version
-            except RuntimeError:  # a tensor of inference mode, which nobody writes into
-                record.version = None
+            record.x, record.version = x, _version(x)
             if x.ndim == 4:
                 record.strides = x.stride()
         model = record.model  # (b, s)

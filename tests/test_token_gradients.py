@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -1883,3 +1884,64 @@ def test_a_use_that_cannot_be_followed_is_noted() -> None:
     assert any("another output" in text for text in tokens.notes)
     assert "unattributed" in tokens.coverage()["layer.weight"].note
     assert model.count == 1
+
+
+@pytest.mark.parametrize("name", [0, None, 1.5, ("weight",), ["weight"], slice(1)], ids=str)
+def test_what_is_no_name_is_refused_with_the_names_that_there_are(name: Any) -> None:
+    model = nn.Linear(3, 2)
+    with torchfmri.token_gradients(model) as tokens:
+        model(torch.randn(1, 4, 3)).sum().backward()
+    chosen, coverage = tokens.select(), tokens.coverage()
+    reads = (tokens.norm, tokens.select, tokens.__getitem__, chosen.__getitem__)
+    for read in (*reads, coverage.__getitem__):
+        with pytest.raises(LayerNotFoundError, match=re.escape(str(name))):
+            read(name)
+
+
+def read_everything(tokens: Any) -> dict[str, Tensor]:
+    found = {"norm": tokens.norm(), "gram": tokens.gram(), "project": tokens.project(16)}
+    for name in tokens.names:
+        each = tokens[name]
+        direction = numbers(*each.shape[2:], seed=3).float()
+        found |= {
+            f"{name} norm": each.norm(),
+            f"{name} gram": each.gram(),
+            f"{name} sum": each.sum(),
+            f"{name} dot": each.dot(direction),
+            f"{name} project": each.project(8),
+            f"{name} one": each[0, 1],
+        }
+        if isinstance(each, torchfmri.TokenGradient):
+            found |= {
+                f"{name} output": each.norm(by="output"),
+                f"{name} voxel": each.norm(by="voxel"),
+                f"{name} weighted": each.weighted_norm(direction.abs()),
+                f"{name} squared": each.squared_sum(),
+                f"{name} largest": each.topk(2).values,
+                f"{name} whole": each.materialise(1 << 20),
+            }
+    found["coverage"] = torch.tensor([each.residual for each in tokens.coverage()])
+    return found
+
+
+@pytest.mark.parametrize("per", ["position", "token_loss"])
+def test_what_is_read_inside_of_autocast_is_as_exact(per: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(9, 16), nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+    )
+    ids = torch.randint(9, (2, 5))
+    with torchfmri.token_gradients(model, per=per, keep="factors") as tokens:
+        losses = model(ids).square().sum(-1)
+        if isinstance(tokens, torchfmri.TokenGradients):
+            losses.sum().backward()
+        else:
+            tokens.backward(losses)
+    expected = read_everything(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16, "it is on"
+        found = read_everything(tokens)
+        assert torch.is_autocast_enabled("cpu")
+    for what, each in expected.items():
+        assert each.dtype is torch.float32
+        assert torch.equal(found[what], each), what

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import torchfmri
+from torchfmri import InspectionError, UnsupportedLayerError
 from torchfmri._tokens import plans
 from torchfmri._tokens.gradients import TokenGradients
 
@@ -290,6 +291,92 @@ def test_a_layer_without_values_yet_elsewhere_in_the_model() -> None:
             loss_of(model["used"](numbers(2, 5, 4))).backward()
         assert tokens.names == ["used.weight", "used.bias"]
         model["used"].zero_grad()
+
+
+def test_a_layer_without_values_yet_is_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    with pytest.raises(InspectionError, match=r"'0.weight' has no shape yet.*Run the model once"):
+        torchfmri.token_gradients(model)
+    model(X.float())
+    with torchfmri.token_gradients(model) as tokens:
+        loss_of(model(X.float())).backward()
+    assert tokens.coverage().residual < 1e-6
+
+
+def scripted(child: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is on its way out of torch
+        return torch.jit.script(child)
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+def test_a_scripted_child_says_why_it_has_no_token_gradients(keep: Any) -> None:
+    plain = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
+    model = nn.Sequential(scripted(plain[0]), plain[1])
+    with torchfmri.token_gradients(plain, keep=keep) as expected:
+        loss_of(plain(X)).backward()
+    plain.zero_grad()
+    with torchfmri.token_gradients(model, keep=keep) as tokens:
+        loss_of(model(X)).backward()
+    assert tokens.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert torch.equal(tokens["1.weight"].norm(), expected["1.weight"].norm())
+    for name in ("0.weight", "0.bias"):
+        with pytest.raises(UnsupportedLayerError, match=f"'{name}' in layer '0'.*TorchScript"):
+            tokens[name]
+    rows = tokens.coverage()
+    assert [each.rule for each in rows] == ["none", "none", "linear", "linear"]
+    assert "TorchScript" in rows["0.weight"].note
+    with torchfmri.token_gradients(model, "1.*", keep=keep) as tokens:
+        loss_of(model(X)).backward()
+    assert torch.equal(tokens.norm(), expected.norm("1.*"))
+
+
+def test_a_scripted_encoder_is_no_obstacle() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return self.layer(x) + memory.mean(1, keepdim=True)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = scripted(nn.Linear(6, 6)), Decoder()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(x, memory=self.encoder(x))
+
+    model = Pair().double()
+    with torchfmri.token_gradients(model) as tokens:
+        loss_of(model(X)).backward()
+    assert [each.name for each in tokens.coverage().missing] == ["encoder.weight", "encoder.bias"]
+    assert tokens.coverage()["decoder.layer.weight"].residual == 0
+
+
+def test_a_layer_without_values_yet_gets_them_inside_of_a_block_for_token_losses() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)).double()
+    with torchfmri.token_gradients(model, per="token_loss") as tokens:
+        losses = model(X).square().sum(-1)
+        tokens.backward(losses)
+    weight = model[0].weight
+    each = [torch.autograd.grad(one, weight, retain_graph=True)[0] for one in losses.flatten()]
+    gap = tokens["0.weight"].norm().flatten() - torch.stack(each).flatten(1).norm(dim=1)
+    assert float(gap.abs().max()) < 1e-12
+
+
+def test_a_scripted_model_has_gradients_of_token_losses() -> None:
+    """As the error advises; by hand, one loss at a time."""
+    model = scripted(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)).double())
+    with torchfmri.token_gradients(model, per="token_loss") as tokens:
+        tokens.backward(model(X + numbers(2, 5, 6)).square().sum(-1))
+    weights = dict(model.named_parameters())
+    losses = model(X + numbers(2, 5, 6)).square().sum(-1).flatten()
+    for name in ("0.weight", "2.bias"):
+        each = [torch.autograd.grad(loss, weights[name], retain_graph=True)[0] for loss in losses]
+        gap = tokens[name].norm().flatten() - torch.stack(each).flatten(1).norm(dim=1)
+        assert float(gap.abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda each: torch.jit.trace(each, X)])

@@ -46,7 +46,7 @@ class Inspection(Mapping[str, Record]):
             return self._records[layer]
         except KeyError:
             names = list(self._records)
-            raise LayerNotFoundError(layer, nearest_names(str(layer), names), len(names)) from None
+            raise LayerNotFoundError(layer, nearest_names(layer, names), len(names)) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

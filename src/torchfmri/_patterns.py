@@ -13,11 +13,13 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 
 
-def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that match `pattern`, in the order given.
+def match_names(pattern: object, names: Iterable[str]) -> list[str]:
+    """The names that match `pattern`, in the order given; none match what is no text.
 
     A pattern that is itself one of the names matches that name, whatever characters it holds.
     """
+    if not isinstance(pattern, str):
+        return []
     if pattern == "*":
         return list(names)
     expression = compile_pattern(pattern)
@@ -50,16 +52,17 @@ def expand_braces(pattern: str) -> list[str]:
     return [pattern]
 
 
-def nearest_names(pattern: str, names: Sequence[str], count: int = 3) -> list[str]:
+def nearest_names(pattern: object, names: Sequence[str], count: int = 3) -> list[str]:
     """Up to `count` names that come closest to `pattern`, compared segment by segment."""
-    options = [option.split(".") for option in expand_braces(pattern)]
+    text = str(pattern)  # whatever somebody took for a name
+    options = [option.split(".") for option in expand_braces(text)]
     scored = [
         (min(_distance(option, name.split(".")) for option in options), index)
         for index, name in enumerate(names)
     ]
     # One wrong segment costs at most 1; further away than that is noise, not a suggestion.
     limit = max(0.75, min((score for score, _ in scored), default=0.0) + 0.25)
-    close = sorted(item for item in scored if item[0] <= limit and item[0] < len(pattern))
+    close = sorted(item for item in scored if item[0] <= limit and item[0] < len(text))
     return [names[index] for _, index in close[:count]]
 
 

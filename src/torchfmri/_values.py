@@ -37,7 +37,7 @@ def check_what(what: str) -> str:
         InspectionError: It is not.
     """
     if what not in WHAT:
-        near = nearest_names(str(what), WHAT, count=1)
+        near = nearest_names(what, WHAT, count=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InspectionError(f"Cannot watch {what!r}: there are {', '.join(WHAT)}.{hint}")
     return what

@@ -140,7 +140,7 @@ class Cost(Mapping[str, LayerCost]):
     def __getitem__(self, layer: str) -> LayerCost:
         if layer not in self.layers:
             names = [name for name in self.layers if name]
-            raise LayerNotFoundError(layer, nearest_names(str(layer), names), len(names))
+            raise LayerNotFoundError(layer, nearest_names(layer, names), len(names))
         return self.layers[layer]
 
     def __iter__(self) -> Iterator[str]:

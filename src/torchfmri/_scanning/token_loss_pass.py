@@ -30,7 +30,7 @@ from torchfmri._scanning.subject import ScannedLayer, Subject
 from torchfmri._taps import Taps, Target
 from torchfmri._tokens.checks import Checks, alike_of
 from torchfmri._tokens.parameter import ParameterInfo
-from torchfmri._tokens.random_vectors import without_autocast
+from torchfmri._tokens.precision import without_autocast
 from torchfmri.exceptions import InspectionError
 
 

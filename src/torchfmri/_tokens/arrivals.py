@@ -7,7 +7,7 @@ aside and taken in several at once, because the second one costs a fraction of t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from torchfmri._tokens.account import Account
 from torchfmri._tokens.norms import Reducer
 from torchfmri._tokens.owners import Owners, Parts
 from torchfmri._tokens.passes import Passes
-from torchfmri._tokens.random_vectors import without_autocast
+from torchfmri._tokens.precision import without_autocast
 from torchfmri._tokens.record import Axis, Part, Record, Watched
+from torchfmri._tokens.reduced import Reduced
 from torchfmri._torch_private import NO_BACKWARD, current_backward, may_autocast
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
@@ -375,20 +376,41 @@ class Arrivals:
                 found += record.parts(keys).values()
         return found
 
-    def only_parts(self, names: Iterable[str]) -> list[Part] | None:
-        """The part of each of these parameters; None if one has several, or more than numbers."""
-        self._sort_records()
-        if self._with_factors:
-            return None
-        found = []
-        for name in names:
-            several = self._reduced_parts.get(name, [])
-            if name in self._parts:
-                several = self._parts[name] + several
-            if len(several) != 1 or several[0].reduced is None:
-                return None
-            found.append(several[0])
-        return found
+    def numbers_on(self, names: Collection[str]) -> dict[Axis, list[Reduced]] | None:
+        """The numbers of these parameters by their tokens, none of them padding.
+
+        None unless each parameter has those of one call, or of several that were reduced together.
+        That is how it is for most models; nothing is made of each call then.
+        """
+        found: dict[str, Reduced] = {}
+        axes: dict[Axis, list[Reduced]] = defaultdict(list)
+        alike: dict[tuple[object, ...], list[Reduced]] = {}
+        for record in self.records:
+            if record.reduced is None:
+                if record.g is not None:
+                    return None
+                continue
+            keys, grid = record.watched.parameters, record.grid()
+            for key, each in record.reduced.items():
+                name = keys.get(key)
+                if name is None or name not in names:
+                    continue
+                if name in found or record.mask is not None:
+                    return None
+                found[name] = each
+                table = id(each.numbers[0].all_products)  # whose lines have as many tokens
+                kind = (record.run, record.stack, grid.b, grid.s, table)
+                if kind not in alike:
+                    alike[kind] = axes[record.axis(each.tokens, grid)]
+                alike[kind].append(each)
+        for name, several in self._parts.items():
+            if name in names:
+                part = several[0] if len(several) == 1 else None
+                if part is None or part.reduced is None or part.mask is not None or name in found:
+                    return None
+                found[name] = part.reduced
+                axes[part.axis].append(part.reduced)
+        return axes if len(found) == len(names) else None
 
     def _sort_records(self) -> None:
         """Sort what the calls have left: by parameter, or by layer where that takes work yet."""

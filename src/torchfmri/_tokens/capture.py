@@ -36,6 +36,10 @@ from torchfmri._torch_private import (
 from torchfmri.exceptions import UnsupportedLayerError
 
 _GRADIENTS = frozenset({"gradients"})
+_SCRIPTED = (
+    "it runs as TorchScript, which calls no hooks. Use the module that was scripted, or "
+    "per='token_loss'."
+)
 
 
 class Capture:
@@ -60,6 +64,8 @@ class Capture:
         self._keeps_factors = keep == "factors"
         self.account = Account(Checks(plan.infos, plan.alike), plan.homes)
         account = self.account
+        for name, layer in plan.scripted.items():
+            account.refuse([name], UnsupportedLayerError(name, layer, _SCRIPTED))
         self.passes = Passes(lambda error: account.noted("", f"positions: {error}"))
         self.owners = Owners(
             watched, parameters, self.passes, padding, self.account, self._keeps_factors

@@ -19,7 +19,8 @@ from torchfmri._backwards import runs_grad
 from torchfmri._hooks import Hook
 from torchfmri._kernels.rows import Form, bilinear_forms, can_read_forms
 from torchfmri._tokens.parameter import ParameterInfo
-from torchfmri._tokens.random_vectors import RandomVectors, block, without_autocast
+from torchfmri._tokens.precision import without_autocast
+from torchfmri._tokens.random_vectors import RandomVectors, block
 from torchfmri._torch_private import (
     NO_BACKWARD,
     HookSet,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchfmri._tokens import factors
 from torchfmri._tokens.factors import Index, Term
 from torchfmri._tokens.parameter import ParameterInfo
+from torchfmri._tokens.precision import in_full
 from torchfmri._tokens.reduced import Reduced
 from torchfmri._tokens.sketch import Sketch
 from torchfmri._tokens.voxels import voxel_squares
@@ -100,6 +101,7 @@ class TokenGradient:
 
     # -- numbers per token -------------------------------------------------------------------
 
+    @in_full
     def norm(self, by: str | None = None) -> Tensor:
         """The Euclidean norm of each token's gradient, (b, s).
 
@@ -113,6 +115,7 @@ class TokenGradient:
             return self._voxel_squares().sqrt().view(*self._grid, -1)
         return self._unit_squares(by).sqrt().view(*self._grid, -1)
 
+    @in_full
     def squares(self) -> Tensor:
         """The squared norms, (t,)."""
         if self._squares is None:
@@ -156,6 +159,7 @@ class TokenGradient:
         steps = side.steps(self._info.shape)
         return factors.marginal_squares(self.terms(f"norm(by={by!r})"), *steps)
 
+    @in_full
     def weighted_norm(self, weights: Tensor) -> Tensor:
         """sqrt(sum of weights * G^2) for weights of the parameter's shape, (b, s).
 
@@ -165,11 +169,13 @@ class TokenGradient:
         squared = factors.squared_terms(self.terms("weighted_norm()"))
         return factors.dots(squared, weights).clamp_min(0).sqrt().view(self._grid)
 
+    @in_full
     def dot(self, direction: Tensor) -> Tensor:
         """The inner product of each token's gradient with one direction, (b, s)."""
         self._check_shape("dot", direction)
         return factors.dots(self.terms("dot()"), direction).view(self._grid)
 
+    @in_full
     def project(self, k: int, seed: int = 0) -> Tensor:
         """Each token's gradient under a random linear map to k numbers, (b, s, k).
 
@@ -180,6 +186,7 @@ class TokenGradient:
         parts = [_sketched(sketch, term.precise()) for term in self.terms("project()")]
         return torch.stack(parts).sum(0).view(*self._grid, k)
 
+    @in_full
     def topk(self, k: int) -> TopEntries:
         """The k entries of largest absolute value in each token's gradient."""
         entries = math.prod(self._info.shape)
@@ -202,10 +209,12 @@ class TokenGradient:
 
     # -- numbers per pair, sums --------------------------------------------------------------
 
+    @in_full
     def gram(self) -> Tensor:
         """The inner product of every two tokens' gradients, (b * s, b * s)."""
         return factors.gram(self.terms("gram()"))
 
+    @in_full
     def sum(self, mask: Tensor | None = None) -> Tensor:
         """The gradients of some tokens added up, of the parameter's shape.
 
@@ -222,6 +231,7 @@ class TokenGradient:
             terms = [term.scaled(weights) for term in terms]
         return factors.total(terms).reshape(self._info.shape).to(self._info.dtype)
 
+    @in_full
     def squared_sum(self) -> Tensor:
         """The squares of all tokens' gradients added up entry by entry: the diagonal Fisher."""
         squared = factors.squared_terms(self.terms("squared_sum()"))
@@ -229,6 +239,7 @@ class TokenGradient:
 
     # -- in full -----------------------------------------------------------------------------
 
+    @in_full
     def __getitem__(self, where: tuple[int, int]) -> Tensor:
         """The whole gradient of one token: `gradient[b, s]`, of the parameter's shape."""
         if not (isinstance(where, tuple) and len(where) == 2):
@@ -241,6 +252,7 @@ class TokenGradient:
         terms = [term.at(slice(token, token + 1)) for term in self.terms("[b, s]")]
         return factors.dense(terms).view(self._info.shape)
 
+    @in_full
     def materialise(self, max_bytes: int = MAX_BYTES) -> Tensor:
         """All tokens' gradients in full, (b, s, *parameter.shape), if they fit.
 

@@ -23,6 +23,7 @@ from torchfmri._tokens.coverage import Coverage, CoverageRow
 from torchfmri._tokens.gradient import TokenGradient
 from torchfmri._tokens.parameter import VOXEL
 from torchfmri._tokens.plans import plan_of
+from torchfmri._tokens.precision import in_full
 from torchfmri._tokens.record import Axis
 from torchfmri._tokens.reduced import summed_squares
 from torchfmri._tokens.runs import Masks, joined
@@ -210,11 +211,11 @@ class TokenGradients:
         return found
 
     def _known(self, name: str) -> str:
-        name = self._aliases.get(name, name)
-        if name not in self._parameters:
+        found = self._aliases.get(name) if isinstance(name, str) else None
+        if found is None:
             names = list(self._parameters)
             raise LayerNotFoundError(name, nearest_names(name, names), len(names))
-        return name
+        return found
 
     # -- over parameters ---------------------------------------------------------------------
 
@@ -271,24 +272,22 @@ class TokenGradients:
             f"one, as in tokens.on({first!r}).norm(), or a narrower pattern."
         )
 
+    @in_full
     def norm(self, pattern: str = "*") -> Tensor:
         """The norm of each token's gradient over all parameters that match, (b, s)."""
         found = self._norm_of_calls(pattern)
         return self.select(pattern).norm() if found is None else found
 
     def _norm_of_calls(self, pattern: str) -> Tensor | None:
-        """The same where every parameter has the numbers of one call, all on the same tokens.
-
-        That is how it is for most models; nothing is made of each parameter then.
-        """
-        names, account = match_names(pattern, self.names), self._capture.account
-        parts = self._capture.arrivals.only_parts(names)
-        if not parts or not account.reasons.keys().isdisjoint(names):
+        """The same where every parameter has the numbers of one call, all on the same tokens."""
+        names = frozenset(match_names(pattern, self.names))
+        if not self._capture.account.reasons.keys().isdisjoint(names):
             return None
-        axis = parts[0].axis
-        if any(each.axis != axis or each.mask is not None for each in parts):
+        found = self._capture.arrivals.numbers_on(names)
+        if found is None or len(found) != 1:
             return None
-        total, dtype = summed_squares([each.reduced for each in parts if each.reduced is not None])
+        ((axis, numbers),) = found.items()
+        total, dtype = summed_squares(numbers)
         return total.sqrt_().to(dtype).view(axis.grid)
 
     def gram(self, pattern: str = "*") -> Tensor:
@@ -309,6 +308,7 @@ class TokenGradients:
 
     # -- proof -------------------------------------------------------------------------------
 
+    @in_full
     def coverage(self) -> Coverage:
         """Every parameter that received a gradient: by which rule, and how well it adds up."""
         return Coverage([self._covered(name) for name in self.names])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.block import Block
+from torchfmri._tokens.precision import in_full
 from torchfmri._tokens.sketch import Sketch
 from torchfmri.exceptions import InspectionError
 
@@ -91,6 +92,7 @@ class TokenLossGradient:
         """The Euclidean norm of each token's gradient, (b, s)."""
         return self.squares().sqrt()
 
+    @in_full
     def project(self, k: int, seed: int = 0) -> Tensor:
         """Each token's gradient under a random linear map to k numbers, (b, s, k).
 
@@ -104,6 +106,7 @@ class TokenLossGradient:
             found = torch.cat([each.precise().sketches(sketch) for each in blocks])
         return found.view(*self._grid, k)
 
+    @in_full
     def dot(self, direction: Tensor | None = None) -> Tensor:
         """The inner product of each token's gradient with one direction, (b, s).
 
@@ -122,6 +125,7 @@ class TokenLossGradient:
         found = torch.cat([each.precise().dots(direction) for each in blocks])
         return found.view(self._grid)
 
+    @in_full
     def gram(self) -> Tensor:
         """The inner product of every two tokens' gradients, (b * s, b * s), from kept factors."""
         blocks = self._blocks("gram()")
@@ -139,6 +143,7 @@ class TokenLossGradient:
             first += one.tokens
         return result
 
+    @in_full
     def sum(self, mask: Tensor | None = None) -> Tensor:
         """The gradients of some tokens added up, of the parameter's shape.
 
@@ -155,6 +160,7 @@ class TokenLossGradient:
         totals = [each.precise().total(part) for each, part in zip(blocks, parts, strict=True)]
         return torch.stack(totals).sum(0)
 
+    @in_full
     def __getitem__(self, where: int | tuple[int, ...]) -> Tensor:
         """The whole gradient of one token: `gradient[b, s]`, of the parameter's shape."""
         places = torch.arange(self._computed.squares.numel()).view(self._grid)[where]

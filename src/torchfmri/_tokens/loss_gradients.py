@@ -245,7 +245,7 @@ class TokenLossGradients:
         return self._results
 
     def _first_name(self, name: str) -> str:
-        first = self._names.get(name)
+        first = self._names.get(name) if isinstance(name, str) else None
         if first is None:
             raise LayerNotFoundError(name, nearest_names(name, list(self._names)), len(self._names))
         return first

@@ -96,9 +96,10 @@ class MatrixCalls:
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._modules: list[tuple[nn.Module, str]] = []
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             name = names.get(id(module._parameters.get("weight")))
-            scripted = isinstance(module, torch.jit.ScriptModule)
-            if name is not None and _kind(module) is not None and not scripted:
+            if name is not None and _kind(module) is not None:
                 self._modules.append((module, name))
 
     def attach(self) -> None:

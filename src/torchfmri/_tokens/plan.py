@@ -10,6 +10,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 
 from torchfmri._layers import Pattern, find_layers
@@ -37,14 +38,11 @@ def find_parameters(
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for layer, module in layers.items():
-        if not module._parameters:
-            continue
         before = f"{layer}." if layer else ""
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                name = before + key
-                everything[name] = parameter
-                aliases[name] = first.setdefault(id(parameter), name)
+        for key, parameter in own_parameters(module).items():
+            name = before + key
+            everything[name] = parameter
+            aliases[name] = first.setdefault(id(parameter), name)
     chosen = {aliases[name] for name in _matched(layers, everything, pattern)}
     found = {
         name: each for name, each in everything.items()
@@ -56,6 +54,11 @@ def find_parameters(
             "Switch them on with parameter.requires_grad_()."
         )
     return found, {name: to for name, to in aliases.items() if to in found}
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module itself; those of a scripted one are in no dict."""
+    return {key: each for key, each in module._parameters.items() if each is not None}
 
 
 def _matched(
@@ -72,13 +75,12 @@ def _matched(
                 except LayerNotFoundError:
                     known = list(everything)
                     raise LayerNotFoundError(
-                        single, nearest_names(str(single), known), len(known)
+                        single, nearest_names(single, known), len(known)
                     ) from None
                 names = [
                     f"{layer}.{key}" if layer else key
                     for layer in chosen
-                    for key, each in layers[layer]._parameters.items()
-                    if each is not None
+                    for key in own_parameters(layers[layer])
                 ]
             found.update(names)
         return found
@@ -112,15 +114,10 @@ def watched_modules(
     watched: dict[str, Watched] = {}
     for layer in names.values():
         module = layers[layer]
-        if not module._parameters:
-            continue
-        before, own = f"{layer}." if layer else "", {}
-        for key in module._parameters:
-            name = aliases.get(before + key)
-            if name is not None:
-                own[key] = name
+        own = _watched_parameters(layer, module, aliases)
+        if own and not isinstance(module, torch.jit.ScriptModule):
+            for name in own.values():
                 uses[name] += 1
-        if own:
             rule = rules.rule_of(module)
             reads = rule is None and _reads_weights(module)
             stack = stacks.of(layer)
@@ -143,6 +140,27 @@ def watched_modules(
         if each.rule is None and not each.parameters and not each.reads_weights:
             each.only_calls = _only_calls(each)
     return {layer: watched[layer] for layer in names.values() if layer in watched}
+
+
+def _watched_parameters(
+    layer: str, module: nn.Module, aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """The parameters of a module itself that are watched: name in the module -> first name."""
+    before = f"{layer}." if layer else ""
+    keys = own_parameters(module)
+    return {key: aliases[before + key] for key in keys if before + key in aliases}
+
+
+def scripted_parameters(
+    layers: Mapping[str, nn.Module], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """The parameters of modules that run as TorchScript, unseen by any hook -> their layers."""
+    return {
+        name: layer
+        for layer, module in layers.items()
+        if isinstance(module, torch.jit.ScriptModule)
+        for name in _watched_parameters(layer, module, aliases).values()
+    }
 
 
 def _container(
@@ -184,7 +202,9 @@ class Stacks:
             head, _, last = name.rpartition(".")
             encoder = f"{head}.encoder" if head else "encoder"
             if last == "decoder" and encoder in layers and _reads_memory(module):
-                self.encoder, self.decoder = encoder, name
+                both = (layers[encoder], module)
+                if not any(isinstance(each, torch.jit.ScriptModule) for each in both):
+                    self.encoder, self.decoder = encoder, name
 
     def of(self, layer: str) -> str:
         if not self.encoder:

@@ -28,9 +28,11 @@ from torchfmri._tokens.plan import (
     find_parameters,
     holds_functions,
     is_function,
+    scripted_parameters,
     watched_modules,
 )
 from torchfmri._tokens.record import Watched
+from torchfmri.exceptions import InspectionError
 
 
 class Plan(NamedTuple):
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
         owners: Those of the layers that are run again.
         homes: The layers in which a parameter lives.
         masked: The modules that are handed a mask.
+        scripted: Parameters of modules that no hook can be on -> their layers.
     """
 
     model: nn.Module
@@ -64,6 +67,7 @@ class Plan(NamedTuple):
     owners: list[Watched]
     homes: Mapping[str, list[str]]
     masked: list[nn.Module]
+    scripted: Mapping[str, str]
 
 
 def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
@@ -71,7 +75,8 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
 
     Raises:
         LayerNotFoundError: The pattern matches nothing.
-        InspectionError: It matches frozen parameters alone, or is no pattern.
+        InspectionError: It matches frozen parameters alone, or one that has no shape yet, or is no
+            pattern.
     """
     root = unwrap(model)
     head = head_size(getattr(root, "config", None))
@@ -84,6 +89,7 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
             return plan
     layers = named_layers(model)
     parameters, aliases = find_parameters(layers, pattern)
+    _check_shapes(parameters)
     stacks = Stacks(layers)
     watched = watched_modules(layers, parameters, aliases, stacks)
     infos = describe_all(parameters, layers, head, voxel)
@@ -101,11 +107,21 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
         [each for each in watched.values() if each.rule is None and not each.only_calls],
         homes_of(watched),
         masked_modules(layers.values()),
+        scripted_parameters(layers, aliases),
     )
     seen = look_at(root, len(layers))
     if seen is not None and _can_be_kept(layers, seen):
         _keep(asked, plan, seen)
     return plan
+
+
+def _check_shapes(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, each in parameters.items():
+        if is_lazy(each):
+            raise InspectionError(
+                f"{name!r} has no shape yet: its layer is lazy and has not run. Run the model once "
+                "before the block, or select other parameters."
+            )
 
 
 # -- keeping -------------------------------------------------------------------------------------

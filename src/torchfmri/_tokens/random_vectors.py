@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,14 +51,6 @@ def _fixed(length: int, side: int, device: torch.device, dtype: torch.dtype) -> 
         kept[block(length)] = found[block(length)]
         found = kept
     return found.to(device, dtype)
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """No autocast for what is computed in a hook, which may run inside the user's."""
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 class RandomVectors:

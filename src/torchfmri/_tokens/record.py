@@ -227,17 +227,17 @@ class Record:
             for key in keys:
                 if key in self.reduced:
                     each = self.reduced[key]
-                    axis = self._axis(each.tokens, grid)
+                    axis = self.axis(each.tokens, grid)
                     found[key] = Part(axis, name, self.mask, None, each)
             return found
         terms = self.terms()
         for key in keys:
             if key in terms:
                 term = terms[key]
-                found[key] = Part(self._axis(term.tokens, grid), name, self.mask, [term])
+                found[key] = Part(self.axis(term.tokens, grid), name, self.mask, [term])
         return found
 
-    def _axis(self, tokens: int, grid: Grid) -> Axis:
+    def axis(self, tokens: int, grid: Grid) -> Axis:
         """The tokens of a parameter: those of the call, or as many as it has of its own."""
         b, s = grid.b, grid.s
         return Axis(self.run, self.stack, (b, s) if tokens == b * s else (b, tokens // max(1, b)))

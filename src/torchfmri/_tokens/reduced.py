@@ -80,10 +80,11 @@ def summed_squares(several: Iterable[Reduced]) -> tuple[Tensor, torch.dtype]:
     for each in several:
         tables = [id(number.all_squares) for number in each.numbers]
         alike[(each.kind, *tables)].append(each)
+    columns = [column for same in alike.values() for column in _columns(same)]
+    gathered = iter(_gathered(columns))
     found: list[Tensor] = []
     for same in alike.values():
-        columns = zip(*(each.numbers for each in same), strict=True)
-        squares = same[0].kind.squares(*map(_gathered, columns))
+        squares = same[0].kind.squares(*(next(gathered) for _ in same[0].numbers))
         axes = (0,) if squares.ndim == 2 else (0, 2)
         total = squares.sum(axes, dtype=torch.float64)
         found.append(total.to(found[0].device) if found else total)
@@ -93,9 +94,21 @@ def summed_squares(several: Iterable[Reduced]) -> tuple[Tensor, torch.dtype]:
     return torch.stack(found).sum(0), dtype
 
 
-def _gathered(several: Sequence[Numbers]) -> Tensor:
-    """The squares of lines of one table, (lines, t) or (lines, t, voxels)."""
-    table, lines = several[0].all_squares, [each.line for each in several]
-    if len(lines) == 1:
-        return table[lines[0]][None]
-    return table.index_select(0, upload(np.array(lines), table.device))
+def _columns(several: Sequence[Reduced]) -> list[tuple[Numbers, ...]]:
+    """The first numbers of each, the second ones, and so on."""
+    return [*zip(*(each.numbers for each in several), strict=True)]
+
+
+def _gathered(columns: Sequence[Sequence[Numbers]]) -> list[Tensor]:
+    """The squares of lines of one table for each column, (lines, t) or (lines, t, voxels)."""
+    lines: dict[torch.device, list[int]] = defaultdict(list)
+    for column in columns:
+        lines[column[0].all_squares.device] += [each.line for each in column]
+    places = {device: upload(np.array(each), device) for device, each in lines.items()}
+    found, starts = [], dict.fromkeys(places, 0)
+    for column in columns:
+        table = column[0].all_squares
+        start = starts[table.device]
+        starts[table.device] = end = start + len(column)
+        found.append(table.index_select(0, places[table.device][start:end]))
+    return found

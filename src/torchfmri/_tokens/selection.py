@@ -13,6 +13,7 @@ from torchfmri._patterns import match_names, nearest_names
 from torchfmri._tokens.factors import mirrored
 from torchfmri._tokens.gradient import TokenGradient
 from torchfmri._tokens.grams import summed_gram
+from torchfmri._tokens.precision import in_full
 from torchfmri._tokens.reduced import summed_squares
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
@@ -38,7 +39,7 @@ class TokenSelection:
         return list(self._gradients)
 
     def __getitem__(self, name: str) -> TokenGradient:
-        if name not in self._gradients:
+        if not isinstance(name, str) or name not in self._gradients:
             raise LayerNotFoundError(name, nearest_names(name, self.names), len(self.names))
         return self._gradients[name]
 
@@ -52,6 +53,7 @@ class TokenSelection:
             raise LayerNotFoundError(pattern, nearest_names(pattern, self.names), len(self.names))
         return TokenSelection(self.axis, {name: self._gradients[name] for name in chosen})
 
+    @in_full
     def norm(self) -> Tensor:
         """The norm of each token's gradient over all the parameters, (b, s)."""
         by_mask: dict[int, list[TokenGradient]] = defaultdict(list)
@@ -65,10 +67,12 @@ class TokenSelection:
         dtype = reduce(torch.promote_types, (each for _, each in parts))
         return squares.sqrt_().to(dtype).view(next(iter(self._gradients.values())).shape[:2])
 
+    @in_full
     def gram(self) -> Tensor:
         """The inner product of every two tokens' gradients, (b * s, b * s)."""
         return mirrored(summed_gram(each.terms("gram()") for each in self._gradients.values()))
 
+    @in_full
     def project(self, k: int, seed: int = 0) -> Tensor:
         """Each token's gradient under a random linear map to k numbers, (b, s, k)."""
         several = iter(self._gradients.values())
@@ -77,6 +81,7 @@ class TokenSelection:
             total += each.project(k, seed)
         return total
 
+    @in_full
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each token's gradient with one tensor per parameter, (b, s)."""
         if not direction:

@@ -2,14 +2,18 @@
 
 `norms` keeps numbers per token and reads the norm over all parameters, `factors` keeps the factors
 and reads nothing; `gram` and `projection` (to 256 numbers) are read from them. Attaching, reading
-and detaching are part of what is measured. `norms_peak_memory` is the peak with norms over the
-plain peak, weights included: live tensors, counted operation by operation, on the CPU (the same
-number in every run); allocated memory on CUDA.
+and detaching are part of what is measured. `empty_hooks` is for comparison: PyTorch's own hooks on
+the same calls and on the gradients of what they return, which do nothing. `norms_peak_memory` is
+the peak of a step with norms over the plain peak, weights included: live tensors, counted operation
+by operation, on the CPU (the same number in every run); allocated memory on CUDA.
 
-On CUDA the forward pass is timed by itself, too: how long its calls take (`..._host_milliseconds`,
-of `norms` with attaching) and how long the GPU takes (`plain_forward_milliseconds`, no less than
-the calls). Where the calls take longer than the GPU needs, it waits for Python, and a ratio says
-more about the host than about the work.
+`--steps` times several steps in a row, of the peers as well. On CUDA that is the default, as in
+training: the GPU is waited for when the last step is over. `norms_one_step` and
+`empty_hooks_one_step` are of a single step there, which begins with an idle GPU and ends with
+waiting for it. All that Python does before the backward pass is waited for then, so these two say
+as much about the host: hence the forward pass is timed by itself as well, how long its calls take
+(`..._host_milliseconds`, of `norms` with attaching) and how long the GPU takes
+(`plain_forward_milliseconds`, no less than the calls).
 """
 
 import argparse
@@ -55,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
+        "--accelerator",
+        choices=("auto", "off"),
+        default="auto",
+        help="off: torch alone on the CPU, also where numba is installed",
+    )
+    parser.add_argument(
         "--shape",
         choices=tuple(SHAPES),
         default="small",
@@ -75,19 +85,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="threads of torch (default: 1; with more, waiting for each other is the noise)",
     )
+    parser.add_argument(
+        "--steps",
+        type=_positive,
+        help="steps in a row that are timed as one (default: 5 on CUDA, 1 on the CPU)",
+    )
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return int(text)
 
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     """Ratios by contestant with intervals, errors, notes, task and machine."""
+    from torchfmri._kernels.accelerator import accelerator_name, use_accelerator
+
     torch.set_num_threads(arguments.threads)
+    use_accelerator(arguments.accelerator == "auto")
     task = build_task(arguments)
     result: dict[str, Any] = {"intervals": {}, "rounds": {}, "errors": {}, "not_installed": []}
 
     report(f"ours, {' x '.join(map(str, task.tokens.shape))} tokens on {arguments.device}")
-    compare(task, build_ours(task), arguments, result)
-    result["plain_milliseconds"] = sorted(time_once(task.plain) for _ in range(5))[2] * 1e3
+    ours, steps = build_ours(task), arguments.steps
+    if steps is None:
+        steps = 5 if task.tokens.is_cuda else 1
+    compare(task, ours, steps, arguments.rounds, result)
+    plain = sorted(time_once(repeated(task.plain, steps)) for _ in range(5))[2]
+    result["plain_milliseconds"] = plain / steps * 1e3
     if task.tokens.is_cuda:
+        single = {f"{name}_one_step": ours[name] for name in ("empty_hooks", "norms")}
+        compare(task, single, 1, arguments.rounds, result)
         result |= measure_forward(task)
     result["norms_peak_memory"] = measure_peak(task, "norms") / measure_peak(task, None)
     if not arguments.no_peers:  # apart: some of them leave memory and caches in another state
@@ -96,9 +126,11 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             peers = build_peers(task, result)
-            compare(task, peers, arguments, result, describe_error(result))
+            compare(task, peers, steps, arguments.rounds, result, describe_error(result))
     result["notes"] = {name: NOTES[name] for name in NOTES if name in result}
-    result["task"] = describe_task(task)
+    result["task"] = describe_task(task) | {"steps_in_a_row": steps}
+    passes = "cuda" if task.tokens.is_cuda else accelerator_name()
+    result["task"] |= {"passes_over_memory": passes}
     result["machine"] = describe_machine()
     return figures_first(result)
 
@@ -125,6 +157,7 @@ def build_task(arguments: argparse.Namespace) -> Task:
 def build_ours(task: Task) -> dict[str, Run]:
     """Token gradients of all parameters, with what is read of them."""
     return {
+        "empty_hooks": listened(task),
         "norms": watched(task, "norms", lambda tokens: tokens.norm()),
         "factors": watched(task, "factors", lambda tokens: None),
         "gram": watched(task, "factors", lambda tokens: tokens.gram()),
@@ -146,6 +179,37 @@ def watched(task: Task, keep: Keep, read: Callable[[Any], object]) -> Run:
     return run
 
 
+def listened(task: Task) -> Run:
+    """The step with hooks on every layer with parameters, and on what it returns: empty ones."""
+    layers = [each for each in task.model.modules() if each._parameters]
+
+    def listen(layer: nn.Module, arguments: object, output: Tensor) -> None:
+        output.register_hook(ignore)
+
+    def ignore(gradient: Tensor) -> None:
+        pass
+
+    def run() -> None:
+        handles = [each.register_forward_hook(listen) for each in layers]
+        task.forward_backward()
+        for handle in handles:
+            handle.remove()
+        task.model.zero_grad()
+
+    return run
+
+
+def repeated(run: Run, steps: int) -> Run:
+    """So many steps in a row."""
+
+    def all_of_them() -> object:
+        for _ in range(steps - 1):
+            run()
+        return run()
+
+    return all_of_them
+
+
 def build_peers(task: Task, result: dict[str, Any]) -> dict[str, Run]:
     """A run of each peer that is installed; why the others are missing is noted in `result`."""
     runs: dict[str, Run] = {}
@@ -163,14 +227,17 @@ def build_peers(task: Task, result: dict[str, Any]) -> dict[str, Run]:
 def compare(
     task: Task,
     runs: dict[str, Run],
-    arguments: argparse.Namespace,
+    steps: int,
+    rounds: int,
     result: dict[str, Any],
     on_error: Callable[[str, Exception], None] | None = None,
 ) -> None:
-    """Add the ratios of these runs to the plain step, interleaved with it."""
-    effort = Effort(rounds=arguments.rounds)
-    for name, figure in measure_ratios(task.plain, runs, effort, on_error).items():
-        if name not in result:  # of plain_again, the one beside ours
+    """Add the ratios of these runs to the plain step, interleaved with it, so many in a row."""
+    plain = repeated(task.plain, steps)
+    several = {name: repeated(run, steps) for name, run in runs.items()}
+    effort = Effort(rounds, slow_seconds=Effort.slow_seconds * steps)
+    for name, figure in measure_ratios(plain, several, effort, on_error).items():
+        if name not in result:  # of plain_again, the first one
             result[name] = figure.ratio
             result["intervals"][name] = [figure.low, figure.high]
             result["rounds"][name] = figure.rounds

@@ -474,3 +474,35 @@ def test_hooks_on_outputs_keep_no_graph_alive() -> None:
     hooks.add(y, y.grad_fn, "y")
     del saved, y
     assert reference() is None
+
+
+@pytest.mark.parametrize("symbols", [True, False])
+def test_a_function_that_writes_into_its_gradient_does_not_change_what_came(
+    symbols: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            gradients[0].detach().numpy()[...] *= 2  # no version tells
+            return gradients[0]
+
+    held: list[torch.Tensor] = []
+    came: list[torch.Tensor | None] = []
+    hooks = _torch_private.OutputHooks(lambda call, gradient: came.append(gradient))
+    x = torch.ones(3, requires_grad=True)
+    output = Doubled.apply(x * 1)
+    output.register_hook(held.append)
+    node = output.grad_fn if symbols else object()
+    hooks.add(output, node, "call")
+    (3 * output).sum().backward()
+    assert came[0] is not None
+    assert came[0].tolist() == [3, 3, 3]
+    assert held[0].tolist() == [6, 6, 6], "it was written into"
+    assert x.grad is not None
+    assert x.grad.tolist() == [6, 6, 6]
+    monkeypatch.setattr(_torch_private, "_NODE", None)
+    assert _torch_private.own_copy(x) is x, "without the symbol"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchfmri._backwards import Backwards
 from torchfmri._edges import ViewGeometry, view_geometry
-from torchfmri._torch_private import current_backward
+from torchfmri._torch_private import current_backward, own_copy
 
 Emit: TypeAlias = Callable[[Tensor | None, int], None]
 Note: TypeAlias = Callable[[str], None]
@@ -70,7 +70,7 @@ class OutputGradient:
             self._emit(self._base.part_of(gradient))
 
     def _emit(self, gradient: Tensor | None) -> None:
-        found = None if gradient is None else gradient.detach()
+        found = None if gradient is None else own_copy(gradient).detach()
         where = (self._call, self._what, self._path)
         self._sink.gradient(*where, found, self._backwards.current())
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -194,7 +195,7 @@ class OutputHooks:
         ):
             register(self._carrier)
             return
-        hook = partial(self._arrived, call)
+        hook = partial(_come, self._arrived, call)
         self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
@@ -217,9 +218,37 @@ class OutputHooks:
 def _look_up(
     arrived: Callable[[Any, Tensor | None], None], calls: dict[int, Any], gradient: Tensor | None
 ) -> None:
-    call = calls.get(_NODE()._sequence_nr())
+    node = _NODE()
+    call = calls.get(node._sequence_nr())
     if call is not None:
+        if gradient is not None and isinstance(node, BackwardCFunction):
+            gradient = own_copy(gradient)
         arrived(call, gradient)
+
+
+def _come(
+    arrived: Callable[[Any, Tensor | None], None], call: object, gradient: Tensor | None
+) -> None:
+    arrived(call, None if gradient is None else own_copy(gradient))
+
+
+def own_copy(gradient: Tensor) -> Tensor:
+    """The gradient that comes to the node that runs, as it will stay.
+
+    Somebody's Function may write into it next, as fused kernels do, which no version tells: then it
+    is a copy. Without the symbol it is not known, and it is the gradient itself.
+    """
+    node = current_node()
+    while type(node).__name__ in _VIEWS:  # what comes to it goes on in the same memory
+        node = node.next_functions[0][0]
+    return gradient.detach().clone() if isinstance(node, BackwardCFunction) else gradient
+
+
+_VIEWS = frozenset(
+    {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "T")}
+    | {f"{name}Backward0" for name in ("Transpose", "Permute", "Unsqueeze", "Squeeze")}
+    | {"SqueezeBackward1"}
+)
 
 
 def calls_itself(module: nn.Module) -> bool:

@@ -305,7 +305,8 @@ class OwnerCall:
         if not pairs:
             return
         pairs = _from_outside(pairs)
-        ends, gradients = [each for each, _ in pairs], [each for _, each in pairs]
+        ends = [each for each, _ in pairs]
+        gradients = [each.clone() for _, each in pairs]  # a fused kernel may write into them
         brought: Sequence[Tensor | None] = torch.autograd.grad(
             ends,
             [*(use.edge for use in uses), *leaves.values()],
@@ -460,7 +461,7 @@ def _from_outside(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tens
     for output, gradient in latest:
         for later, outside in found:
             (inside,) = torch.autograd.grad(
-                later, output, outside, retain_graph=True, allow_unused=True
+                later, output, outside.clone(), retain_graph=True, allow_unused=True
             )
             gradient = gradient if inside is None or later is output else gradient - inside
         found.append((output, gradient))

@@ -221,6 +221,7 @@ def _look_up(
     node = _NODE()
     call = calls.get(node._sequence_nr())
     if call is not None:
+        # Not through views, which takes longer to find out: what calls return is none here.
         if gradient is not None and isinstance(node, BackwardCFunction):
             gradient = own_copy(gradient)
         arrived(call, gradient)
@@ -245,9 +246,9 @@ def own_copy(gradient: Tensor) -> Tensor:
 
 
 _VIEWS = frozenset(
-    {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "T")}
-    | {f"{name}Backward0" for name in ("Transpose", "Permute", "Unsqueeze", "Squeeze")}
-    | {"SqueezeBackward1"}
+    {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+    | {"TBackward0", "TransposeBackward0", "PermuteBackward0", "UnsqueezeBackward0"}
+    | {"SqueezeBackward0", "SqueezeBackward1"}
 )
 
 

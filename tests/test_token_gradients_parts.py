@@ -273,3 +273,56 @@ def test_results_that_are_read_inside_of_the_block_do_not_freeze() -> None:
         model(numbers(3, 5, 4)).sum().backward()
     assert tokens["weight"].shape[:2] == (5, 5)
     assert tokens.coverage().residual < 1e-12
+
+
+class OfItsOwn(nn.Module):
+    """Normalises heads that are a parameter, as many as there are positions; or a copy of it."""
+
+    def __init__(self, kind: Any, copies: bool) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(2, 3, 3, 4).transpose(1, 2))  # (b, heads, s, i)
+        self.layer, self.up, self.copies = kind(4), nn.Linear(4, 4), copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.heads * 1 if self.copies else self.heads
+        result: Tensor = self.up(x)[:, None] * self.layer(heads)
+        return result
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms", "voxels"])
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm, lambda width: nn.Linear(width, width)])
+def test_a_parameter_that_a_layer_reads_has_its_positions(kind: Any, keep: Any) -> None:
+    """Where heads are as many as positions, memory tells which are which."""
+    found = []
+    for copies in (True, False):
+        torch.manual_seed(0)
+        model = OfItsOwn(kind, copies)
+        with torchfmri.token_gradients(model, "layer.*", keep=keep) as tokens:
+            model(torch.randn(2, 3, 4)).square().sum().backward()
+        found.append({name: tokens[name].norm() for name in tokens.names})
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        assert torch.allclose(found[1][name], expected), name
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_an_input_without_strides_costs_its_layer_alone(keep: Any) -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            ragged = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 2, 4)])
+            parts = [each.sum() for each in self.norm(ragged).unbind()]
+            return torch.stack([self.up(x).square().sum(), *parts]).sum()
+
+    model = Ragged()
+    with torchfmri.token_gradients(model, keep=keep) as tokens:
+        model(torch.ones(1, 3, 4)).backward()
+    rows = {row.name: row for row in tokens.coverage()}
+    assert rows["up.weight"].residual < 1e-5
+    assert rows["up.bias"].residual < 1e-5
+    assert rows["norm.weight"].rule == "none"
+    assert rows["norm.weight"].note

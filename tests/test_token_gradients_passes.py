@@ -562,6 +562,77 @@ def test_nothing_waits_for_the_garbage_collector(keep: Any) -> None:
         gc.enable()
 
 
+class Fails(nn.Module):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("of the model's own")
+        return x
+
+
+@pytest.mark.parametrize("keep", ["factors", "norms", "voxels"])
+def test_an_error_of_the_model_that_somebody_keeps_holds_on_to_nothing(keep: Any) -> None:
+    """As a notebook does; its frames have our hooks in them."""
+    import gc
+    import weakref
+
+    model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4))
+    kept: list[Exception] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with torchfmri.token_gradients(model, keep=keep) as found:
+            model(torch.randn(2, 3, 4)).sum().backward()
+            model[1].fails = True  # type: ignore[assignment]
+            try:
+                model(torch.randn(2, 3, 4))
+            except ValueError as error:
+                kept.append(error)
+        parts = [weakref.ref(each) for each in found._capture.arrivals.records]
+        assert len(parts) == 3
+        del found
+        assert [each() for each in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_calls_are_counted_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of one layer are reduced together, also where counting them was broken off."""
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def norms(interrupt: bool) -> dict[str, Tensor]:
+        class Interrupted(dict[str, int]):
+            def __missing__(self, layer: str) -> int:
+                return 0
+
+            def __setitem__(self, layer: str, count: int) -> None:
+                nonlocal interrupt
+                if interrupt:
+                    interrupt = False
+                    raise KeyboardInterrupt
+                super().__setitem__(layer, count)
+
+        monkeypatch.setattr("torchfmri._tokens.record.defaultdict", lambda kind: Interrupted())
+        model.zero_grad()
+        with torchfmri.token_gradients(model, keep="norms") as found:
+            loss = model(x).square().sum()
+            if interrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    loss.backward(retain_graph=True)
+                assert not interrupt
+                model.zero_grad()
+            loss.backward()
+        assert found.coverage().residual < 1e-12
+        return {name: found[name].norm() for name in found.names}
+
+    plain = norms(False)
+    for name, expected in norms(True).items():
+        assert torch.allclose(expected, plain[name], rtol=1e-12), name
+
+
 def test_a_backward_pass_behind_the_block_is_not_taken_in() -> None:
     model = small()
     with torchfmri.token_gradients(model) as found:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class _Inside(NamedTuple):
     mask: TokenMask | None
 
 
-class _Running(defaultdict[int, list[_Inside]]):
+class Running(defaultdict[int, list[_Inside]]):
     """By thread, the innermost last.
 
     Attributes:
@@ -84,6 +84,9 @@ class Padding:
     Args:
         modules: Modules that are handed a mask; see `masked_modules`.
         failed: Told of an error in a hook of ours; by default it comes through.
+
+    Attributes:
+        running: The modules that run, and whether anything was padded at all.
     """
 
     def __init__(
@@ -93,28 +96,28 @@ class Padding:
     ) -> None:
         self._failed = failed
         self._modules = modules
-        self._running = _Running(list)
+        self.running = Running(list)
         self._hooks = HookSet()
 
     def current(self) -> TokenMask | None:
         """The padding that holds for the module running in this thread."""
-        if not self._running.is_padded:
+        if not self.running.is_padded:
             return None
-        stack = self._running[threading.get_ident()]
+        stack = self.running[get_ident()]
         return stack[-1].mask if stack else None
 
     def attach(self) -> None:
         """Add the hooks; attach the taps first, so that theirs run inside ours."""
         places = {id(each): _mask_place(type(each).forward) for each in self._modules}
-        enter = _Enter(places, self._running, self._failed)
+        enter = _Enter(places, self.running, self._failed)
         self._hooks.before(self._modules, enter, first=True)
-        self._hooks.after(self._modules, _Leave(self._running), always=True)
+        self._hooks.after(self._modules, _Leave(self.running), always=True)
 
     def detach(self) -> None:
         """Remove the hooks; safe to call twice."""
         self._hooks.remove()
-        self._running.clear()
-        self._running.is_padded = False
+        self.running.clear()
+        self.running.is_padded = False
 
 
 class _Leave(Hook):
@@ -122,12 +125,15 @@ class _Leave(Hook):
 
     __slots__ = ("_running",)
 
-    def __init__(self, running: _Running) -> None:
+    def __init__(self, running: Running) -> None:
         super().__init__(None)
         self._running = running
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        stack, key = self._running[threading.get_ident()], id(module)
+        stack, key = self._running[get_ident()], id(module)
+        if stack and stack[-1].module == key:  # nearly always
+            stack.pop()
+            return
         for index in range(len(stack) - 1, -1, -1):
             if stack[index].module == key:
                 del stack[index:]
@@ -142,7 +148,7 @@ class _Enter(Hook):
     def __init__(
         self,
         places: dict[int, tuple[int, bool]],
-        running: _Running,
+        running: Running,
         failed: Callable[[Exception], None] | None,
     ) -> None:
         super().__init__(None, failed=failed)
@@ -155,7 +161,7 @@ class _Enter(Hook):
         place = self._places.get(key)
         if place is None:  # a copy of a module
             return
-        stack = self._running[threading.get_ident()]
+        stack = self._running[get_ident()]
         # An interrupt ends a call without its forward hook: entered again, it is not running.
         for index, inside in enumerate(stack):
             if inside.module == key:

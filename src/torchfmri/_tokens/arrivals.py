@@ -95,6 +95,7 @@ class Arrivals:
         self.most = self.most_bytes = 0  # until the first one comes
         self.backward = NO_BACKWARD
         self._must_finish = False
+        self._shapes: dict[torch.Size, torch.Size] = {}  # few, for many calls
         self._bytes = 0
         self._stored: set[int] = set()
         self._uncounted: list[Record] = []  # certainly within the limit
@@ -173,11 +174,12 @@ class Arrivals:
             or record.version is None
             or watched.rule is rules.convolution
             or watched.is_shared
-            or record.calls[watched.layer] > 1
+            or record.within.calls.get(watched.layer, 0) > 1
             or x._version != record.version
         ):
             return False
-        record.shape = gradient.shape
+        shape = gradient.shape
+        record.shape = self._shapes.setdefault(shape, shape)
         found = self._reducer.short(record, gradient)
         if found is None:
             record.shape = None
@@ -199,6 +201,7 @@ class Arrivals:
         """Keep or reduce the gradients that wait."""
         arrived, self.waiting = self.waiting, []
         self.waiting_bytes = 0
+        self._passes.count_calls()
         self._is_sorted = False
         autocasts = may_autocast()
         short = self._keep_short if self._keeps_factors else self._reduce_short
@@ -399,7 +402,7 @@ class Arrivals:
                     return None
                 found[name] = each
                 table = id(each.numbers[0].all_products)  # whose lines have as many tokens
-                kind = (record.run, record.stack, grid.b, grid.s, table)
+                kind = (record.within.number, record.stack, grid.b, grid.s, table)
                 if kind not in alike:
                     alike[kind] = axes[record.axis(each.tokens, grid)]
                 alike[kind].append(each)

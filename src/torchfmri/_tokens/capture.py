@@ -61,6 +61,7 @@ class Capture:
     ) -> None:
         parameters, watched = plan.parameters, plan.watched
         self._parameters, self._watched, self._padding = parameters, watched, padding
+        self._running = padding.running
         self._keeps_factors = keep == "factors"
         self.account = Account(Checks(plan.infos, plan.alike), plan.homes)
         account = self.account
@@ -79,6 +80,7 @@ class Capture:
     def listen(self, at_end: Callable[[Callable[[int], None]], None]) -> None:
         """Begin to take in gradients; `at_end` asks to be called when a backward pass is over."""
         self.arrivals.at_end = at_end
+        self.passes.follow(self.arrivals.records)
         self.account.checks.on_backward = self.arrivals.expect_end
 
     # -- forward -----------------------------------------------------------------------------
@@ -103,14 +105,23 @@ class Capture:
         """Take in a call the short way."""
         if keywords or len(arguments) != 1:
             return None
-        record = self._new_record(watched)
         x: Any = arguments[0]
-        if watched.stack or may_autocast() or saved_tensor_hooks(False) is not None:
-            self._keep_input(record, x)
-        else:
+        passes = self.passes
+        if (
+            watched.is_plain
+            and passes.running
+            and not self._running.is_padded
+            and not may_autocast()
+            and saved_tensor_hooks(False) is None
+        ):
+            record = Record(watched, passes.current, passes.grids.get(""))
             record.x, record.version = x, _version(x)
             if x.ndim == 4:
                 record.strides = x.stride()
+            passes.records.append(record)
+        else:
+            record = self._new_record(watched)
+            self._keep_input(record, x)
         model = record.model  # (b, s)
         if model is not None and model[0] != 1:
             shape = output.shape
@@ -160,13 +171,10 @@ class Capture:
 
     def _new_record(self, watched: Watched) -> Record:
         passes, stack = self.passes, watched.stack
-        if passes.running:
-            passes.calls[watched.layer] += 1
-        else:
-            passes.count(watched.layer)
-        grid = passes.grid_of(stack) if stack else passes.grids.get("")
-        record = Record(watched, passes.number, grid, self._padding.current(), passes.calls)
-        self.arrivals.records.append(record)
+        passes.call_begins(watched.layer)
+        record = Record(watched, passes.current, passes.grid_of(stack))
+        record.mask, record.stack = self._padding.current(), stack
+        passes.records.append(record)
         if watched.rule in rules.STATEFUL:
             record.settings = rules.settings_of(watched.module)
         return record
@@ -252,6 +260,7 @@ class Capture:
         self.passes.memories.clear()
         self.owners.forget()
         self.arrivals.forget()
+        self.passes.follow([])
         try:
             self.account.checks.detach()
         except Exception as error:  # of ours, while the block may be ending with the user's own

@@ -105,6 +105,7 @@ class Owners:
         if not modules and not suspects:
             return None
         recorded = torch.is_grad_enabled() and not self._waits_for_replay()
+        run = earlier.axis.run if earlier else self._passes.current.number
         return OwnerCall(
             watched.layer,
             watched.module,
@@ -113,7 +114,7 @@ class Owners:
             keywords if recorded else {},
             output if recorded else (),
             self._states.get(watched.layer),
-            Axis(earlier.axis.run if earlier else self._passes.number, watched.stack, (0, 0)),
+            Axis(run, watched.stack, (0, 0)),
             self._passes.grid_of(watched.stack),
             self._padding.current(),
             self._passes.memories if watched.stack == "decoder" else (),

@@ -8,8 +8,8 @@ begins one too.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torchfmri._hooks import Hook
 from torchfmri._padding import TokenMask
 from torchfmri._tokens.axes import model_grid
 from torchfmri._tokens.broadcasts import Broadcasts
-from torchfmri._tokens.record import Watched
+from torchfmri._tokens.record import Pass, Record, Watched
 from torchfmri._torch_private import NO_BACKWARD, HookSet, calls_itself, current_backward
 
 
@@ -27,8 +27,9 @@ class Passes:
     """Follows the calls of the model and of its containers.
 
     Attributes:
-        number: Of the pass that runs, from 1.
-        calls: How often each layer was called in this pass.
+        current: The pass that runs.
+        records: The calls of all passes, as they came; nothing outside of a block, since a hook of
+            ours may live on in somebody's traceback.
         has_gone_back: A gradient of this pass has come.
         grids: Batch and positions of what the model was handed (""), and each of its stacks.
         running: The containers whose calls have begun and are not over, the outermost first.
@@ -39,8 +40,9 @@ class Passes:
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self.number = 0
-        self.calls: dict[str, int] = defaultdict(int)
+        self.current = Pass(0)
+        self.records: list[Record] = []
+        self._counted = 0
         self.has_gone_back = False
         self.memories: list[weakref.ref[Tensor]] = []
         self.encoder_mask: TokenMask | None = None
@@ -53,18 +55,33 @@ class Passes:
     def begin(self) -> None:
         """Another pass begins."""
         self.broadcasts.stop()
-        self.number += 1
+        self.current = Pass(self.current.number + 1)
         self.has_gone_back = False
-        self.calls = defaultdict(int)  # that of the last pass belongs to its records
         self.memories.clear()
         self._outermost.clear()
         self.grids.clear()
 
-    def count(self, layer: str) -> None:
-        """Count the call of a layer; by itself, outside of any module, it may begin a pass."""
+    def call_begins(self, layer: str) -> None:
+        """A layer is called; by itself, outside of any module, it may begin a pass."""
         if not self.running and (layer in self.calls or self.has_gone_back):
             self.begin()
-        self.calls[layer] += 1
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often each layer was called in this pass."""
+        self.count_calls()
+        return self.current.calls
+
+    def count_calls(self) -> None:
+        """Count the calls since the last time: not one by one, while the model runs."""
+        all_of_them = len(self.records)
+        for record in islice(self.records, self._counted, all_of_them):
+            record.within.calls[record.watched.layer] += 1
+        self._counted = all_of_them  # last: after an interrupt rather twice than never
+
+    def follow(self, records: list[Record]) -> None:
+        """Add calls to this list from now on."""
+        self.records, self._counted = records, len(records)
 
     def grid_of(self, stack: str) -> tuple[int, int] | None:
         """Batch and positions of what the model, or this stack of it, was handed."""
@@ -84,7 +101,7 @@ class Passes:
             # An interrupt ended a call without its forward hook.
             del self.running[self.running.index(layer) :]
         if not self.running:
-            if not self.number or layer in self._outermost or self.has_gone_back:
+            if not self.current.number or layer in self._outermost or self.has_gone_back:
                 self.begin()
             self._outermost.add(layer)
             self.grids.setdefault("", model_grid(arguments, keywords))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class Watched:
         only_calls: It has no parameters of its own, and uses those below by calling their modules.
         is_shared: One of its parameters belongs to another module as well.
         stack: "encoder" or "decoder" where the model has both.
+        is_plain: A call of it is described by what it read: there is no stack, and no state.
     """
 
     layer: str
@@ -46,6 +48,10 @@ class Watched:
     stack: str = ""
     reads_weights: bool = False
     only_calls: bool = False
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_plain = not self.stack and self.rule not in rules.STATEFUL
 
     @property
     def module(self) -> nn.Module:
@@ -53,6 +59,21 @@ class Watched:
         module = self.reference()
         assert module is not None
         return module
+
+
+class Pass:
+    """One pass of the model.
+
+    Attributes:
+        number: From 1; 0 before the first one.
+        calls: How often each layer was called, as far as they were counted.
+    """
+
+    __slots__ = ("calls", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.calls: dict[str, int] = defaultdict(int)
 
 
 class Axis(NamedTuple):
@@ -90,9 +111,8 @@ class Record:
 
     Attributes:
         watched: The layer.
-        run: The number of the pass; `model` is what the model was handed, (b, s).
+        within: The pass; `model` is what the model, or this stack of it, was handed, (b, s).
         mask: Which positions are padding.
-        calls: How often each layer was called in the pass.
         stack: Whose tokens they are, the encoder's or the decoder's.
         x: What the call read, at this `version` (None: it cannot change) and with these `strides`
             (where they matter).
@@ -103,33 +123,31 @@ class Record:
         reduced: Numbers instead of both, by the parameter's name in the module.
     """
 
-    x: Any = None
-    version: int | None = None
-    strides: tuple[int, ...] = ()
-    is_replayed = False
-    settings: Any = None
-    g: Tensor | None = None
-    shape: tuple[int, ...] | None = None  # None: no gradient has come
-    backward = NO_BACKWARD
-    reduced: dict[str, Reduced] | None = None
-    spread_gradient: Tensor | None = None
+    __slots__ = (
+        "__weakref__", "backward", "g", "is_replayed", "mask", "model", "reduced", "settings",
+        "shape", "spread_gradient", "stack", "strides", "version", "watched", "within", "x",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        watched: Watched,
-        run: int,
-        model: tuple[int, int] | None,
-        mask: TokenMask | None,
-        calls: Mapping[str, int],
-    ) -> None:
-        self.watched, self.run, self.model, self.mask = watched, run, model, mask
-        self.calls, self.stack = calls, watched.stack
+    def __init__(self, watched: Watched, within: Pass, model: tuple[int, int] | None) -> None:
+        self.watched, self.within, self.model = watched, within, model
+        self.mask: TokenMask | None = None
+        self.stack = ""
+        self.x: Any = None
+        self.version: int | None = None
+        self.strides: tuple[int, ...] = ()
+        self.is_replayed = False
+        self.settings: Any = None
+        self.spread_gradient: Tensor | None = None
+        self.g: Tensor | None = None
+        self.shape: tuple[int, ...] | None = None  # None: no gradient has come
+        self.backward = NO_BACKWARD
+        self.reduced: dict[str, Reduced] | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether no other call of the pass read the same parameters."""
         watched = self.watched
-        return not watched.is_shared and self.calls.get(watched.layer, 0) <= 1
+        return not watched.is_shared and self.within.calls.get(watched.layer, 0) <= 1
 
     def let_go_of_graph(self) -> None:
         """Keep what the call read without what it was computed from."""
@@ -240,7 +258,8 @@ class Record:
     def axis(self, tokens: int, grid: Grid) -> Axis:
         """The tokens of a parameter: those of the call, or as many as it has of its own."""
         b, s = grid.b, grid.s
-        return Axis(self.run, self.stack, (b, s) if tokens == b * s else (b, tokens // max(1, b)))
+        run = self.within.number
+        return Axis(run, self.stack, (b, s) if tokens == b * s else (b, tokens // max(1, b)))
 
 
 def sums_to(spread: Tensor, gradient: Tensor) -> bool:

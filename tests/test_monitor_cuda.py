@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fused_layers import FusedRMSNorm
 from torch import Tensor, nn
 
 from torchfmri import Monitor
@@ -123,3 +124,22 @@ def test_memory_stays_within_the_budget() -> None:
 
     peak(True), peak(False)
     assert peak(True) - peak(False) < 64 << 20
+
+
+def test_a_fused_layer_writes_into_the_gradient_that_was_seen() -> None:
+    """Gradients are read after the step, long after the layer has used their memory again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), FusedRMSNorm(64, True), nn.Linear(64, 8)).cuda()
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: kept.append(gradient.clone()))
+
+    model[1].register_forward_hook(keep)
+    monitor = Monitor(model, what="gradients")
+    with monitor.step():
+        model(torch.randn(16, 20, 32, device="cuda")).square().sum().backward()
+    found = monitor.history.statistics("1", "gradients", 0)
+    values = kept[0].double()
+    assert (found.min, found.max) == (float(values.min()), float(values.max()))
+    assert math.isclose(found.std, float(values.std(unbiased=False)), rel_tol=1e-5)

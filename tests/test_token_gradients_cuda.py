@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_layers import FusedRMSNorm, FusedSine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -167,3 +168,25 @@ def test_nothing_of_the_users_pass_changes() -> None:
         for name, each in model.named_parameters():
             assert torch.equal(each.grad, plain[name]), (keep, name)  # type: ignore[arg-type]
         assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("kind", [FusedRMSNorm, FusedSine])
+def test_fused_layers_write_into_gradients_that_wait(kind: Any, keep: str) -> None:
+    """Gradients are launched together, long after the layer has used their memory again."""
+
+    def run(fused: bool) -> Any:
+        torch.manual_seed(0)
+        layers = (nn.Linear(64, 96), kind(96, fused), nn.Linear(96, 32), kind(32, fused))
+        model = nn.Sequential(*layers).cuda()
+        x = torch.randn(2, 40, 64, device="cuda")
+        with torchfmri.token_gradients(model, keep=keep) as tokens:  # type: ignore[call-overload]
+            model(x).sin().sum().backward()
+        return tokens
+
+    plain, fused = run(False), run(True)
+    assert fused.coverage().residual < 1e-4
+    for name in plain.names:
+        expected = plain[name].norm()
+        error = (fused[name].norm() - expected).abs().max()
+        assert float(error) <= TOLERANCES[torch.float32] * float(expected.max()), name

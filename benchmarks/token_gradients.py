@@ -35,6 +35,7 @@ from benchmarks._token_peers import NEEDS, NOTES, PEERS
 
 SHAPES = {"small": (SMALL, 2, 128), "1.7b": (LARGE, 4, 1024)}  # with batch and tokens
 NUMBERS = 256  # of a projection
+OURS = ("empty_hooks", "norms", "factors", "gram", "projection")
 
 Keep = Literal["factors", "norms"]
 
@@ -91,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps in a row that are timed as one (default: 5 on CUDA, 1 on the CPU)",
     )
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=OURS,
+        default=OURS,
+        metavar="NAME",
+        help=f"of ours, these alone, for more rounds in the same time: {', '.join(OURS)}",
+    )
 
 
 def _positive(text: str) -> int:
@@ -110,13 +119,15 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
 
     report(f"ours, {' x '.join(map(str, task.tokens.shape))} tokens on {arguments.device}")
     ours, steps = build_ours(task), arguments.steps
+    ours = {name: ours[name] for name in OURS if name in arguments.only}
     if steps is None:
         steps = 5 if task.tokens.is_cuda else 1
     compare(task, ours, steps, arguments.rounds, result)
     plain = sorted(time_once(repeated(task.plain, steps)) for _ in range(5))[2]
     result["plain_milliseconds"] = plain / steps * 1e3
     if task.tokens.is_cuda:
-        single = {f"{name}_one_step": ours[name] for name in ("empty_hooks", "norms")}
+        names = [name for name in ("empty_hooks", "norms") if name in ours]
+        single = {f"{name}_one_step": ours[name] for name in names}
         compare(task, single, 1, arguments.rounds, result)
         result |= measure_forward(task)
     result["norms_peak_memory"] = measure_peak(task, "norms") / measure_peak(task, None)

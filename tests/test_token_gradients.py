@@ -1164,6 +1164,23 @@ def test_factors_beyond_the_limit_are_let_go_and_the_rest_is_kept() -> None:
     assert [row.name for row in tokens.coverage().missing] == ["0.weight", "0.bias"]
 
 
+def test_what_is_too_large_leaves_room_for_what_is_small() -> None:
+    """The head of a language model is the largest, and its gradient comes first."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1000)
+    model, x = nn.Sequential(body, nn.Tanh(), head).double(), numbers(2, 5, 4)
+    limit = 2 * 5 * 8 * (4 + 4)  # x and g of the body
+    with torchfmri.token_gradients(model, max_bytes=limit) as tokens:
+        loss_of(model(x)).backward()
+    assert [row.name for row in tokens.coverage().missing] == ["2.weight", "2.bias"]
+    with pytest.raises(MemoryLimitError) as caught:
+        tokens["2.weight"]
+    assert (caught.value.needed, caught.value.kept) == (2 * 5 * 8 * (4 + 1000), 0)
+    assert torch.allclose(tokens["0.weight"].sum(), body.weight.grad)  # type: ignore[arg-type]
+    with torchfmri.token_gradients(model, max_bytes=limit - 1) as tokens:
+        loss_of(model(x)).backward()
+    assert len(tokens.coverage().missing) == 4
+
+
 def test_norms_mode_names_what_needs_factors() -> None:
     model, x = _mixed(), numbers(2, 5, 4)
     with torchfmri.token_gradients(model, keep="norms") as tokens:

@@ -263,22 +263,28 @@ class Arrivals:
         for each in uncounted:
             self._add_bytes(each)
         before = self._bytes
-        self._add_bytes(record)
+        added = self._add_bytes(record)
         if self._bytes > self._max_bytes:
             layer, needed = record.watched.layer, self._bytes - before
             error = MemoryLimitError(layer, needed, before, self._max_bytes, _LESS)
-            for name in record.watched.parameters.values():
-                self._account.reasons.setdefault(name, error)
+            self._account.refuse(record.watched.parameters.values(), error)
             record.x = record.g = None
+            self._bytes = before  # a smaller one may fit yet, in the same place
+            self._stored.difference_update(added)
 
-    def _add_bytes(self, record: Record) -> None:
-        """Add what a record keeps; what several of them share counts once."""
+    def _add_bytes(self, record: Record) -> set[int]:
+        """Add what a record keeps, at these addresses; what several of them share counts once."""
+        added: set[int] = set()
         for tensor in (record.g, *(record.x if isinstance(record.x, tuple) else (record.x,))):
-            if tensor is not None and (storage := tensor.untyped_storage()).data_ptr() not in (
-                self._stored
-            ):
-                self._stored.add(storage.data_ptr())
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in self._stored:
+                self._stored.add(address)
+                added.add(address)
                 self._bytes += storage.nbytes()
+        return added
 
     # -- inputs inside a checkpoint ------------------------------------------------------------
 

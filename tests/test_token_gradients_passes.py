@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformer_copies import no_float32, token_gradients_by_copies
 
 import torchfmri
 from torchfmri._tokens.gradients import TokenGradients
+from torchfmri.exceptions import InspectionError
 
 pytestmark = pytest.mark.usefixtures("waiting")
 
@@ -558,6 +560,108 @@ def test_nothing_waits_for_the_garbage_collector(keep: Any) -> None:
         parts += [weakref.ref(each) for each in found._capture.arrivals.records]
         del found, loss
         assert [each() for each in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+
+
+class Scale(nn.Module):
+    """Has a weight of its own: run again, by operations or position by position."""
+
+    def __init__(self, width: int, odd: bool = False) -> None:
+        super().__init__()
+        self.scale, self.odd = nn.Parameter(torch.ones(width)), odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logaddexp(x, self.scale) if self.odd else x * self.scale
+
+
+class OnceOnly(Scale):
+    """Cannot be run again."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise ValueError("of the model's own")
+        return super().forward(x)
+
+
+class Penalised(Scale):
+    """Uses a weight at no position, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() + self.scale.square().sum()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.attention(x, x, x)[0]
+        return result
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.steps(x)[0]
+        return result
+
+
+@pytest.mark.parametrize(
+    ("build", "limit"),
+    [
+        (lambda: Scale(6), 1 << 30),
+        (lambda: Scale(6, odd=True), 1 << 30),
+        (lambda: OnceOnly(6), 1 << 30),
+        (lambda: Penalised(6), 1 << 30),
+        (Attends, 1 << 30),
+        (Steps, 1 << 30),
+        (nn.Tanh, 300),
+    ],
+    ids=["rerun", "positions", "fails", "penalised", "attention", "lstm", "limit"],
+)
+def test_reading_everything_leaves_no_tensor_to_the_garbage_collector(
+    build: Callable[[], nn.Module], limit: int
+) -> None:
+    """Also where layers are run again, and where reading raises: frames keep what they saw."""
+    import gc
+
+    model = nn.Sequential(nn.Linear(4, 6), build())
+    x = torch.randn(2, 3, 4)
+
+    def step(keep: Any) -> None:
+        with torchfmri.token_gradients(model, keep=keep, max_bytes=limit) as found:
+            model(x).square().sum().backward()
+        for name in found.names:
+            with contextlib.suppress(InspectionError):
+                found[name].norm()
+        with contextlib.suppress(InspectionError):
+            found.norm()
+        found.coverage()
+        model.zero_grad()
+        if isinstance(model[1], OnceOnly):
+            model[1].calls = 0
+
+    def tensors() -> int:
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+    keeps = ("factors", "norms", "voxels")
+    for keep in keeps:  # what is made once is there
+        step(keep)
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        for keep in keeps:
+            step(keep)
+            assert tensors() == before, keep
     finally:
         gc.enable()
 

@@ -38,17 +38,6 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
     ):
         return math.nan
 
-    def exchange(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            rows = value.detach().clone()
-            rows[0] = rows[place]
-            return rows
-        if isinstance(value, (tuple, list)):
-            return type(value)(exchange(each) for each in value)
-        if isinstance(value, dict):
-            return {key: exchange(each) for key, each in value.items()}
-        return value
-
     with _still(model):
         state = torch.get_rng_state()
         before = _rows(model(*arguments, **keywords), count)
@@ -57,12 +46,26 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
         if before is None or again is None or not torch.equal(before, again):
             return math.nan
         torch.set_rng_state(state)
-        after = _rows(model(*exchange(tuple(arguments)), **exchange(dict(keywords))), count)
+        others = _exchanged(tuple(arguments), place), _exchanged(dict(keywords), place)
+        after = _rows(model(*others[0], **others[1]), count)
     if after is None or before.shape != after.shape:
         return math.nan
     apart = float(before.std(0).max())
     moved = float((after - before)[1:].abs().max())
     return moved / apart if math.isfinite(moved) and apart > 0 else math.nan
+
+
+def _exchanged(value: Any, place: int) -> Any:
+    """A value with another row of each tensor in place of the first."""
+    if isinstance(value, Tensor):
+        rows = value.detach().clone()
+        rows[0] = rows[place]
+        return rows
+    if isinstance(value, (tuple, list)):
+        return type(value)(_exchanged(each, place) for each in value)
+    if isinstance(value, dict):
+        return {key: _exchanged(each, place) for key, each in value.items()}
+    return value
 
 
 @contextmanager

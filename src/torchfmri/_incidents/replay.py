@@ -183,20 +183,21 @@ def _takes_two(loss: Any) -> bool:
 
 def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(device)
-        if isinstance(value, dict):
-            return {key: move(each) for key, each in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(move(each) for each in value)
-        return value
-
-    moved = replace(call, arguments=move(call.arguments), keywords=move(dict(call.keywords)))
+    arguments, keywords = _moved(call.arguments, device), _moved(dict(call.keywords), device)
+    moved = replace(call, arguments=arguments, keywords=keywords)
     if call.loss_arguments is not None:
-        moved.loss_arguments = move(call.loss_arguments)
+        moved.loss_arguments = _moved(call.loss_arguments, device)
     return moved
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(each, device) for each in value)
+    return value
 
 
 def _not_reproduced(part: Part) -> Finding:

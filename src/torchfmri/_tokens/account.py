@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchfmri._tokens.checks import Checks
 from torchfmri._tokens.record import Watched
+from torchfmri.exceptions import InspectionError
 
 
 @dataclass(slots=True)
@@ -42,14 +44,35 @@ class Account:
 
     def refuse(self, names: Iterable[str], error: Exception) -> None:
         """Note why these parameters are missing; the first reason counts."""
+        if isinstance(error, InspectionError):  # it says all; others say where they came from
+            _let_go_of_frames(error)
         for name in names:
             self.reasons.setdefault(name, error)
+
+    def reason(self, name: str) -> Exception:
+        """Why a parameter is missing, to be raised: another error each time.
+
+        The frames that it goes through keep the gradients alive, which keep the reasons.
+        """
+        error = self.reasons[name]
+        if not isinstance(error, InspectionError):
+            return error
+        found = copy.copy(error)
+        found.__cause__ = error.__cause__
+        return found
 
     def noted(self, layer: str, text: str) -> None:
         """Note a reservation about a layer."""
         layers = self.notes.setdefault(text, [])
         if layer and layer not in layers:
             layers.append(layer)
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Forget where an error of ours and its causes were raised."""
+    while error is not None:
+        error.__traceback__ = error.__context__ = None
+        error = error.__cause__
 
 
 def homes_of(watched: Mapping[str, Watched]) -> dict[str, list[str]]:

@@ -241,7 +241,7 @@ class Capture:
     def missed(self, layer: str, what: str, reason: str) -> None:
         """Note why the parameters of a layer have no token gradients."""
         for name in self._watched[layer].parameters.values():
-            self.account.reasons.setdefault(name, UnsupportedLayerError(name, layer, reason))
+            self.account.refuse([name], UnsupportedLayerError(name, layer, reason))
 
     def noted(self, layer: str, text: str) -> None:
         """Note a reservation about a layer."""

@@ -191,7 +191,7 @@ class TokenGradients:
             return self._found[name]
         capture = self._capture
         if name in capture.account.reasons:
-            raise capture.account.reasons[name]
+            raise capture.account.reason(name)
         parts = capture.arrivals.parts(name)
         if not parts and not capture.account.received([name]):
             raise InspectionError(

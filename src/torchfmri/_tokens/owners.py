@@ -165,10 +165,10 @@ class Owners:
         for owner in sorted(owners, key=lambda each: -each.layer.count(".")):
             for name in owner.suspects:
                 if self._is_incomplete(name, [*parts.get(name, ()), *known(name)]):
-                    self._run_again(owner, {name}, parts, beside_calls=True)
+                    self._run_again(owner, [name], parts, beside_calls=True)
 
     def _run_again(
-        self, owner: OwnerCall, names: set[str], parts: Parts, beside_calls: bool = False
+        self, owner: OwnerCall, names: Sequence[str], parts: Parts, beside_calls: bool = False
     ) -> None:
         account = self._account
         wanted = {
@@ -190,9 +190,10 @@ class Owners:
             if beside_calls:  # its calls are counted; what else it is used for is not
                 account.noted(owner.layer, str(error))
             else:
-                account.reasons.update(dict.fromkeys(wanted, error))
+                account.refuse(wanted, error)
             return
-        account.reasons.update(found.unsupported)
+        for name, refusal in found.unsupported.items():
+            account.refuse([name], refusal)
         for name, several in found.parts.items():
             parts[name] += several
             if any(dtype_of(term).itemsize < 4 for part in several for term in part.terms or ()):

@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ class OwnerCall:
         suspects: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         self.layer, self.module, self._modules = layer, module, modules
-        self.names = {name for own in modules.values() for name in own.values()}
+        self.names = _names(modules)
         self._suspects = dict(suspects or {})
-        self.suspects = {name for own in self._suspects.values() for name in own.values()}
+        self.suspects = _names(self._suspects)
         self.axis, self._model, self._mask = axis, model, mask
         self.gradients: dict[str, Tensor | None] = {}
         self._spread: Tensor | None = None
@@ -156,27 +157,26 @@ class OwnerCall:
 
     def _with_noise(self, changed: Tensor) -> Tensor | None:
         """The output for inputs that are changed at some positions."""
-
-        def noisy(value: Any) -> Any:
-            tags = self._tags_of(value) if isinstance(value, Tensor) else None
-            if tags is not None and value.is_floating_point():
-                if math.prod(tags.grid) != len(changed):
-                    raise NotUnderstoodError("what it returns is not at the positions of its input")
-                return torch.where(changed[tags.numbers], value.flip(-1) + 1, value)
-            if type(value) in (tuple, list):
-                return type(value)(map(noisy, value))
-            return (
-                {key: noisy(each) for key, each in value.items()}
-                if isinstance(value, dict)
-                else value
-            )
-
+        noisy = partial(self._changed, changed)
         buffers = {key: each.clone() for key, each in self.module.named_buffers()}
         with torch.no_grad(), self._restored():
             made = flatten(
                 functional_call(self.module, buffers, noisy(self._arguments), noisy(self._keywords))
             )
         return made[0].tensor if made else None
+
+    def _changed(self, changed: Tensor, value: Any) -> Any:
+        """An input that is changed at some positions."""
+        if type(value) in (tuple, list):
+            return type(value)(self._changed(changed, each) for each in value)
+        if isinstance(value, dict):
+            return {key: self._changed(changed, each) for key, each in value.items()}
+        tags = self._tags_of(value) if isinstance(value, Tensor) else None
+        if tags is None or not value.is_floating_point():
+            return value
+        if math.prod(tags.grid) != len(changed):
+            raise NotUnderstoodError("what it returns is not at the positions of its input")
+        return torch.where(changed[tags.numbers], value.flip(-1) + 1, value)
 
     def spread(self, gradient: Tensor) -> None:
         """Take the gradient of the addition that spread the output over the batch."""
@@ -513,3 +513,8 @@ def _quiet(module: nn.Module) -> Iterator[None]:
         for each, before in kept:
             vars(each).clear()
             vars(each).update(before)
+
+
+def _names(modules: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """The parameters of these modules, each once."""
+    return list(dict.fromkeys(name for own in modules.values() for name in own.values()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -528,19 +529,7 @@ def _moved_like(
     function: Any, arguments: Any, keywords: Any, instead: Mapping[int, Tensor]
 ) -> list[Tensor]:
     """An operation that only moves entries, done on other tensors of the same shapes."""
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            found = instead.get(id(value))
-            if found is not None:
-                return found
-            return (
-                value
-                if not value.is_floating_point()
-                else value.new_full(value.shape, -1, dtype=torch.int64)
-            )
-        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
-
+    replaced = partial(_replaced, instead)
     if name_of(function) == "embedding":
         table, ids = replaced(arguments[0]), arguments[1]
         return [table[ids]]
@@ -555,6 +544,18 @@ def _moved_like(
     else:
         arguments = tuple(map(replaced, arguments))
     return _tensors((function(*arguments, **keywords),), {})
+
+
+def _replaced(instead: Mapping[int, Tensor], value: Any) -> Any:
+    """A value with other tensors in place of some, by their ids; -1 in place of other floats."""
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(instead, each) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    found = instead.get(id(value))
+    if found is None and value.is_floating_point():
+        return value.new_full(value.shape, -1, dtype=torch.int64)
+    return value if found is None else found
 
 
 def name_of(function: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri._elements import flatten, flatten_arguments
+from torchfmri._elements import flatten, flatten_arguments, map_tensors
 
 A, B, C = (torch.full((1,), float(value)) for value in range(3))
 Pair = namedtuple("Pair", ["left", "right"])
@@ -117,3 +117,24 @@ def test_tensor_subclasses_are_tensors() -> None:
 
     tensor = torch.ones(2).as_subclass(Marked)
     assert flatten((tensor,))[0].tensor is tensor
+
+
+def test_map_tensors() -> None:
+    """Containers are made anew, and what is no tensor is the same object."""
+    pair, other = namedtuple("pair", "first second"), object()
+    value = {
+        "a": [torch.ones(2), (torch.zeros(1), other)],
+        "b": pair(torch.ones(1), None),
+        "c": torch.Size([2, 3]),
+    }
+    found = map_tensors(value, lambda tensor: tensor + 1)
+    assert type(found["a"]) is list
+    assert found["a"][0].tolist() == [2, 2]
+    assert type(found["a"][1]) is tuple
+    assert found["a"][1][0].tolist() == [1]
+    assert found["a"][1][1] is other
+    assert type(found["b"]) is pair
+    assert found["b"].first.tolist() == [2]
+    assert found["b"].second is None
+    assert found["c"] is value["c"]
+    assert value["a"][0].tolist() == [1, 1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,21 @@ def flatten_arguments(
 ) -> list[Element]:
     """The tensors among a call's arguments: positional ones by index, keywords by name."""
     return flatten(arguments) + (flatten(keywords) if keywords else [])
+
+
+def map_tensors(value: Any, act: Callable[[Tensor], Any]) -> Any:
+    """The same value with `act` done to each tensor in tuples, lists, named tuples and dicts.
+
+    Mappings become dicts. Anything else stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return act(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(each, act) for key, each in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        found = [map_tensors(each, act) for each in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    return value
 
 
 def _walk(value: object, path: str, above: tuple[int, ...]) -> Iterator[Element]:

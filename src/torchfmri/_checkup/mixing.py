@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfmri._elements import flatten
+from torchfmri._elements import flatten, map_tensors
 
 LEAST_SAMPLES = 4
 
@@ -46,8 +47,9 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
         if before is None or again is None or not torch.equal(before, again):
             return math.nan
         torch.set_rng_state(state)
-        others = _exchanged(tuple(arguments), place), _exchanged(dict(keywords), place)
-        after = _rows(model(*others[0], **others[1]), count)
+        exchange = partial(_exchanged, place)
+        others = map_tensors(tuple(arguments), exchange)
+        after = _rows(model(*others, **map_tensors(dict(keywords), exchange)), count)
     if after is None or before.shape != after.shape:
         return math.nan
     apart = float(before.std(0).max())
@@ -55,17 +57,11 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
     return moved / apart if math.isfinite(moved) and apart > 0 else math.nan
 
 
-def _exchanged(value: Any, place: int) -> Any:
-    """A value with another row of each tensor in place of the first."""
-    if isinstance(value, Tensor):
-        rows = value.detach().clone()
-        rows[0] = rows[place]
-        return rows
-    if isinstance(value, (tuple, list)):
-        return type(value)(_exchanged(each, place) for each in value)
-    if isinstance(value, dict):
-        return {key: _exchanged(each, place) for key, each in value.items()}
-    return value
+def _exchanged(place: int, tensor: Tensor) -> Tensor:
+    """A tensor with another of its rows in place of the first."""
+    rows = tensor.detach().clone()
+    rows[0] = rows[place]
+    return rows
 
 
 @contextmanager

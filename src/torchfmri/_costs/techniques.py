@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchfmri._costs.resizing import size_of
-from torchfmri._elements import flatten
+from torchfmri._elements import flatten, map_tensors
 from torchfmri._forward_pass import Loss
 from torchfmri._layers import named_layers
 
@@ -166,7 +166,7 @@ def _layout_obstacle(setup: Setup) -> str | None:
 
 def _layout(setup: Setup) -> None:
     setup.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    setup.data = _map(
+    setup.data = map_tensors(
         setup.data,
         lambda tensor: (
             tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
@@ -238,19 +238,9 @@ def parts_of(value: Any, pieces: int, batch: int) -> list[Any]:
         if value.ndim and value.shape[0] == batch:
             return list(value.chunk(pieces))
         return [value] * pieces
-    return [_map(value, partial(_part, pieces, batch, part)) for part in range(pieces)]
+    return [map_tensors(value, partial(_part, pieces, batch, part)) for part in range(pieces)]
 
 
 def _part(pieces: int, batch: int, part: int, tensor: Tensor) -> Tensor:
     found: Tensor = parts_of(tensor, pieces, batch)[part]
     return found
-
-
-def _map(value: Any, act: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return act(value)
-    if isinstance(value, dict):
-        return {key: _map(each, act) for key, each in value.items()}
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_map(each, act) for each in value)
-    return value

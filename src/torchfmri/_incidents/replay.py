@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchfmri._diagnosis.finding import Finding
+from torchfmri._elements import map_tensors
 from torchfmri._factory import Subject
 from torchfmri._incidents.aftermath import weight_norms
 from torchfmri._incidents.incident import Part, read_part
@@ -183,21 +184,14 @@ def _takes_two(loss: Any) -> bool:
 
 def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    arguments, keywords = _moved(call.arguments, device), _moved(dict(call.keywords), device)
-    moved = replace(call, arguments=arguments, keywords=keywords)
+
+    def move(value: Any) -> Any:
+        return map_tensors(value, lambda tensor: tensor.to(device))
+
+    moved = replace(call, arguments=move(call.arguments), keywords=move(dict(call.keywords)))
     if call.loss_arguments is not None:
-        moved.loss_arguments = _moved(call.loss_arguments, device)
+        moved.loss_arguments = move(call.loss_arguments)
     return moved
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value
 
 
 def _not_reproduced(part: Part) -> Finding:

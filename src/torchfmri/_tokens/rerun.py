@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
-from torchfmri._elements import flatten
+from torchfmri._elements import flatten, map_tensors
 from torchfmri._padding import TokenMask
 from torchfmri._tokens.axes import features_last
 from torchfmri._tokens.factors import Term, squares, total
@@ -157,21 +157,18 @@ class OwnerCall:
 
     def _with_noise(self, changed: Tensor) -> Tensor | None:
         """The output for inputs that are changed at some positions."""
-        noisy = partial(self._changed, changed)
+        change = partial(self._changed, changed)
+        arguments, keywords = (
+            map_tensors(each, change) for each in (self._arguments, self._keywords)
+        )
         buffers = {key: each.clone() for key, each in self.module.named_buffers()}
         with torch.no_grad(), self._restored():
-            made = flatten(
-                functional_call(self.module, buffers, noisy(self._arguments), noisy(self._keywords))
-            )
+            made = flatten(functional_call(self.module, buffers, arguments, keywords))
         return made[0].tensor if made else None
 
-    def _changed(self, changed: Tensor, value: Any) -> Any:
+    def _changed(self, changed: Tensor, value: Tensor) -> Tensor:
         """An input that is changed at some positions."""
-        if type(value) in (tuple, list):
-            return type(value)(self._changed(changed, each) for each in value)
-        if isinstance(value, dict):
-            return {key: self._changed(changed, each) for key, each in value.items()}
-        tags = self._tags_of(value) if isinstance(value, Tensor) else None
+        tags = self._tags_of(value)
         if tags is None or not value.is_floating_point():
             return value
         if math.prod(tags.grid) != len(changed):

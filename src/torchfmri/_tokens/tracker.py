@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from torchfmri._elements import map_tensors
 from torchfmri._torch_private import DispatchMode
 
 
@@ -529,7 +530,10 @@ def _moved_like(
     function: Any, arguments: Any, keywords: Any, instead: Mapping[int, Tensor]
 ) -> list[Tensor]:
     """An operation that only moves entries, done on other tensors of the same shapes."""
-    replaced = partial(_replaced, instead)
+
+    def replaced(value: Any) -> Any:
+        return map_tensors(value, partial(_replaced, instead))
+
     if name_of(function) == "embedding":
         table, ids = replaced(arguments[0]), arguments[1]
         return [table[ids]]
@@ -546,16 +550,12 @@ def _moved_like(
     return _tensors((function(*arguments, **keywords),), {})
 
 
-def _replaced(instead: Mapping[int, Tensor], value: Any) -> Any:
-    """A value with other tensors in place of some, by their ids; -1 in place of other floats."""
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(instead, each) for each in value)
-    if not isinstance(value, Tensor):
-        return value
-    found = instead.get(id(value))
-    if found is None and value.is_floating_point():
-        return value.new_full(value.shape, -1, dtype=torch.int64)
-    return value if found is None else found
+def _replaced(instead: Mapping[int, Tensor], tensor: Tensor) -> Tensor:
+    """The tensor that stands for this one, by its id; -1 where another one has floats."""
+    found = instead.get(id(tensor))
+    if found is None and tensor.is_floating_point():
+        return tensor.new_full(tensor.shape, -1, dtype=torch.int64)
+    return tensor if found is None else found
 
 
 def name_of(function: Any) -> str:

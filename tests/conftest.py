@@ -1,13 +1,58 @@
-"""What holds for all tests: no network, and figures without a screen."""
+"""What holds for all tests: no network, figures without a screen, and the same random numbers."""
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Generator, Iterator
+from typing import Any
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Hypothesis draws the same examples in every run: what fails in CI fails on the desk.
+hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("seeded")
+
+
+def seed() -> None:
+    """Set every generator that tests draw from; CUDA's follow torch's."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same random state, in whatever order the tests run."""
+    seed()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Seed the import of a test module, whichever modules were imported before it."""
+    seed()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, Any, Any]:
+    """Seed a fixture that several tests share; the test that asks first notices nothing of it."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    seed()
+    try:
+        return (yield)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from benchmarks._timing import Run, describe_machine, report
 from benchmarks.monitor import Training, build_training
 from torchfmri import Diagnosis, Monitor, diagnose
 from torchfmri._diagnosis import profiles, rates, signals
-from torchfmri._diagnosis.comparing import logits_left
 from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.live import LiveDiagnosis
+from torchfmri._diagnosis.loss import logits_left
 from torchfmri._diagnosis.observation import Observation
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks._timing import Effort, describe_machine, measure_ratios, report
 from torchfmri import Anatomy, ScannedSequence, Tokens, load
-from torchfmri._scans.sequence import METRICS, STATISTICS
-from torchfmri._scans.store import ScanWriter
+from torchfmri._scan.record.sequence import METRICS, STATISTICS
+from torchfmri._scan.store.writer import ScanWriter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

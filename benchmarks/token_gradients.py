@@ -299,7 +299,7 @@ def measure_peak(task: Task, keep: Keep | None) -> int:
         run()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated())
-    from torchfmri._costs.live_memory import LiveMemory
+    from torchfmri._cost.live_memory import LiveMemory
 
     existing = [*task.model.parameters(), *task.model.buffers(), task.tokens]
     with LiveMemory(None, existing) as memory:

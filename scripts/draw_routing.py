@@ -13,8 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from torchfmri.routing.experiment.report import by_variant, read_results, summarise, value_of
 from torchfmri.routing.prototype_map import PrototypeMap
-from torchfmri.routing.report import by_variant, read_results, summarise, value_of
 from torchfmri.routing.routing_history import history_from_data
 from torchfmri.visualization.routing_plots import (
     plot_activation,

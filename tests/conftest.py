@@ -69,6 +69,6 @@ def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """How many calls wait until their gradients are looked at; on a GPU it is many."""
     most = {"three together": 3, "all together": 1 << 30}.get(request.param)
     if most is not None:
-        from torchfmri._tokens import arrivals
+        from torchfmri._tokens.calls import arrivals
 
         monkeypatch.setattr(arrivals, "most_waiting", lambda *_: (most, 1 << 60))

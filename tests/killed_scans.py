@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import torchfmri
-from torchfmri._scanning import dataset
-from torchfmri._scanning.dataset_rows import rows_of
-from torchfmri._scans.store import ScanWriter
+from torchfmri._scan.run import dataset
+from torchfmri._scan.run.dataset_rows import rows_of
+from torchfmri._scan.store.writer import ScanWriter
 
 ROWS = [
     {"prompt": f"What is {number} plus {number + 1}?", "condition": "even" if number % 2 else "odd"}

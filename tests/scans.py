@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
-from torchfmri._scans.sequence import METRICS, STATISTICS
+from torchfmri._scan.record.sequence import METRICS, STATISTICS
 
 PARTS = {
     "": ("Block", 128),

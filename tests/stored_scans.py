@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
-from torchfmri._scans.sequence import METRICS, STATISTICS
-from torchfmri._scans.store import ScanWriter
+from torchfmri._scan.record.sequence import METRICS, STATISTICS
+from torchfmri._scan.store.writer import ScanWriter
 
 ANATOMY = Anatomy.of_widths(
     ["embed", "layers.0.mlp", "käse"],

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import torchfmri
 from torchfmri import InspectionError, Option
-from torchfmri._costs.advice import mark_front
-from torchfmri._costs.techniques import find_blocks
+from torchfmri._cost.advice import mark_front
+from torchfmri._cost.techniques import find_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri import Monitor, _collector
-from torchfmri._collector import Collector
-from torchfmri._history import History, Rows, Series, Step
+from torchfmri import Monitor
+from torchfmri._capture.padding import TokenMask
 from torchfmri._kernels import reduce_values
-from torchfmri._padding import TokenMask
+from torchfmri._monitor import collector as collector_module
+from torchfmri._monitor.collector import Collector
+from torchfmri._records.history import History, Rows, Series, Step
 from torchfmri.statistics import calculate_statistics
 
 A, B = Series("a", "activations"), Series("b", "activations")
@@ -71,8 +72,10 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
-    monkeypatch.setattr(_collector, "cuda", kernels)
-    monkeypatch.setattr(_collector, "is_launchable", lambda tensor: tensor.is_floating_point())
+    monkeypatch.setattr(collector_module, "cuda", kernels)
+    monkeypatch.setattr(
+        collector_module, "is_launchable", lambda tensor: tensor.is_floating_point()
+    )
     return kernels
 
 
@@ -124,7 +127,7 @@ def test_a_written_tensor_is_not_used_and_reduced_at_once_from_then_on(kernels: 
     found = collected.read()
     assert A not in found
     assert found[B].count == 4
-    assert missed == [("a", "activations", _collector._WRITTEN)]
+    assert missed == [("a", "activations", collector_module._WRITTEN)]
     assert immediate == {A}
     again = Collector(False, 1 << 20, immediate, missed)
     tensor = torch.ones(4)
@@ -201,10 +204,10 @@ def test_a_monitor_with_launches_sees_what_one_without_sees(
                 optimizer.zero_grad()
         return monitor
 
-    monkeypatch.setattr(_collector, "cuda", Late())
+    monkeypatch.setattr(collector_module, "cuda", Late())
     late = run()
     assert late._unread  # nothing was waited for
-    monkeypatch.setattr(_collector, "is_launchable", lambda tensor: False)
+    monkeypatch.setattr(collector_module, "is_launchable", lambda tensor: False)
     now = run()
     assert not now._unread
     assert list(late.history.steps) == list(now.history.steps) == list(range(0, 8, every))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError
-from torchfmri._costs.layer_cost import ADDABLE
+from torchfmri._cost.layer_cost import ADDABLE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -478,7 +478,7 @@ def test_command_on_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("torchfmri._checkup.operations.OperationWatch._look", "operation"),
         ("torchfmri._checkup.batch_log.BatchLog.add", "batch"),
         ("torchfmri._checkup.run.Checkup._look_at_loss", "loss"),
-        ("torchfmri._diagnosis.optimizing.median", "diagnosis"),
+        ("torchfmri._diagnosis.step_sizes.median", "diagnosis"),
     ],
 )
 def test_a_failure_of_ours_is_a_note_and_ends_nothing(

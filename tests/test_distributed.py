@@ -14,8 +14,8 @@ from processes import run_in_processes
 from torch import nn
 
 from torchfmri import Monitor
-from torchfmri._distributed import SHARD, WHOLE, merge, share_of
-from torchfmri._history import History, Series, Step
+from torchfmri._monitor.gather import SHARD, WHOLE, merge, share_of
+from torchfmri._records.history import History, Series, Step
 from torchfmri.statistics import calculate_statistics
 
 PROCESSES, STEPS, ROWS = 2, 3, 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri._elements import flatten, flatten_arguments, map_tensors
+from torchfmri._torch.elements import flatten, flatten_arguments, map_tensors
 
 A, B, C = (torch.full((1,), float(value)) for value in range(3))
 Pair = namedtuple("Pair", ["left", "right"])

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfmri
 from torchfmri import ExplainedError, Explanation, InspectionError, explain, explained
-from torchfmri._explanations.failures import FAILURES
+from torchfmri._explain.failures import FAILURES
 from torchfmri.exceptions import explained_error
 
 
@@ -521,9 +521,7 @@ def test_detection_finds_the_line_of_the_forward_pass() -> None:
 
 
 def test_without_reading_saved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "torchfmri._explanations.failed_backward.saved_tensor_errors", lambda node: {}
-    )
+    monkeypatch.setattr("torchfmri._explain.failed_backward.saved_tensor_errors", lambda node: {})
     explanation = failure_of(write_saved_output)
     assert (explanation.layer, explanation.near) == (None, "layers.1.up")
     assert any(fact.startswith("Probably the only Sigmoid") for fact in explanation.facts)
@@ -808,7 +806,7 @@ def test_failure_of_the_explanation_does_not_hide_the_error(
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("torchfmri._explanations.explained.find_failure", fail)
+    monkeypatch.setattr("torchfmri._explain.entry_points.find_failure", fail)
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught, explained():
         Net()(x(3, 5))
     assert caught.value.__notes__ == ["torchfmri could not explain this: ZeroDivisionError: ours"]
@@ -887,7 +885,7 @@ def test_failure_of_a_clue_is_told_and_costs_nothing_else(monkeypatch: pytest.Mo
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("torchfmri._explanations.backward_clues.nodes_of", fail)
+    monkeypatch.setattr("torchfmri._explain.backward_clues.nodes_of", fail)
     explanation = failure_of(write_saved_output)
     assert explanation.kind == "modified_in_place"
     assert "(Reading more failed: ZeroDivisionError: ours)" in explanation.facts

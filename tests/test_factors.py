@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfmri._tokens import factors
-from torchfmri._tokens.factors import Index, Term
-from torchfmri._tokens.grams import summed_gram
-from torchfmri._tokens.sketch import Sketch
+from torchfmri._tokens.algebra import factors
+from torchfmri._tokens.algebra.factors import Index, Term
+from torchfmri._tokens.algebra.grams import summed_gram
+from torchfmri._tokens.algebra.sketch import Sketch
 
 LETTERS = "ijklmn"
 few = settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchfmri import InspectionError
-from torchfmri._factory import load_subject
+from torchfmri._model.factory import load_subject
 
 SOURCE = """
 from __future__ import annotations

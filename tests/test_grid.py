@@ -2,9 +2,9 @@
 
 import pytest
 
-from torchfmri._columns import Column
-from torchfmri._grid import Grid
-from torchfmri._labels import display_width
+from torchfmri._text.columns import Column
+from torchfmri._text.grid import Grid
+from torchfmri._text.labels import display_width
 
 
 def build(lines: int = 3) -> Grid:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import torchfmri
 from torchfmri import Growth, InspectionError
-from torchfmri._costs.laws import Law, choose_terms, fit_law
-from torchfmri._costs.resizing import Size, data_of_size
+from torchfmri._cost.laws import Law, choose_terms, fit_law
+from torchfmri._cost.resizing import Size, data_of_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchfmri._history import COLUMNS, FIELDS, History, Series, Step
+from torchfmri._records.history import COLUMNS, FIELDS, History, Series, Step
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import Statistics, calculate_statistics
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchfmri import Monitor
-from torchfmri._history import History, Series, Step
+from torchfmri._records.history import History, Series, Step
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import calculate_statistics
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import Incidents, InspectionError, Monitor, NonFiniteError, NonFiniteWarning
-from torchfmri import _monitor as monitor_module
-from torchfmri._factory import Subject
 from torchfmri._incidents import aftermath, hold, redone_step
 from torchfmri._incidents.incident import read_part
-from torchfmri._incidents.random_state import RandomState, random_state
-from torchfmri._incidents.replay import replay
+from torchfmri._incidents.replay_run import replay
 from torchfmri._incidents.sentinel import alarm, are_finite
 from torchfmri._incidents.stored_data import Omitted, load_data, omissions, save_data
+from torchfmri._model.factory import Subject
+from torchfmri._model.generators import RandomState, random_state
+from torchfmri._monitor import monitor as monitor_module
 from torchfmri.cli import main
 
 BAD = 2

@@ -12,8 +12,8 @@ from processes import run_in_processes
 from torch import nn
 
 from torchfmri import Incidents, Monitor, NonFiniteError
-from torchfmri._factory import Subject
-from torchfmri._incidents.replay import replay
+from torchfmri._incidents.replay_run import replay
+from torchfmri._model.factory import Subject
 
 PROCESSES, BAD_STEP, BAD_RANK = 2, 2, 1
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import NonFiniteError, NonFiniteWarning
-from torchfmri._factory import Subject
-from torchfmri._incidents.replay import replay
+from torchfmri._incidents.replay_run import replay
+from torchfmri._model.factory import Subject
 
 BAD_STEP = 2
 

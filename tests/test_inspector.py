@@ -566,7 +566,7 @@ def test_failure_of_ours_never_stops_the_users_training(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr(torchfmri._values, "calculate_statistics", broken)
+    monkeypatch.setattr(torchfmri._records.values, "calculate_statistics", broken)
     plain, each = model(), model()
     plain(data()).sum().backward()
     inspector = Inspector(each)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchfmri
-from torchfmri._costs import layer_times
+from torchfmri._cost import layer_times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import InspectionError, Inspector, LayerNotFoundError
-from torchfmri._layers import find_layers, leaf_layers, named_layers, runnable, unwrap
+from torchfmri._model.layers import find_layers, leaf_layers, named_layers, runnable, unwrap
 
 
 def block() -> nn.Module:

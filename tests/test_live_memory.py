@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchfmri
-from torchfmri._costs.live_memory import LiveMemory
+from torchfmri._cost.live_memory import LiveMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

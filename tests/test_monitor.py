@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchfmri import _collector, _monitor, _step_hooks, _watched_step
-from torchfmri._history import Series
-from torchfmri._monitor import Monitor, MonitorWarning
+from torchfmri._monitor import collector, step_hooks, watched_step
+from torchfmri._monitor import monitor as _monitor
+from torchfmri._monitor.monitor import Monitor, MonitorWarning
+from torchfmri._records.history import Series
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 BOTH = ("activations", "gradients")
@@ -144,7 +145,7 @@ def test_every_step_and_layer_equals_what_was_collected_by_hand(attach: bool) ->
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     by_hand = Collected(model)
-    monitor = Monitor(model, optimizer, what=_watched_step.WHAT)
+    monitor = Monitor(model, optimizer, what=watched_step.WHAT)
     expected, ratios = [], []
     if attach:
         monitor.attach()
@@ -347,7 +348,7 @@ def test_optimizer_with_closure() -> None:
                     closure()
                     optimizer.step()
         history = monitor.history
-        found.append([history.matrix(what, "rms")[1] for what in _watched_step.WHAT])
+        found.append([history.matrix(what, "rms")[1] for what in watched_step.WHAT])
         assert (history.values("0.weight", "parameter_gradients", "rms") > 0).all()
     for one, two in zip(*found, strict=True):
         assert np.array_equal(one, two)
@@ -620,31 +621,31 @@ def fail_begin(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
 
 
 def fail_hook(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_collector, "calculate_statistics", fail)
+    patch.setattr(collector, "calculate_statistics", fail)
 
 
 def fail_gradient(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_watched_step.WatchedStep, "read_scale", fail)
+    patch.setattr(watched_step.WatchedStep, "read_scale", fail)
 
 
 def fail_optimizer(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_watched_step.WatchedStep, "before_update", fail)
+    patch.setattr(watched_step.WatchedStep, "before_update", fail)
 
 
 def fail_after_optimizer(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_watched_step.WatchedStep, "after_update", fail)
+    patch.setattr(watched_step.WatchedStep, "after_update", fail)
 
 
 def fail_end(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_watched_step.WatchedStep, "finish", fail)
+    patch.setattr(watched_step.WatchedStep, "finish", fail)
 
 
 def fail_read(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_watched_step.WatchedStep, "read", fail)
+    patch.setattr(watched_step.WatchedStep, "read", fail)
 
 
 def fail_loss(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:
-    patch.setattr(_step_hooks, "own_loss", fail)
+    patch.setattr(step_hooks, "own_loss", fail)
 
 
 def fail_writer(patch: pytest.MonkeyPatch, monitor: Monitor) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import torchfmri
-from torchfmri import InspectionError, _named_models, load_model
+from torchfmri import InspectionError, load_model
+from torchfmri._model import named_models
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,7 +108,7 @@ def test_a_wrong_dtype_is_refused(dtype: Any) -> None:
 def test_a_device_that_is_not_there_is_refused_before_loading(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_named_models, "_find", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(named_models, "_find", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(InspectionError, match=rf"device='{device}' cannot be used: .*Here are cpu"):
         load_model("tiny", device=device)
 
@@ -291,11 +292,11 @@ def test_a_hub_is_not_asked_when_offline(
 def test_what_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str, said: str
 ) -> None:
-    from torchfmri import _named_models
+    from torchfmri._model import named_models
 
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        _named_models, "find_spec", lambda each: None if each == package else real(each)
+        named_models, "find_spec", lambda each: None if each == package else real(each)
     )
     with pytest.raises(InspectionError, match=said) as error:
         load_model(name)

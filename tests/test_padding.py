@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchfmri
 from torchfmri import Inspector
-from torchfmri._padding import Padding, TokenMask, masked_modules
+from torchfmri._capture.padding import Padding, TokenMask, masked_modules
 from torchfmri.statistics import calculate_statistics
 
 RIGHT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])

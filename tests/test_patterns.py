@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchfmri._patterns import compile_pattern, expand_braces, match_names, nearest_names
+from torchfmri._model.patterns import compile_pattern, expand_braces, match_names, nearest_names
 from torchfmri.exceptions import InspectionError
 
 NAMES = [

@@ -12,7 +12,7 @@ from transformers import BatchEncoding
 
 import torchfmri
 from torchfmri import InspectionError
-from torchfmri._scanning.prompt import encode
+from torchfmri._scan.run.prompt import encode
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 

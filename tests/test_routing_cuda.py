@@ -13,9 +13,9 @@ from torchfmri.routing import (
     computation_parameters,
     routing_parameters,
 )
-from torchfmri.routing.tasks import SequenceTasks
-from torchfmri.routing.training_step import TrainingStep, on_own_stream
-from torchfmri.routing.variants import VARIANTS
+from torchfmri.routing.experiment.tasks import SequenceTasks
+from torchfmri.routing.experiment.training_step import TrainingStep, on_own_stream
+from torchfmri.routing.experiment.variants import VARIANTS
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -28,15 +28,21 @@ from torchfmri.routing import (
     plot_prototypes,
     routing_parameters,
 )
-from torchfmri.routing.experiment import Experiment
-from torchfmri.routing.figures import draw_figures
-from torchfmri.routing.grid_puzzles import ARROW, END, NEWLINE, GridPuzzles, write_puzzles
+from torchfmri.routing.experiment.figures import draw_figures
+from torchfmri.routing.experiment.grid_puzzles import (
+    ARROW,
+    END,
+    NEWLINE,
+    GridPuzzles,
+    write_puzzles,
+)
+from torchfmri.routing.experiment.many_runs import Experiment
+from torchfmri.routing.experiment.report import read_results, summarise, table
+from torchfmri.routing.experiment.tasks import SYMBOLS, SequenceTasks
+from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun, judge_routing
+from torchfmri.routing.experiment.variants import VARIANTS
 from torchfmri.routing.prototype_map import principal_plane
-from torchfmri.routing.report import read_results, summarise, table
 from torchfmri.routing.routing_history import history_from_data, history_to_data
-from torchfmri.routing.tasks import SYMBOLS, SequenceTasks
-from torchfmri.routing.training_run import RunPlan, TrainingRun, judge_routing
-from torchfmri.routing.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = RunPlan(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfmri
-from torchfmri._taps import CallKey
+from torchfmri._capture.taps import CallKey
 from torchfmri.routing import (
     Divergence,
     LearningDynamics,
@@ -575,7 +575,7 @@ def test_nothing_of_size_bsoi_is_formed() -> None:
 
 def test_peak_memory_beside_the_plain_step() -> None:
     """Live bytes, counted operation by operation: the captured x, g and y, not their products."""
-    from torchfmri._costs.live_memory import LiveMemory
+    from torchfmri._cost.live_memory import LiveMemory
 
     model = build(size=32)
     existing = [*model.parameters()]

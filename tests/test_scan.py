@@ -392,7 +392,7 @@ def test_voxels(name: str, layer: str, sizes: list[int], kind: str) -> None:
     scan = torchfmri.scan(build(name), None, prompts()[0], 0, per=None, voxel=10, layers=layer)
     anatomy = scan.anatomy
     assert anatomy.count.tolist() == sizes
-    from torchfmri._scans.anatomy import KINDS
+    from torchfmri._scan.record.anatomy import KINDS
 
     kinds = [KINDS[each] for each in anatomy.kind]
     experts = sizes.count(1)

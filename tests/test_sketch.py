@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.sketch import Sketch
+from torchfmri._tokens.algebra.sketch import Sketch
 
 SHAPES = [(6, 5), (7,), (), (1, 9), (9, 1), (3, 4, 2), (40, 3)]
 
@@ -98,7 +98,7 @@ def test_signs_are_balanced_and_columns_independent() -> None:
 def test_large_vectors_go_through_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     values = numbers(2, 1000)
     whole = Sketch("a", (1000,), 8, 0).dense(values)
-    monkeypatch.setattr("torchfmri._tokens.sketch._BLOCK", 8 * 7)
+    monkeypatch.setattr("torchfmri._tokens.algebra.sketch._BLOCK", 8 * 7)
     torch.testing.assert_close(Sketch("a", (1000,), 8, 0).dense(values), whole)
 
 

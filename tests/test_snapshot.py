@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchfmri import InspectionError, Inspector
-from torchfmri._snapshot import copy_of_data, unchanged
+from torchfmri._model.snapshot import copy_of_data, unchanged
 
 WHAT = (
     "inputs",

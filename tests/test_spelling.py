@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import torchfmri
-from torchfmri._scanning.spelling import Speller
+from torchfmri._scan.run.spelling import Speller
 
 TEXTS = (
     "Once upon a time",

@@ -31,11 +31,12 @@ from torchfmri import (
     Tokens,
     load,
 )
-from torchfmri._scans import manifest, segment, store
-from torchfmri._scans.manifest import read_manifest
-from torchfmri._scans.segment import Column, read_segment, write_segment
-from torchfmri._scans.sequence import METRICS, STATISTICS
-from torchfmri._scans.store import ScanWriter
+from torchfmri._scan.record.sequence import METRICS, STATISTICS
+from torchfmri._scan.store import manifest, segment
+from torchfmri._scan.store import writer as store
+from torchfmri._scan.store.manifest import read_manifest
+from torchfmri._scan.store.segment import Column, read_segment, write_segment
+from torchfmri._scan.store.writer import ScanWriter
 
 # -- the same again ------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from stored_scans import (
 )
 
 from torchfmri import ScanFormatError, ScannedSequence, load
-from torchfmri._scans.sealed import parse, seal
-from torchfmri._scans.store import ScanWriter
+from torchfmri._scan.store.sealed import parse, seal
+from torchfmri._scan.store.writer import ScanWriter
 
 MANIFEST = "manifest-rank000.jsonl"
 SEGMENT = "segment-rank000-000000.safetensors"
@@ -332,7 +332,7 @@ def test_json_that_is_none(folder: Path, body: bytes) -> None:
 
 
 def test_a_line_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchfmri._scans import manifest
+    from torchfmri._scan.store import manifest
 
     monkeypatch.setattr(manifest, "LINE_BYTES", 10_000)
     put_first_line(folder, b"x" * 1_000_000)

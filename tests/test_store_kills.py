@@ -16,7 +16,7 @@ import pytest
 from stored_scans import ANATOMY, META, assert_same_sequence, make_sequence, write_scan
 
 from torchfmri import load
-from torchfmri._scans.store import ScanWriter
+from torchfmri._scan.store.writer import ScanWriter
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 KILLS = 50

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from torchfmri import Inspector
-from torchfmri._labels import display_width, shorten
-from torchfmri._rows import Row, group_reasons, make_lines, number_text, share_text
-from torchfmri._table import html_table, text_table
+from torchfmri._text.labels import display_width, shorten
+from torchfmri._text.rows import Row, group_reasons, make_lines, number_text, share_text
+from torchfmri._text.table import html_table, text_table
 from torchfmri.statistics import calculate_statistics
 
 NAN, INF = float("nan"), float("inf")

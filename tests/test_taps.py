@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfmri import InspectionError, Inspector
-from torchfmri._elements import Element
-from torchfmri._taps import CallKey, Taps, Target
+from torchfmri._capture.taps import CallKey, Taps, Target
+from torchfmri._torch.elements import Element
 
 WHAT = (
     "inputs",

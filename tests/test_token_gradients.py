@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchfmri
-from torchfmri._tokens.sketch import Sketch
+from torchfmri._tokens.algebra.sketch import Sketch
 from torchfmri.exceptions import (
     InspectionError,
     LayerNotFoundError,
@@ -549,7 +549,7 @@ def test_two_tokens_swapped_are_seen(
     name: str, build: Any, shape: Any, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The residual is large when x of one token meets dL/dy of another."""
-    from torchfmri._tokens.arrivals import Arrivals
+    from torchfmri._tokens.calls.arrivals import Arrivals
 
     model, x = build().double(), numbers(*shape)
     axis = 2 if name in ("conv", "batch norm") else 1

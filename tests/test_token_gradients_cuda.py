@@ -92,7 +92,7 @@ def test_norms_and_coverage(keep: str, tied: bool, dtype: torch.dtype) -> None:
 def test_the_residual_is_large_when_tokens_are_mixed_up(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchfmri._tokens.arrivals import Arrivals
+    from torchfmri._tokens.calls.arrivals import Arrivals
 
     arrived = Arrivals.arrived
 

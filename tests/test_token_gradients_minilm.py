@@ -10,7 +10,7 @@ from test_minilm import _one_thread, _similarities, encoder
 from torch import Tensor, nn
 
 import torchfmri
-from torchfmri._tokens.gradients import TokenGradients
+from torchfmri._tokens.calls.gradients import TokenGradients
 
 __all__ = ["_one_thread", "encoder"]
 Encoder = tuple[nn.Module, dict[str, Tensor]]

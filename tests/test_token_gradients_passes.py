@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformer_copies import no_float32, token_gradients_by_copies
 
 import torchfmri
-from torchfmri._tokens.gradients import TokenGradients
+from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri.exceptions import InspectionError
 
 pytestmark = pytest.mark.usefixtures("waiting")
@@ -719,7 +719,9 @@ def test_calls_are_counted_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -
                     raise KeyboardInterrupt
                 super().__setitem__(layer, count)
 
-        monkeypatch.setattr("torchfmri._tokens.record.defaultdict", lambda kind: Interrupted())
+        monkeypatch.setattr(
+            "torchfmri._tokens.rules.record.defaultdict", lambda kind: Interrupted()
+        )
         model.zero_grad()
         with torchfmri.token_gradients(model, keep="norms") as found:
             loss = model(x).square().sum()
@@ -786,7 +788,7 @@ class Head(nn.Module):
 @pytest.mark.parametrize("size", [4, 40])  # by torch, and by compiled code where there is some
 def test_tokens_mixed_up_are_seen_in_norms_mode(size: int, monkeypatch: Any) -> None:
     from torchfmri._kernels.rows import Numbers
-    from torchfmri._tokens.norms import Reducer
+    from torchfmri._tokens.calls.norms import Reducer
 
     def residual() -> float:
         torch.manual_seed(0)

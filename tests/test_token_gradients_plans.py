@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations
 
 import torchfmri
 from torchfmri import InspectionError, UnsupportedLayerError
-from torchfmri._tokens import plans
-from torchfmri._tokens.gradients import TokenGradients
+from torchfmri._tokens.calls import plans
+from torchfmri._tokens.calls.gradients import TokenGradients
 
 X = torch.ones(2, 5, 6, dtype=torch.float64)
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchfmri
-from torchfmri._tokens.gradients import TokenGradients
+from torchfmri._tokens.calls.gradients import TokenGradients
 
 pytestmark = pytest.mark.usefixtures("waiting")
 

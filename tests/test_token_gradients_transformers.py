@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformer_copies import Tokens, no_float32, token_gradients_by_copies
 
 import torchfmri
-from torchfmri._tokens.gradients import TokenGradients
+from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri.exceptions import InspectionError
 
 SEED = 11

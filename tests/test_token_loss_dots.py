@@ -11,7 +11,7 @@ from oracles import assert_same_state, numbers, state_of
 from torch import Tensor, nn
 
 from torchfmri import InspectionError, LayerNotFoundError, token_loss_dots, token_losses
-from torchfmri._tokens.sketch import Sketch
+from torchfmri._tokens.algebra.sketch import Sketch
 
 
 def loop(

@@ -20,11 +20,11 @@ from transformers.pytorch_utils import Conv1D
 
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, MemoryLimitError, token_losses
-from torchfmri._tokens.loss_gradients import TokenLossGradients
-from torchfmri._tokens.loss_pass import DIRECT, UNUSED
-from torchfmri._tokens.matrix_calls import MatrixCall
-from torchfmri._tokens.sketch import Sketch
-from torchfmri._tokens.vector_jacobian import VectorJacobian
+from torchfmri._tokens.algebra.sketch import Sketch
+from torchfmri._tokens.losses.gradients import TokenLossGradients
+from torchfmri._tokens.losses.loss_pass import DIRECT, UNUSED
+from torchfmri._tokens.losses.matrix_calls import MatrixCall
+from torchfmri._tokens.losses.vector_jacobian import VectorJacobian
 
 B, S, WIDTH = 2, 5, 6
 IDS = torch.tensor([[1, 2, 0, 4, 2], [3, 3, 1, 0, 6]], device=DEVICE)

@@ -17,7 +17,8 @@ from oracles import assert_matches, assert_same_grads, find_truth, grads_of, los
 from torch import nn
 
 import torchfmri
-from torchfmri import Inspector, _torch_private
+from torchfmri import Inspector
+from torchfmri._torch import private
 
 WHAT = ("inputs", "activations", "gradients", "input_gradients", "parameter_gradients")
 
@@ -50,12 +51,12 @@ def test_current_backward_counts() -> None:
     seen: list[int] = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda g: seen.append(_torch_private.current_backward()))
+    y.register_hook(lambda g: seen.append(private.current_backward()))
     y.backward(retain_graph=True)
     y.backward()
-    assert _torch_private.current_backward() == _torch_private.NO_BACKWARD
+    assert private.current_backward() == private.NO_BACKWARD
     assert len(set(seen)) == 2
-    assert _torch_private.NO_BACKWARD not in seen
+    assert private.NO_BACKWARD not in seen
 
 
 def test_end_of_backward_is_called_once_after_everything() -> None:
@@ -63,7 +64,7 @@ def test_end_of_backward_is_called_once_after_everything() -> None:
     x = torch.ones(1, requires_grad=True)
 
     def hook(_: Any) -> None:
-        assert _torch_private.at_end_of_backward(lambda: order.append("end"))
+        assert private.at_end_of_backward(lambda: order.append("end"))
         order.append("hook")
 
     y = x * 2
@@ -76,33 +77,33 @@ def test_end_of_backward_is_called_once_after_everything() -> None:
 def test_sequence_numbers_tell_earlier_from_later_nodes() -> None:
     x = torch.ones(1, requires_grad=True)
     before = x * 2
-    start = _torch_private.sequence_number()
+    start = private.sequence_number()
     after = before * 2
-    assert _torch_private.node_sequence_number(before.grad_fn) < start
-    assert _torch_private.node_sequence_number(after.grad_fn) >= start
+    assert private.node_sequence_number(before.grad_fn) < start
+    assert private.node_sequence_number(after.grad_fn) >= start
 
 
 def test_transformed_tensors_are_known() -> None:
     seen = []
 
     def look(x: Any) -> Any:
-        seen.append(_torch_private.is_transformed(x))
+        seen.append(private.is_transformed(x))
         return x.sum()
 
     torch.func.vmap(look)(torch.ones(2, 2))
     torch.func.grad(look)(torch.ones(2))
     assert seen == [True, True]
-    assert not _torch_private.is_transformed(torch.ones(1))
+    assert not private.is_transformed(torch.ones(1))
 
 
 def test_post_accumulate_hooks_are_known() -> None:
     parameter = nn.Parameter(torch.ones(1))
-    assert not _torch_private.has_post_accumulate_hooks(parameter)
+    assert not private.has_post_accumulate_hooks(parameter)
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert _torch_private.has_post_accumulate_hooks(parameter)
+    assert private.has_post_accumulate_hooks(parameter)
     handle.remove()
-    assert not _torch_private.has_post_accumulate_hooks(parameter)
-    assert not _torch_private.has_post_accumulate_hooks(torch.ones(1))
+    assert not private.has_post_accumulate_hooks(parameter)
+    assert not private.has_post_accumulate_hooks(torch.ones(1))
 
 
 # -- absent --------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def test_post_accumulate_hooks_are_known() -> None:
 def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """A torch that lacks one symbol."""
     if request.param == "graph task":
-        _replace(monkeypatch, "current_backward", lambda: _torch_private.NO_BACKWARD)
+        _replace(monkeypatch, "current_backward", lambda: private.NO_BACKWARD)
     elif request.param == "queue_callback":
         # The engine is needed to run at all; only its callbacks are taken away.
         class Engine:
@@ -120,16 +121,16 @@ def without(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
         monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine(), raising=True)
     elif request.param == "engine":
-        monkeypatch.setattr(_torch_private, "at_end_of_backward", lambda _: False)
-        import torchfmri._backwards as backwards
+        monkeypatch.setattr(private, "at_end_of_backward", lambda _: False)
+        import torchfmri._torch.backward_passes as backwards
 
         monkeypatch.setattr(backwards, "at_end_of_backward", lambda _: False)
     elif request.param == "sequence":
         monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
-        import torchfmri._edges as edges
+        import torchfmri._torch.edges as edges
 
         monkeypatch.setattr(
-            edges, "node_sequence_number", lambda _: _torch_private.node_sequence_number(object())
+            edges, "node_sequence_number", lambda _: private.node_sequence_number(object())
         )
     else:
         _replace(monkeypatch, "is_transformed", lambda tensor: False)
@@ -154,14 +155,14 @@ def test_a_plain_run_is_right_without_the_symbol(without: str) -> None:
 
 def test_fallback_values(without: str) -> None:
     if without == "graph task":
-        assert _torch_private.current_backward() == _torch_private.NO_BACKWARD
+        assert private.current_backward() == private.NO_BACKWARD
     elif without == "queue_callback":
-        assert not _torch_private.at_end_of_backward(lambda: None)
+        assert not private.at_end_of_backward(lambda: None)
     elif without == "sequence":
-        assert _torch_private.sequence_number() == 0
-        assert _torch_private.node_sequence_number(object()) > 1 << 60
+        assert private.sequence_number() == 0
+        assert private.node_sequence_number(object()) > 1 << 60
     elif without == "functorch":
-        assert not _torch_private.is_transformed(torch.ones(1))
+        assert not private.is_transformed(torch.ones(1))
 
 
 def test_torch_func_does_not_crash_without_its_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +179,7 @@ def test_torch_func_does_not_crash_without_its_symbol(monkeypatch: pytest.Monkey
 
 
 def test_post_accumulate_hooks_without_the_symbol() -> None:
-    assert not _torch_private.has_post_accumulate_hooks(object())  # type: ignore[arg-type]
+    assert not private.has_post_accumulate_hooks(object())  # type: ignore[arg-type]
 
 
 # -- all in one file -----------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_no_other_file_touches_private_names_of_torch() -> None:
     found = {
         f"{path.name}: {name}"
         for path in sorted(Path(torchfmri.__file__).parent.rglob("*.py"))
-        if path.name != "_torch_private.py"
+        if path.parts[-2:] != ("_torch", "private.py")
         for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
         if not name.startswith(allowed)
     }
@@ -233,20 +234,20 @@ class Twice(torch.autograd.Function):
 def test_errors_of_saved_tensors() -> None:
     x = torch.ones(2, requires_grad=True)
     y = torch.sigmoid(x)
-    assert _torch_private.saved_tensor_errors(y.grad_fn) == {"result": ""}
-    assert _torch_private.saved_tensor_errors(Twice.apply(x).grad_fn) == {"tensors": ""}
+    assert private.saved_tensor_errors(y.grad_fn) == {"result": ""}
+    assert private.saved_tensor_errors(Twice.apply(x).grad_fn) == {"tensors": ""}
     y.data.add_(0)  # does not count as a change
-    assert _torch_private.saved_tensor_errors(y.grad_fn) == {"result": ""}
+    assert private.saved_tensor_errors(y.grad_fn) == {"result": ""}
     node = y.grad_fn
     y.mul_(2)
-    assert "inplace operation" in _torch_private.saved_tensor_errors(node)["result"]
+    assert "inplace operation" in private.saved_tensor_errors(node)["result"]
     z = torch.sigmoid(x)
     z.sum().backward()
-    assert "second time" in _torch_private.saved_tensor_errors(z.grad_fn)["result"]
+    assert "second time" in private.saved_tensor_errors(z.grad_fn)["result"]
 
 
 def test_saved_tensors_without_the_symbols() -> None:
-    assert _torch_private.saved_tensor_errors(object()) == {}
+    assert private.saved_tensor_errors(object()) == {}
 
     class Node:  # of a torch that does not tell whether a tensor is packed by hooks
         _raw_saved_result = object()
@@ -255,52 +256,52 @@ def test_saved_tensors_without_the_symbols() -> None:
         def _saved_result(self) -> Any:
             raise AssertionError("must not be unpacked")
 
-    assert _torch_private.saved_tensor_errors(Node()) == {"result": ""}
+    assert private.saved_tensor_errors(Node()) == {"result": ""}
 
 
 def test_function_of_a_node() -> None:
     x = torch.ones(1, requires_grad=True)
-    assert _torch_private.function_of(Twice.apply(x).grad_fn) is Twice
-    assert _torch_private.function_of((x * 2).grad_fn) is None
-    assert _torch_private.function_of(object()) is None
+    assert private.function_of(Twice.apply(x).grad_fn) is Twice
+    assert private.function_of((x * 2).grad_fn) is None
+    assert private.function_of(object()) is None
 
 
 def test_checkpointed_function_without_the_symbols() -> None:
     class Frame:
         recompute_fn = staticmethod(lambda: None)
 
-    assert _torch_private.checkpointed_function(object()) is None
-    assert _torch_private.checkpointed_function(None) is None
-    assert _torch_private.checkpointed_function(Frame()) is None
+    assert private.checkpointed_function(object()) is None
+    assert private.checkpointed_function(None) is None
+    assert private.checkpointed_function(Frame()) is None
 
 
 def test_bytes_of_the_gradient_at_a_node() -> None:
     x = torch.ones(3, 4, requires_grad=True)
-    assert _torch_private.gradient_bytes((2 * x).sum(1).grad_fn) == 3 * 4
-    assert _torch_private.gradient_bytes((2 * x).double().grad_fn) == 12 * 8
+    assert private.gradient_bytes((2 * x).sum(1).grad_fn) == 3 * 4
+    assert private.gradient_bytes((2 * x).double().grad_fn) == 12 * 8
     parts = x.split((1, 3), 1)[0].grad_fn
-    assert _torch_private.gradient_bytes(parts) == 9 * 4  # the larger of two outputs
-    assert _torch_private.gradient_bytes(object()) == 0
+    assert private.gradient_bytes(parts) == 9 * 4  # the larger of two outputs
+    assert private.gradient_bytes(object()) == 0
 
 
 def test_node_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda _: found.append(_torch_private.current_node()))
+    y.register_hook(lambda _: found.append(private.current_node()))
     y.exp().backward()
-    assert _torch_private.current_node() is None
+    assert private.current_node() is None
     assert [each.name() for each in found] == ["MulBackward0"]
     monkeypatch.delattr(torch._C, "_current_autograd_node")
-    assert _torch_private.current_node() is None
+    assert private.current_node() is None
 
 
 def test_modules_compiled_in_place() -> None:
     module = torch.nn.Linear(2, 2)
-    assert not _torch_private.is_compiled_in_place(module)
+    assert not private.is_compiled_in_place(module)
     module.compile(backend="eager")
-    assert _torch_private.is_compiled_in_place(module)
-    assert not _torch_private.is_compiled_in_place(object())
+    assert private.is_compiled_in_place(module)
+    assert not private.is_compiled_in_place(object())
 
 
 # -- sets of hooks -------------------------------------------------------------------------------
@@ -324,11 +325,11 @@ def test_set_of_hooks(symbols: bool) -> None:
         add(lambda *_, hook=hook: told.append(f"theirs {hook}"))
     before = hook_tables(module)
     target = module if symbols else WithoutTables(module)
-    hooks = _torch_private.HookSet()
+    hooks = private.HookSet()
     hooks.before((target,), lambda *call: told.append(("first", len(call))), first=True)
     hooks.after((target,), lambda *call: told.append(("after", len(call))), always=True)
     hooks.gradient(module.weight, lambda gradient: told.append(gradient.shape))
-    other = _torch_private.HookSet()  # has a number of its own
+    other = private.HookSet()  # has a number of its own
     other.before((target,), lambda *_: told.append("last"))
     module(torch.ones(1, 2)).sum().backward()
     expected = [("first", 3), "theirs pre", "last", "theirs after", ("after", 4), (2, 2)]
@@ -352,16 +353,16 @@ class WithoutTables:
 
 
 def test_autocast_anywhere() -> None:
-    assert not _torch_private.may_autocast()
+    assert not private.may_autocast()
     with torch.autocast("cpu", torch.bfloat16):
-        assert _torch_private.may_autocast()
+        assert private.may_autocast()
 
 
 def test_functions_of_torch_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
     monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
-    found = runpy.run_path(str(_torch_private.__file__))
+    found = runpy.run_path(str(private.__file__))
     assert found["current_backward"]() == found["NO_BACKWARD"]
     assert found["may_autocast"]()
     assert not found["is_transformed"](torch.ones(1))
@@ -374,10 +375,10 @@ def test_hooks_on_outputs_come_together_with_those_of_others(
 ) -> None:
     """One of ours, one of the user's, in either order; both are called, and each can go."""
     if not known:  # a torch without the symbol
-        monkeypatch.setattr(_torch_private, "_NODE", None)
+        monkeypatch.setattr(private, "_NODE", None)
     seen: list[str] = []
     y = torch.ones(2, requires_grad=True) * 2
-    hooks = _torch_private.OutputHooks(lambda call, gradient: seen.append(call))
+    hooks = private.OutputHooks(lambda call, gradient: seen.append(call))
     node = y.grad_fn
     if first:
         hooks.add(y, node, "ours")
@@ -400,7 +401,7 @@ def test_hooks_on_outputs_come_together_with_those_of_others(
 def test_hooks_on_outputs_stay_with_the_node_that_made_them() -> None:
     """Also where somebody writes into the output, and where a node has several outputs."""
     seen: dict[str, float] = {}
-    hooks = _torch_private.OutputHooks(lambda call, each: seen.update({call: float(each[0])}))
+    hooks = private.OutputHooks(lambda call, each: seen.update({call: float(each[0])}))
     y = torch.ones(2, requires_grad=True) * 2
     hooks.add(y, y.grad_fn, "y")
     hooks.add(y, y.grad_fn, "y again")  # as of a layer that returns what one inside it returned
@@ -417,9 +418,9 @@ def test_hooks_on_outputs_that_are_forgotten_stay_with_their_graph(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:
-        monkeypatch.setattr(_torch_private, "_NODE", None)
+        monkeypatch.setattr(private, "_NODE", None)
     seen: list[str] = []
-    hooks = _torch_private.OutputHooks(lambda call, gradient: seen.append(call))
+    hooks = private.OutputHooks(lambda call, gradient: seen.append(call))
     x = torch.ones(2, requires_grad=True)
     old = x * 2
     hooks.add(old, old.grad_fn, "old")
@@ -434,12 +435,12 @@ def test_hooks_on_outputs_that_are_forgotten_stay_with_their_graph(
 def test_hooks_on_outputs_of_two_threads() -> None:
     """Every thread counts its nodes from 0: the same number does not mean the same call."""
     seen: dict[str, float] = {}
-    hooks = _torch_private.OutputHooks(lambda call, each: seen.update({call: float(each)}))
+    hooks = private.OutputHooks(lambda call, each: seen.update({call: float(each)}))
     made: dict[str, tuple[torch.Tensor, int]] = {}
 
     def make(name: str) -> None:
         y = torch.ones((), requires_grad=True) * 2
-        made[name] = (y, _torch_private.node_sequence_number(y.grad_fn))
+        made[name] = (y, private.node_sequence_number(y.grad_fn))
         hooks.add(y, y.grad_fn, name)
 
     for name in ("one", "other"):
@@ -458,7 +459,7 @@ class WithoutSymbols:
 
 def test_hooks_on_outputs_of_nodes_without_the_symbols() -> None:
     seen: list[str] = []
-    hooks = _torch_private.OutputHooks(lambda call, gradient: seen.append(call))
+    hooks = private.OutputHooks(lambda call, gradient: seen.append(call))
     y = torch.ones((), requires_grad=True) * 2
     hooks.add(y, WithoutSymbols(), "y")
     y.backward()
@@ -466,7 +467,7 @@ def test_hooks_on_outputs_of_nodes_without_the_symbols() -> None:
 
 
 def test_hooks_on_outputs_keep_no_graph_alive() -> None:
-    hooks = _torch_private.OutputHooks(lambda call, gradient: None)
+    hooks = private.OutputHooks(lambda call, gradient: None)
     x = torch.ones(2, requires_grad=True)
     saved = x.exp()
     reference = weakref.ref(saved)
@@ -492,7 +493,7 @@ def test_a_function_that_writes_into_its_gradient_does_not_change_what_came(
 
     held: list[torch.Tensor] = []
     came: list[torch.Tensor | None] = []
-    hooks = _torch_private.OutputHooks(lambda call, gradient: came.append(gradient))
+    hooks = private.OutputHooks(lambda call, gradient: came.append(gradient))
     x = torch.ones(3, requires_grad=True)
     output = Doubled.apply(x * 1)
     output.register_hook(held.append)
@@ -504,5 +505,5 @@ def test_a_function_that_writes_into_its_gradient_does_not_change_what_came(
     assert held[0].tolist() == [6, 6, 6], "it was written into"
     assert x.grad is not None
     assert x.grad.tolist() == [6, 6, 6]
-    monkeypatch.setattr(_torch_private, "_NODE", None)
-    assert _torch_private.own_copy(x) is x, "without the symbol"
+    monkeypatch.setattr(private, "_NODE", None)
+    assert private.own_copy(x) is x, "without the symbol"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfmri import _torch_private
-from torchfmri._deferred import Deferred
-from torchfmri._torch_private import norms
-from torchfmri._updates import SAMPLE, Updates, is_sampled, local_part
+from torchfmri._monitor.updates import SAMPLE, Updates, is_sampled, local_part
+from torchfmri._torch import private
+from torchfmri._torch.deferred import Deferred
+from torchfmri._torch.private import norms
 
 
 def ratios(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
@@ -66,7 +66,7 @@ def test_norms_without_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(4), torch.randn(2, 3)]
     expected = [float(each.norm()) for each in tensors]
     assert [float(each) for each in norms(tensors)] == pytest.approx(expected)
-    monkeypatch.delattr(_torch_private.torch, "_foreach_norm")
+    monkeypatch.delattr(private.torch, "_foreach_norm")
     assert [float(each) for each in norms(tensors)] == pytest.approx(expected)
 
 

@@ -28,7 +28,7 @@ from wrong_functions import WIDTH, ZOO, Elementwise, MissingTerm, Weighted, Wron
 from wrong_functions import Linear as RightLinear
 
 from torchfmri import InspectionError, LayerNotFoundError, Verification, cli, verify_gradients
-from torchfmri._verification.directional import PRECISIONS, Scales, measure_slope
+from torchfmri._verify.directional import PRECISIONS, Scales, measure_slope
 from torchfmri.reference import attention, light_attention
 
 

@@ -1,51 +1,5 @@
-"""The object that is registered as a hook on other people's modules and tensors."""
+"""The name under which files that were saved while hooks were attached know the class."""
 
-from __future__ import annotations
+from torchfmri._torch.hooks import Hook
 
-import weakref
-from collections.abc import Callable
-from typing import Any
-
-from torch import nn
-
-
-class Hook:
-    """A hook that acts on one module or tensor only, and that copies and pickles as a no-op.
-
-    deepcopy and torch.save carry hooks along; a copy of the model must not write into our record.
-    It returns None whatever happens, so that nothing the model computes can change.
-
-    Args:
-        act: What to do.
-        owner: The module it belongs to; on another one (a copy) it does nothing.
-        failed: Told of an exception in `act`, which would otherwise end the user's pass.
-    """
-
-    __slots__ = ("_act", "_failed", "_owner")
-    __torch_unserializable__ = True  # tensors that carry it pickle without a warning
-
-    def __init__(
-        self,
-        act: Callable[..., None] | None,
-        owner: nn.Module | None = None,
-        failed: Callable[[Exception], None] | None = None,
-    ) -> None:
-        self._act = act
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._failed = failed
-
-    def __call__(self, *arguments: Any) -> None:
-        if self._act is None or (self._owner is not None and self._owner() is not arguments[0]):
-            return
-        try:
-            self._act(*arguments)
-        except Exception as error:
-            if self._failed is None:
-                raise
-            self._failed(error)
-
-    def __deepcopy__(self, memo: object) -> Hook:
-        return Hook(None)
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
-        return (Hook, (None,))
+__all__ = ["Hook"]

@@ -40,7 +40,7 @@ from torchfmri._kernels.histogram import (
 )
 from torchfmri._kernels.reduction import Reduction, combine_moments
 from torchfmri._kernels.values import join_notes, read_values
-from torchfmri._torch_private import is_transformed
+from torchfmri._torch.private import is_transformed
 from torchfmri.exceptions import InspectionError
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._layers import runnable
-from torchfmri._optimizer_steps import check_optimizers
+from torchfmri._model.layers import runnable
+from torchfmri._model.optimizer_steps import check_optimizers
 from torchfmri.exceptions import InspectionError
 
 OwnStep: TypeAlias = "Callable[[nn.Module, Any, Any], Any]"

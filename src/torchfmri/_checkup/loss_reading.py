@@ -16,7 +16,7 @@ from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import relative_size
 from torchfmri._diagnosis.facts import ConstantLayer, LossFacts
-from torchfmri._elements import flatten
+from torchfmri._torch.elements import flatten
 
 _SURE = 20.0
 """A logit whose probability is 1 to eight digits."""

@@ -17,7 +17,7 @@ from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.softmaxes import Softmax, SoftmaxLog
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import HeadActivity
-from torchfmri._torch_private import DispatchMode
+from torchfmri._torch.private import DispatchMode
 
 _VIEWS = frozenset(
     [

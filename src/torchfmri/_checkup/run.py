@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfmri._attachment import compiled_code_as_eager
 from torchfmri._checkup.batch_log import BatchLog
 from torchfmri._checkup.copies import Copies, Lost, Split, loss_of, split_batch
 from torchfmri._checkup.leaves import Leaves
@@ -22,7 +21,6 @@ from torchfmri._checkup.step_log import StepLog
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
 from torchfmri._diagnosis.facts import ConstantLayer, LossFacts, MisplacedSoftmax
-from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import (
     Observation,
@@ -32,10 +30,12 @@ from torchfmri._diagnosis.observation import (
 )
 from torchfmri._diagnosis.structure import Structure, describe, parameters_of
 from torchfmri._diagnosis.trace import trace_of
-from torchfmri._history import History
 from torchfmri._incidents.origin import find_origin
-from torchfmri._monitor import Monitor
-from torchfmri._snapshot import copy_of_data
+from torchfmri._model.attachment import compiled_code_as_eager
+from torchfmri._model.snapshot import copy_of_data
+from torchfmri._monitor.monitor import Monitor
+from torchfmri._records.finding import Finding
+from torchfmri._records.history import History
 from torchfmri.exceptions import InspectionError
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.finding import Finding, Severity
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.profiles import (
     SECOND_RATIO,
@@ -17,6 +16,7 @@ from torchfmri._diagnosis.profiles import (
     signal_sizes,
 )
 from torchfmri._diagnosis.signals import SMALL_GAIN, gains, is_stuck, median
+from torchfmri._records.finding import Finding, Severity
 
 
 def vanishing_gradients(seen: Observation) -> Iterator[Finding]:

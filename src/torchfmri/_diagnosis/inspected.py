@@ -11,8 +11,8 @@ from torchfmri._diagnosis.registry import find
 from torchfmri._diagnosis.report import Diagnosis
 from torchfmri._diagnosis.structure import describe
 from torchfmri._diagnosis.trace import trace_of
-from torchfmri._history import History, Series, Step
-from torchfmri._inspection import Inspection
+from torchfmri._records.history import History, Series, Step
+from torchfmri._records.inspection import Inspection
 from torchfmri.statistics import Statistics
 
 _PARAMETERS = ("parameters", "parameter_gradients")

@@ -19,9 +19,9 @@ from torchfmri._diagnosis.facts import (
     MisplacedSoftmax,
     NormFacts,
 )
-from torchfmri._diagnosis.finding import Finding
 from torchfmri._diagnosis.structure import Structure
 from torchfmri._diagnosis.trace import Trace
+from torchfmri._records.finding import Finding
 
 Floats = NDArray[np.float64]
 

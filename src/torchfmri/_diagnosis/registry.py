@@ -10,22 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from torchfmri._diagnosis import (
-    comparing,
-    depth,
-    flowing,
-    grouping,
-    judging,
-    normalising,
-    optimizing,
-    reaching,
-    updating,
-    wiring,
-)
-from torchfmri._diagnosis.finding import PHASES, SEVERITIES, Finding
+from torchfmri._diagnosis import depth, wiring
+from torchfmri._diagnosis import loss as comparing
+from torchfmri._diagnosis import norm_layers as normalising
+from torchfmri._diagnosis import optimizer_settings as grouping
+from torchfmri._diagnosis import reach as reaching
+from torchfmri._diagnosis import starting_point as judging
+from torchfmri._diagnosis import step_sizes as optimizing
+from torchfmri._diagnosis import units as flowing
+from torchfmri._diagnosis import updates as updating
 from torchfmri._diagnosis.nonfinite import nonfinite_in_trace, origin
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._records.finding import PHASES, SEVERITIES, Finding
 
 Diagnose = Callable[[Observation], Iterator[Finding]]
 

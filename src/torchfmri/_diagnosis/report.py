@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from torchfmri._columns import BOLD, DIM, RED, WIDTH_OFF_TERMINAL, encodable, output_style
-from torchfmri._diagnosis.finding import Finding
-from torchfmri._labels import layer_label, wrap
-from torchfmri._rows import plural
+from torchfmri._records.finding import Finding
+from torchfmri._text.columns import BOLD, DIM, RED, WIDTH_OFF_TERMINAL, encodable, output_style
+from torchfmri._text.labels import layer_label, wrap
+from torchfmri._text.rows import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from torchfmri._diagnosis.observation import Observation
-    from torchfmri._history import History
+    from torchfmri._records.history import History
 
 _MOST_LAYERS = 4
 _COLOURS = {"alarm": "#D55E00", "warn": "#B8860B", "inform": "#0072B2"}

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._diagnosis.finding import Finding
-from torchfmri._history import History
 from torchfmri._incidents.agreement import exchange, processes
 from torchfmri._incidents.content import readable
 from torchfmri._incidents.incident import (
@@ -27,8 +25,10 @@ from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.redone_step import BadStep, coarse_finding, redo
 from torchfmri._incidents.seen_step import SeenStep
 from torchfmri._incidents.sentinel import are_finite
-from torchfmri._layers import unwrap
-from torchfmri._torch_private import gradient_scale
+from torchfmri._model.layers import unwrap
+from torchfmri._records.finding import Finding
+from torchfmri._records.history import History
+from torchfmri._torch.private import gradient_scale
 from torchfmri.exceptions import NonFiniteError, NonFiniteWarning
 
 

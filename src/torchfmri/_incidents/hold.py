@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchfmri._deferred import Deferred
-from torchfmri._diagnosis.finding import Finding
 from torchfmri._incidents.aftermath import Aftermath, Subject
 from torchfmri._incidents.agreement import any_is_bad, any_is_true
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
 from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
+from torchfmri._records.finding import Finding
+from torchfmri._torch.deferred import Deferred
 
 SKIPS = 16
 """A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""

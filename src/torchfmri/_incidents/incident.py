@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from torchfmri._diagnosis.finding import Finding
-from torchfmri._history import COLUMNS, History
-from torchfmri._history_files import write_records
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.stored_data import load_data, save_data
+from torchfmri._records.finding import Finding
+from torchfmri._records.history import COLUMNS, History
+from torchfmri._records.history_files import write_records
 from torchfmri.exceptions import InspectionError
 
 _SUMMARY, _PART, _CALLS, _WEIGHTS, _HISTORY = (

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._elements import flatten
-from torchfmri._incidents.random_state import RandomState, random_state
-from torchfmri._layers import runnable
-from torchfmri._snapshot import copy_of_data
+from torchfmri._model.generators import RandomState, random_state
+from torchfmri._model.layers import runnable
+from torchfmri._model.snapshot import copy_of_data
+from torchfmri._torch.elements import flatten
 
 
 class Autocast(NamedTuple):

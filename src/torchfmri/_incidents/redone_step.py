@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._diagnosis.finding import Finding
-from torchfmri._elements import flatten
 from torchfmri._incidents.content import read_content
 from torchfmri._incidents.event import Event, Lineage, Place
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin, loss_in
 from torchfmri._incidents.report import Context, report
+from torchfmri._records.finding import Finding
+from torchfmri._torch.elements import flatten
 
 _UNKNOWN = (
     "Write an incident (Monitor(..., incidents='folder')) and run `torchfmri replay` on it with "

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._diagnosis.finding import Phase
-from torchfmri._elements import flatten
+from torchfmri._capture.running_layers import RunningLayers
 from torchfmri._incidents.content import read_content, readable
 from torchfmri._incidents.event import Event, Kind, Operand, Place
 from torchfmri._incidents.lines import Lines, running_lines
-from torchfmri._incidents.running_layers import RunningLayers
-from torchfmri._layers import unwrap
-from torchfmri._torch_private import (
+from torchfmri._model.layers import unwrap
+from torchfmri._records.finding import Phase
+from torchfmri._torch.elements import flatten
+from torchfmri._torch.private import (
     NO_BACKWARD,
     DispatchMode,
     current_backward,

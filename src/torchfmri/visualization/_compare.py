@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchfmri._inspection import Inspection
-from torchfmri._labels import layer_label
-from torchfmri._records import Record
-from torchfmri._values import Value
+from torchfmri._records.inspection import Inspection
+from torchfmri._records.record import Record
+from torchfmri._records.values import Value
+from torchfmri._text.labels import layer_label
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization._figure import (

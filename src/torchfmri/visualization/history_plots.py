@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfmri._history import COUNTS, NO_STEPS, UPDATES, Floats, History
-from torchfmri._labels import layer_label, shorten
-from torchfmri._patterns import match_names, nearest_names
-from torchfmri._rows import plural
+from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._records.history import COUNTS, NO_STEPS, UPDATES, Floats, History
+from torchfmri._text.labels import layer_label, shorten
+from torchfmri._text.rows import plural
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.visualization._figure import GREY, MEANING, axes_or_new, escape
 

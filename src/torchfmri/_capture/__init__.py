@@ -1,0 +1,1 @@
+"""Hooks on modules that hand what they see to a sink."""

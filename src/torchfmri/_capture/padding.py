@@ -1,0 +1,248 @@
+"""Which token positions are padding, while a model runs.
+
+A module that is handed a two-dimensional `attention_mask` sets the padding for everything that
+runs inside it; the modules inside it may be handed other masks (a four-dimensional one changes
+nothing, `None` means that nothing is padded).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from threading import get_ident
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._torch.elements import flatten_arguments
+from torchfmri._torch.hooks import Hook
+from torchfmri._torch.private import HookSet
+
+_TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
+
+
+class TokenMask(NamedTuple):
+    """True where a position is a token and not padding.
+
+    Attributes:
+        kept: Of the sequence that the module runs on, (b, s); None where nothing is known of it.
+        memory: Of the encoder's sequence that a decoder attends to, (b, s'); None without one.
+    """
+
+    kept: Tensor | None
+    memory: Tensor | None = None
+
+    def align(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`tensor` with its token axes first and the mask over them; None without a token axis.
+
+        Understands (b, s, ...), (b * s, w), (b, heads, s, ...) and, for integers, (b, s).
+        """
+        if self.kept is not None and (aligned := _align(self.kept, tensor)) is not None:
+            return aligned
+        # With a length of its own it cannot be mistaken for the decoder's sequence.
+        return None if self.memory is None else _align(self.memory, tensor)
+
+
+def _align(kept: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    b, s = kept.shape
+    shape = tuple(tensor.shape) if not tensor.is_nested else ()
+    kept = kept if kept.device == tensor.device else kept.to(tensor.device)
+    whole = not tensor.is_floating_point() and len(shape) == 2
+    if shape[:2] == (b, s) and (len(shape) >= 3 or whole):
+        return tensor, kept
+    if len(shape) == 2 and s > 1 and shape[0] == b * s:
+        return tensor, kept.reshape(-1)
+    if len(shape) == 4 and (shape[0], shape[2]) == (b, s):
+        return tensor.transpose(1, 2), kept
+    return None
+
+
+class _Inside(NamedTuple):
+    """A running module that takes a mask, and the padding that holds inside it."""
+
+    module: int
+    mask: TokenMask | None
+
+
+class Running(defaultdict[int, list[_Inside]]):
+    """By thread, the innermost last.
+
+    Attributes:
+        is_padded: Something was, since the hooks are there.
+    """
+
+    is_padded = False
+
+
+class Padding:
+    """Follows the padding through a run, by hooks on the modules that take an attention_mask.
+
+    Args:
+        modules: Modules that are handed a mask; see `masked_modules`.
+        failed: Told of an error in a hook of ours; by default it comes through.
+
+    Attributes:
+        running: The modules that run, and whether anything was padded at all.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._failed = failed
+        self._modules = modules
+        self.running = Running(list)
+        self._hooks = HookSet()
+
+    def current(self) -> TokenMask | None:
+        """The padding that holds for the module running in this thread."""
+        if not self.running.is_padded:
+            return None
+        stack = self.running[get_ident()]
+        return stack[-1].mask if stack else None
+
+    def attach(self) -> None:
+        """Add the hooks; attach the taps first, so that theirs run inside ours."""
+        places = {id(each): _mask_place(type(each).forward) for each in self._modules}
+        enter = _Enter(places, self.running, self._failed)
+        self._hooks.before(self._modules, enter, first=True)
+        self._hooks.after(self._modules, _Leave(self.running), always=True)
+
+    def detach(self) -> None:
+        """Remove the hooks; safe to call twice."""
+        self._hooks.remove()
+        self.running.clear()
+        self.running.is_padded = False
+
+
+class _Leave(Hook):
+    """The forward hook of all these modules; a copy of a model takes it along as a no-op."""
+
+    __slots__ = ("_running",)
+
+    def __init__(self, running: Running) -> None:
+        super().__init__(None)
+        self._running = running
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        stack, key = self._running[get_ident()], id(module)
+        if stack and stack[-1].module == key:  # nearly always
+            stack.pop()
+            return
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index].module == key:
+                del stack[index:]
+                break
+
+
+class _Enter(Hook):
+    """The hook before the calls of all these modules; by their ids, where each finds its mask."""
+
+    __slots__ = ("_places", "_running")
+
+    def __init__(
+        self,
+        places: dict[int, tuple[int, bool]],
+        running: Running,
+        failed: Callable[[Exception], None] | None,
+    ) -> None:
+        super().__init__(None, failed=failed)
+        self._places, self._running = places, running
+
+    def __call__(
+        self, module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> None:
+        key = id(module)
+        place = self._places.get(key)
+        if place is None:  # a copy of a module
+            return
+        stack = self._running[get_ident()]
+        # An interrupt ends a call without its forward hook: entered again, it is not running.
+        for index, inside in enumerate(stack):
+            if inside.module == key:
+                del stack[index:]
+                break
+        outer = stack[-1].mask if stack else None
+        found = outer
+        try:
+            found = self._find(place, arguments, keywords, outer)
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
+        finally:
+            stack.append(_Inside(key, found))  # whatever happened, the forward hook pops one
+            if found is not None:
+                self._running.is_padded = True
+
+    def _find(
+        self,
+        place: tuple[int, bool],
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+        outer: TokenMask | None,
+    ) -> TokenMask | None:
+        """The padding inside this call, given that around it."""
+        index, has_two_sequences = place
+        if has_two_sequences:
+            return None  # the mask belongs to the encoder, which is handed it by itself
+        mask = keywords.get("attention_mask", self)
+        if mask is self and len(arguments) > index:
+            mask = arguments[index]
+        memory = keywords.get("encoder_attention_mask")
+        if memory is None and outer is None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+            return None
+        kept, memory_kept = outer or (None, None)
+        if isinstance(memory, Tensor) and memory.ndim == 2:
+            # As long as the decoder's own sequence, it could not be told from it.
+            same = memory.shape[1] == _length(arguments, keywords)
+            memory_kept = None if same else memory.detach() != 0
+        if mask is None:
+            kept = None
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            kept = mask.detach() != 0
+            length = _length(arguments, keywords)
+            if 0 < length < mask.shape[1]:  # with a KV cache it covers earlier positions as well
+                kept = kept[:, -length:]
+        return None if kept is memory_kept is None else TokenMask(kept, memory_kept)
+
+
+def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> int:
+    """How many positions this call runs on; 0 where it cannot be told."""
+    named = [keywords.get(name) for name in _TOKENS]
+    for tokens in [*named, *(each.tensor for each in flatten_arguments(arguments, {}))]:
+        if isinstance(tokens, Tensor) and tokens.ndim >= 2:
+            return tokens.shape[1]
+    return 0
+
+
+def masked_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that are handed an `attention_mask`, each once."""
+    return list({id(each): each for each in modules if _takes_mask(each)}.values())
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and its class has no forward
+        return False
+    return "attention_mask" in _parameters(type(module).forward)
+
+
+@lru_cache(maxsize=4096)
+def _parameters(forward: Callable[..., object]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(forward).parameters)[1:]
+    except (TypeError, ValueError):  # a forward written in C has no signature
+        return ()
+
+
+@lru_cache(maxsize=4096)
+def _mask_place(forward: Callable[..., object]) -> tuple[int, bool]:
+    """Which argument the mask is, if it has no keyword, and whether there are two sequences."""
+    names = _parameters(forward)
+    known = "attention_mask" in names  # else somebody has replaced a forward that had it
+    return names.index("attention_mask") if known else sys.maxsize, "decoder_input_ids" in names

@@ -1,0 +1,155 @@
+"""Which layer is running, forward and backward, at any moment of one pass.
+
+Forward: hooks on the modules. Backward: every node of the autograd graph carries the number it got
+when it was made, so the layer that made it is known; a hook before each node says when it runs.
+Nodes belong to the graph of this pass and go with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfmri._torch.elements import flatten
+from torchfmri._torch.hooks import Hook
+from torchfmri._torch.private import node_sequence_number, sequence_number
+
+LOSS = "(loss)"
+"""The loss, and whatever else runs outside the model."""
+FORWARD, BACKWARD = "forward", "backward"
+PAUSED = "paused"
+"""We are at work ourselves, not the model."""
+
+
+class Position:
+    """Where one pass is now: `layer` and `phase`; a context manager that attaches and removes.
+
+    Args:
+        layers: Name -> module; a module with several names goes by the first.
+        moved: Called after each change of `layer`.
+        returned: Called with a layer and its output, innermost layers first, in the forward pass.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        moved: Callable[[], None] | None = None,
+        returned: Callable[[str, object], None] | None = None,
+    ) -> None:
+        self.layer, self.phase = LOSS, FORWARD
+        self.calls: Counter[str] = Counter()
+        self._moved, self._returned = moved, returned
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
+        for name, module in layers.items():
+            self._modules.setdefault(id(module), (name, module))
+        self._above: list[str] = []
+        # Autograd numbers the nodes of each thread apart: thread -> (first numbers, layers).
+        self._made: dict[int, tuple[list[int], list[str]]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Position:
+        try:
+            for name, module in self._modules.values():
+                before = Hook(partial(self._before, name), module)
+                after = Hook(partial(self._after, name), module)
+                self._handles += [
+                    module.register_forward_pre_hook(before, prepend=True),
+                    module.register_forward_hook(after, always_call=True),
+                ]
+        except BaseException:
+            self._detach()
+            raise
+        self._note_start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._detach()
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """The backward pass of `loss`, which this block runs."""
+        with self.paused():
+            self._hook_nodes([loss.grad_fn])
+        self.phase = BACKWARD
+        self._move(LOSS)
+        try:
+            yield
+        finally:
+            self.phase = FORWARD
+            self._move(LOSS)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work of our own, in this block, that is not part of the pass."""
+        phase, self.phase = self.phase, PAUSED
+        self._move(self.layer)
+        try:
+            yield
+        finally:
+            self.phase = phase
+            self._move(self.layer)
+
+    def _detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._above.clear()
+        self._made.clear()
+        self.layer = LOSS
+
+    def _before(self, name: str, *_: object) -> None:
+        self._above.append(self.layer)
+        if self.phase == FORWARD:
+            self.calls[name] += 1
+        self._move(name)
+        self._note_start()
+
+    def _after(self, name: str, _: nn.Module, __: object, output: object) -> None:
+        if self._returned is not None and self.phase == FORWARD:
+            self._returned(name, output)
+        if self._above:
+            self._move(self._above.pop())
+            self._note_start()
+        if self.phase == BACKWARD and not self._above:
+            # A reentrant checkpoint has recomputed its part: its nodes run next.
+            with self.paused():
+                self._hook_nodes(each.tensor.grad_fn for each in flatten(output))
+
+    def _move(self, layer: str, *_: object) -> None:
+        self.layer = layer
+        if self._moved is not None:
+            self._moved()
+
+    def _note_start(self) -> None:
+        """The nodes that autograd makes from now on, in this thread, belong to this layer."""
+        numbers, layers = self._made.setdefault(threading.get_ident(), ([], []))
+        numbers.append(sequence_number())
+        layers.append(self.layer)
+
+    def _hook_nodes(self, nodes: Iterable[Any]) -> None:
+        """Let each node behind these, made in this thread, say when it runs."""
+        numbers, layers = self._made.get(threading.get_ident(), ([0], [LOSS]))
+        # Nodes are not kept: a custom Function's node holds what its forward put on `ctx`.
+        seen: set[Any] = set()
+        waiting = [node for node in nodes if node is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in seen or hasattr(node, "variable"):  # a leaf: autograd only collects there
+                continue
+            seen.add(node)
+            place = bisect_right(numbers, node_sequence_number(node)) - 1
+            owner = layers[place] if place >= 0 else LOSS
+            node.register_prehook(Hook(partial(self._move, owner)))
+            waiting.extend(following for following, _ in node.next_functions if following)

@@ -1,0 +1,74 @@
+"""Which layer of a model is running, told by hooks that are taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchfmri._model.layers import named_layers
+from torchfmri._torch.hooks import Hook
+
+
+class RunningLayers:
+    """The stack of layers that are running; a context manager that attaches and removes.
+
+    Args:
+        model: The model.
+        returned: Called with what the outermost layer returned.
+
+    Attributes:
+        stack: The layers that run now, the innermost last.
+        was_entered: Whether any layer has been called.
+    """
+
+    def __init__(self, model: nn.Module, returned: Callable[[object], None]) -> None:
+        self.stack: list[str] = []
+        self.was_entered = False
+        self._model, self._returned = model, returned
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RunningLayers:
+        seen: set[int] = set()
+        try:
+            for name, module in named_layers(self._model).items():
+                if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
+                    continue
+                seen.add(id(module))
+                before = Hook(partial(self._before, name), module)
+                after = Hook(self._after, module)
+                self._handles += [
+                    module.register_forward_pre_hook(before, prepend=True),
+                    module.register_forward_hook(after, always_call=True),
+                ]
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self.stack.clear()
+
+    def _before(self, name: str, *_: object) -> None:
+        self.was_entered = True
+        self.stack.append(name)
+
+    def _after(self, _: nn.Module, __: object, output: object) -> None:
+        if self.stack:
+            self.stack.pop()
+        if not self.stack:
+            self._returned(output)

@@ -1,0 +1,127 @@
+"""The door: `torchfmri.diagnose`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchfmri._checkup.copies import OwnStep, copy_all, spared
+from torchfmri._checkup.originals import untouched
+from torchfmri._checkup.run import Checkup
+from torchfmri._diagnosis.notes import Notes
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.registry import find
+from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._diagnosis.signals import median, update_ratios
+from torchfmri._model.attachment import switched_off
+from torchfmri._model.layers import unwrap
+from torchfmri._model.snapshot import unchanged
+from torchfmri.exceptions import InspectionError
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Any = None,
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[..., Optimizer] | None = None,
+    steps: int = 25,
+    *,
+    step: OwnStep | None = None,
+    show: bool = True,
+) -> Diagnosis:
+    """What is wrong with a training setup: trains copies of it for some steps and looks inside.
+
+    The model, the optimizer and its state, gradients, random state and data stay as they are.
+    Training stops early where numbers stop being finite, and that step is traced back to the
+    sample, layer or operation.
+
+    Args:
+        model: The model, in the mode in which it is trained.
+        batches: A DataLoader or any iterable of batches, taken from the start and again if there
+            are too few: (x, y), (x1, x2, y), a dict of keyword arguments, or a tensor. Of an
+            iterator the batches are used up.
+        loss: Of output and target, or of the output alone; None if the model returns its loss.
+        optimizer: The optimizer, several, or a function of the parameters that makes one.
+        steps: How many steps at most; units that are never on are judged from 10 steps on.
+        step: Your own training step, `step(model, batch, optimizer)`, which may clip, scale or
+            accumulate; it runs on copies, and returns the loss or nothing. With several
+            optimizers it gets the list.
+        show: Whether to print the report.
+
+    Raises:
+        InspectionError: There is no optimizer or batch, the model cannot be copied, or `step`
+            trains the model itself instead of the copy that it is given.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3), nn.Softmax(-1))
+        >>> batches = [(torch.randn(32, 4), torch.randint(3, (32,))) for _ in range(5)]
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> diagnosis = diagnose(model, batches, nn.CrossEntropyLoss(), optimizer, 5, show=False)
+        >>> for finding in diagnosis:
+        ...     print(finding.problem)
+        probabilities_as_logits
+    """
+    if not isinstance(model, nn.Module):
+        raise InspectionError(f"diagnose takes an nn.Module, not {type(model).__name__}.")
+    if optimizer is None:
+        raise InspectionError("diagnose needs the optimizer that trains the model.")
+    if not isinstance(steps, int) or steps < 1:
+        raise InspectionError(f"steps={steps!r}: give the number of training steps to look at.")
+    started = time.perf_counter()
+    name = type(unwrap(model)).__name__
+    if switched_off():
+        return Diagnosis(name, ())
+    notes = Notes()
+    with unchanged(model), spared(model), untouched(model, optimizer, step, notes) as check:
+        copies = copy_all(model, optimizer, loss, step)
+        run = Checkup(model, copies, steps, notes)
+        seen = run.observe(_endless(batches), check)
+    diagnosis = Diagnosis(
+        name,
+        tuple(find(seen, notes=notes)),
+        run.steps_taken,
+        _facts(seen),
+        time.perf_counter() - started,
+        run.history,
+        seen,
+        notes.all,
+    )
+    if show:
+        print(diagnosis)
+    return diagnosis
+
+
+def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, again and again where they can be had again."""
+    found = False
+    while True:
+        again = False
+        for batch in batches:
+            found = again = True
+            yield batch
+        if not found:
+            raise InspectionError("There are no batches to diagnose with.")
+        if not again:
+            return
+
+
+def _facts(seen: Observation) -> dict[str, float]:
+    loss = seen.trace.loss
+    facts = {}
+    if len(loss):
+        facts["loss at first"] = float(loss[0])
+        facts["at last"] = float(loss[-1])
+    ratio = median(update_ratios(seen))
+    if math.isfinite(ratio):
+        facts["update / weight"] = ratio
+    if seen.steps is not None and math.isfinite(seen.steps.noise_scale):
+        facts["gradient noise scale in samples"] = seen.steps.noise_scale
+    return {name: value for name, value in facts.items() if math.isfinite(value)}

@@ -1,0 +1,161 @@
+"""The price of every layer: FLOPs, bytes and seconds, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchfmri._capture.position import BACKWARD, FORWARD, LOSS
+from torchfmri._cost.counted_step import CountedStep, count_step
+from torchfmri._cost.growth import Growth
+from torchfmri._cost.growth_run import measure_growth
+from torchfmri._cost.layer_cost import Cost, LayerCost, add_costs
+from torchfmri._cost.layer_times import LayerTimes, time_layers
+from torchfmri._cost.live_memory import Storages
+from torchfmri._cost.measured_step import Step
+from torchfmri._cost.resizing import data_of_size
+from torchfmri._model.forward_pass import Loss
+from torchfmri._model.layers import named_layers, unwrap
+from torchfmri._text.quantities import bytes_text, seconds_text
+from torchfmri.exceptions import InspectionError
+
+
+def cost(
+    model: nn.Module,
+    data: Any,
+    loss: Loss = None,
+    *,
+    target: Any = None,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+    rounds: int = 5,
+) -> Cost:
+    """What a model costs on its data, per layer, forward and backward; leaves no trace.
+
+    After one pass to warm up, one is counted (FLOPs, bytes) and `rounds` are timed. FLOPs and bytes
+    are exact and the same in every run; times are those of the fastest round, without what
+    measuring them costs.
+
+    Args:
+        model: Any `nn.Module`, in the mode it is in.
+        data: A tensor, a tuple of positional arguments, or a dict of keyword arguments; with
+            `sizes` also a function `data(batch=..., length=...)` that makes one of these.
+        loss: A loss module or function of the output (and the target), or `"sum"`; by default the
+            output's own loss, or, with a note, the sum of the output.
+        target: Handed to the loss.
+        sizes: `{"batch": (1, 2, 4), "length": (64, 128, 256)}`: measure all of these too and fit
+            how cost grows: `cost.growth`. Data is cut or repeated along its axes 0 and 1.
+        rounds: How often to measure time; 0: not at all.
+
+    Raises:
+        InspectionError: The data is empty or cannot be resized, or `sizes` is malformed.
+    """
+    if rounds < 0:
+        raise InspectionError(f"rounds={rounds}: it takes 0 (no time) or more.")
+    given = data_of_size(data, target, sizes)
+    step = Step(model, given.data, loss, given.target)
+    count_step(step)  # the first time libraries load, choose kernels and take workspaces
+    counted = count_step(step)
+    times = time_layers(step, rounds) if rounds else None
+    growth = measure_growth(step, data, target, sizes) if sizes else None
+    return _result(step, counted, times, growth)
+
+
+def _result(
+    step: Step, counted: CountedStep, times: LayerTimes | None, growth: Growth | None
+) -> Cost:
+    own = _own_costs(step.model, counted, times)
+    layers = {name: _with_inside(name, own) for name in own}
+    total = add_costs(list(own.values()), "", type(unwrap(step.model)).__name__, 1)
+    buffers = Storages(step.model.buffers()).existing_bytes
+    parameters = total.parameter_bytes
+    return Cost(
+        type(unwrap(step.model)).__name__,
+        str(step.device),
+        layers,
+        total,
+        buffers,
+        counted.existing_bytes - buffers - parameters,
+        counted.retained_bytes,
+        counted.peak_bytes,
+        counted.peak_place,
+        math.nan if times is None else times.plain_seconds,
+        growth,
+        tuple(_notes(step, counted, total, times)),
+    )
+
+
+def _own_costs(
+    model: nn.Module, counted: CountedStep, times: LayerTimes | None
+) -> dict[str, LayerCost]:
+    """Layer -> what is its own; a module with several names is counted under the first."""
+    result: dict[str, LayerCost] = {}
+    known: set[int] = set()
+    for name, module in {**named_layers(model), LOSS: None}.items():
+        if module is not None and id(module) in known:
+            result[name] = LayerCost(name, type(module).__name__)
+            continue
+        known.add(id(module))
+        parameters = [] if module is None else [*module._parameters.values()]
+        fresh = [each for each in parameters if each is not None and id(each) not in known]
+        known.update(map(id, fresh))
+        result[name] = LayerCost(
+            name,
+            "" if module is None else type(module).__name__,
+            counted.calls[name],
+            counted.flops.get((FORWARD, name), 0),
+            counted.flops.get((BACKWARD, name), 0),
+            sum(each.numel() * each.element_size() for each in fresh),
+            counted.activation_bytes[name],
+            counted.gradient_bytes[name],
+            counted.saved_bytes[name],
+            math.nan if times is None else times.seconds.get((FORWARD, name), 0.0),
+            math.nan if times is None else times.seconds.get((BACKWARD, name), 0.0),
+        )
+    return result
+
+
+def _with_inside(name: str, own: dict[str, LayerCost]) -> LayerCost:
+    """The cost of a layer together with that of the layers inside it."""
+    prefix = f"{name}." if name else ""
+    inside = [
+        each
+        for other, each in own.items()
+        if other != name and other != LOSS and other.startswith(prefix)
+    ]
+    mine = own[name]
+    if not inside or name == LOSS:
+        return mine
+    return replace(add_costs([mine, *inside], name, mine.kind, mine.calls), own=mine)
+
+
+def _notes(
+    step: Step, counted: CountedStep, total: LayerCost, times: LayerTimes | None
+) -> list[str]:
+    notes = list(step.notes)
+    layers = named_layers(step.model)
+    first: dict[int, str] = {}
+    for name, module in layers.items():
+        if first.setdefault(id(module), name) != name:
+            notes.append(f"{name} is the same module as {first[id(module)]}: counted there")
+    beyond = counted.retained_bytes - total.saved_bytes
+    if beyond > 0 and total.backward_flops:
+        notes.append(
+            f"{bytes_text(beyond)} more than what is saved stay alive between forward and "
+            "backward: a cache, offloading, or tensors that a checkpoint or a Function holds"
+        )
+    for name, count in counted.uncounted.items():
+        notes.append(
+            f"{name} ran {count} times and has no FLOP formula; torch.utils.flop_counter."
+            "register_flop_formula adds one"
+        )
+    if times is not None:
+        marking = max(times.marked_seconds - times.plain_seconds, 0.0)
+        notes.append(
+            f"time: fastest of {times.rounds} rounds; {times.marks} marks cost "
+            f"{seconds_text(marking)}, which is taken off"
+        )
+    return notes

@@ -1,0 +1,124 @@
+"""What one step takes, counted: FLOPs, bytes and where the peak is. Exact, in one run."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfmri._capture.position import Position
+from torchfmri._cost.live_memory import LiveMemory, Place, Storages, storage_of
+from torchfmri._cost.measured_step import Pass, Step, resting_collector
+from torchfmri._cost.saved_bytes import SavedBytes
+from torchfmri._model.layers import named_layers
+from torchfmri._torch.elements import flatten
+from torchfmri._torch.hooks import Hook
+
+
+@dataclass
+class CountedStep:
+    """The counts of one step.
+
+    Attributes:
+        flops: (phase, layer) -> FLOPs.
+        activation_bytes: Layer -> bytes of its outputs, a storage once, for who returned it first.
+        gradient_bytes: Layer -> bytes of the gradients of its own parameters.
+        saved_bytes: Layer -> bytes kept for the backward pass.
+        calls: Layer -> how often it was called.
+        existing_bytes: Parameters, buffers and data.
+        retained_bytes: All bytes alive after the forward pass, beyond what existed.
+        peak_bytes: The most bytes alive at once, existing ones included.
+        peak_place: Phase and layer where that was.
+        steps: Bytes alive at each step of the program, beyond what existed.
+        uncounted: Operations that may hide FLOPs.
+    """
+
+    flops: dict[Place, int] = field(default_factory=dict)
+    activation_bytes: Counter[str] = field(default_factory=Counter)
+    gradient_bytes: Counter[str] = field(default_factory=Counter)
+    saved_bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    existing_bytes: int = 0
+    retained_bytes: int = 0
+    peak_bytes: int = 0
+    peak_place: Place = ("", "")
+    steps: list[int] = field(default_factory=list)
+    uncounted: dict[str, int] = field(default_factory=dict)
+
+
+def count_step(step: Step) -> CountedStep:
+    """Run a step once and count.
+
+    Args:
+        step: What to run.
+    """
+    counted = CountedStep()
+    with step.prepared() as one_pass:
+        existing = [*step.existing(), *one_pass.tensors()]
+        layers = named_layers(step.model)
+        outputs = Storages(existing)
+
+        def returned(layer: str, output: object) -> None:
+            for element in flatten(output):
+                counted.activation_bytes[layer] += outputs.add(element.tensor, layer)
+
+        position = Position(layers, returned=returned)
+        memory = LiveMemory(position, existing, step.device)
+        handles = _listen_to_parameters(layers, counted)
+        try:
+            with position, resting_collector():
+                _run(one_pass, position, memory, SavedBytes(position, existing), counted)
+        finally:
+            for handle in handles:
+                handle.remove()
+    counted.flops, counted.uncounted = memory.flops, memory.uncounted
+    counted.calls = position.calls
+    counted.existing_bytes = memory.existing_bytes
+    counted.peak_bytes = memory.existing_bytes + memory.peak
+    counted.peak_place, counted.steps = memory.peak_place, memory.steps
+    return counted
+
+
+def _run(
+    one_pass: Pass,
+    position: Position,
+    memory: LiveMemory,
+    saved: SavedBytes,
+    counted: CountedStep,
+) -> None:
+    with memory:
+        with saved:
+            loss = one_pass.forward()
+        counted.saved_bytes = saved.by_layer()
+        if loss is None:
+            return
+        own = storage_of(loss)
+        expected = counted.saved_bytes.total() + (own.nbytes() if own is not None else 0)
+        if memory.live > expected:  # perhaps only garbage
+            gc.collect()
+        counted.retained_bytes = memory.live - (own.nbytes() if own is not None else 0)
+        run_backward = one_pass.backward_of(loss)
+        with position.backward(loss):
+            run_backward()
+
+
+def _listen_to_parameters(layers: dict[str, nn.Module], counted: CountedStep) -> list[Any]:
+    """Hooks that tell how large the gradients are that really arrive."""
+    handles, known = [], set()
+
+    def arrived(layer: str, gradient: Tensor) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        counted.gradient_bytes[layer] += values.numel() * values.element_size()
+
+    for layer, module in layers.items():
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in known or not parameter.requires_grad:
+                continue
+            known.add(id(parameter))
+            hook = Hook(partial(arrived, layer))
+            handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+    return handles

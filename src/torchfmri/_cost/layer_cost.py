@@ -1,0 +1,254 @@
+"""What each layer of a model costs: the result of `torchfmri.cost`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torchfmri._capture.position import LOSS
+from torchfmri._cost.growth import Growth
+from torchfmri._model.patterns import nearest_names
+from torchfmri._text.columns import Column
+from torchfmri._text.grid import Grid
+from torchfmri._text.labels import layer_label
+from torchfmri._text.quantities import bytes_text, flops_text, seconds_text
+from torchfmri._text.rows import star
+from torchfmri.exceptions import LayerNotFoundError
+
+_LINES_BEFORE_FOLDING = 40
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer costs, with everything inside it; `own` is the same without the layers inside.
+
+    Attributes:
+        layer: Its name.
+        kind: The class of the module.
+        calls: How often it was called.
+        forward_flops: Of matrix products, convolutions, attention and recurrent cells.
+        backward_flops: The same; what a checkpoint computes again is part of it.
+        parameter_bytes: Parameters, each counted for the first layer that holds it.
+        activation_bytes: Outputs; a storage that several layers return counts for the first.
+        gradient_bytes: Gradients of the parameters that arrive.
+        saved_bytes: Kept from forward to backward; a storage counts for the first that saved it.
+        forward_seconds: NaN if time was not measured.
+        backward_seconds: NaN if time was not measured.
+        own: Without the layers inside; None if it has none.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh())
+        >>> layer = torchfmri.cost(model, torch.randn(16, 8), rounds=0)["0"]
+        >>> layer.forward_flops, layer.parameter_bytes
+        (1024, 144)
+    """
+
+    layer: str
+    kind: str
+    calls: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    gradient_bytes: int = 0
+    saved_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    own: LayerCost | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def flops(self) -> int:
+        """Forward and backward."""
+        return self.forward_flops + self.backward_flops
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers, and those without the layers inside under `own`."""
+        data = {name: getattr(self, name) for name in ("kind", "calls", *ADDABLE)}
+        if self.own is not None:
+            data["own"] = {name: getattr(self.own, name) for name in ADDABLE}
+        return data
+
+
+ADDABLE = tuple(
+    each.name for each in fields(LayerCost) if each.name not in ("layer", "kind", "calls", "own")
+)
+"""What adds up over layers."""
+
+
+def add_costs(costs: list[LayerCost], layer: str, kind: str, calls: int) -> LayerCost:
+    """The sum of several, under one name."""
+    sums = {name: sum(getattr(each, name) for each in costs) for name in ADDABLE}
+    return LayerCost(layer, kind, calls, **sums)
+
+
+@dataclass(frozen=True)
+class Cost(Mapping[str, LayerCost]):
+    """What a model costs on its data, per layer and in total.
+
+    A mapping from layers to their `LayerCost`, everything inside a layer included; `""` is the
+    model, `"(loss)"` what runs outside of it. The `own` values of all layers add up to `total`.
+
+    Attributes:
+        model: The class of the model.
+        device: Where it ran.
+        layers: Layer -> cost.
+        total: Of the model and the loss together.
+        buffer_bytes: Buffers of the model.
+        data_bytes: Data and target.
+        retained_bytes: All that is alive between forward and backward, beyond parameters, buffers
+            and data. Equal to what is saved, unless something else keeps memory too.
+        peak_bytes: The most bytes alive at once during forward and backward: parameters, buffers,
+            data, gradients and everything computed. The bytes of tensors; on CUDA what kernels take
+            for themselves inside an operation too.
+        peak_place: Phase and layer of the peak.
+        plain_seconds: Of a step that nobody watched; NaN if time was not measured.
+        growth: How cost grows with the size of the data, if `sizes` were given.
+        notes: What the reader should know.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> cost = torchfmri.cost(model, torch.randn(16, 8), loss="sum")
+        >>> cost.total.forward_flops == 2 * 16 * (8 * 4 + 4 * 2)
+        True
+        >>> cost["1"].saved_bytes == 16 * 4 * 4  # ReLU keeps its output
+        True
+    """
+
+    model: str
+    device: str
+    layers: dict[str, LayerCost]
+    total: LayerCost
+    buffer_bytes: int = 0
+    data_bytes: int = 0
+    retained_bytes: int = 0
+    peak_bytes: int = 0
+    peak_place: tuple[str, str] = ("", "")
+    plain_seconds: float = math.nan
+    growth: Growth | None = None
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, layer: str) -> LayerCost:
+        if layer not in self.layers:
+            names = [name for name in self.layers if name]
+            raise LayerNotFoundError(layer, nearest_names(layer, names), len(names))
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        growth = self.growth._repr_html_() if self.growth is not None else ""
+        return self._grid(inside=False, fold=None).html() + growth
+
+    def table(
+        self, *, inside: bool = False, fold: bool | None = None, width: int | None = None
+    ) -> str:
+        """One line per layer, and the total.
+
+        Args:
+            inside: Show every layer with what is inside it; by default what is its own, so that
+                the lines add up to the total.
+            fold: Make one line of the layers whose names differ only in numbers; by default from
+                40 lines on.
+            width: In characters; that of the terminal by default.
+        """
+        text = self._grid(inside, fold).text(width)
+        return text if self.growth is None else f"{text}\n\n{self.growth.table(width=width)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers, for JSON."""
+        data: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in (
+                *("model", "device", "buffer_bytes", "data_bytes", "retained_bytes"),
+                *("peak_bytes", "plain_seconds"),
+            )
+        }
+        data["peak_place"] = list(self.peak_place)
+        data["total"] = self.total.to_dict()
+        data["layers"] = {name: each.to_dict() for name, each in self.layers.items()}
+        data["growth"] = None if self.growth is None else self.growth.to_dict()
+        data["notes"] = list(self.notes)
+        return data
+
+    def _grid(self, inside: bool, fold: bool | None) -> Grid:
+        shown = [each if inside else each.own or each for each in self.layers.values()]
+        shown = [each for each in shown if any(getattr(each, name) for name in ADDABLE)]
+        if fold or (fold is None and len(shown) > _LINES_BEFORE_FOLDING):
+            shown = _folded(shown)
+        lines = [*shown, replace(self.total, layer="total")]
+        timed = not math.isnan(self.plain_seconds)
+        return Grid(
+            self._title(),
+            "layer, with what is inside" if inside else "layer",
+            [layer_label(each.layer) for each in lines],
+            _columns(lines, self.total, timed),
+            self.notes,
+            frozenset([len(lines) - 1]),
+        )
+
+    def _title(self) -> str:
+        phase, layer = self.peak_place
+        text = f"cost of {self.model} on {self.device}: peak {bytes_text(self.peak_bytes)}"
+        text += f" in the {phase} pass of {layer_label(layer)}" if phase else ""
+        if not math.isnan(self.plain_seconds):
+            text += f", {seconds_text(self.plain_seconds)} forward and backward"
+        return text
+
+
+def _columns(lines: list[LayerCost], total: LayerCost, timed: bool) -> list[Column]:
+    def column(title: str, name: str, importance: int) -> Column:
+        write = flops_text if name.endswith("flops") else bytes_text
+        write = seconds_text if name.endswith("seconds") else write
+        return Column(title, [write(getattr(each, name)) for each in lines], importance)
+
+    columns = [
+        Column("type", [each.kind for each in lines], 1, right=False),
+        column("FLOPs fwd", "forward_flops", 9),
+        column("FLOPs bwd", "backward_flops", 7),
+        column("params", "parameter_bytes", 6),
+        column("outputs", "activation_bytes", 3),
+        column("gradients", "gradient_bytes", 2),
+        column("saved", "saved_bytes", 10),
+    ]
+    if timed:
+        columns += [
+            column("forward", "forward_seconds", 8),
+            column("backward", "backward_seconds", 8),
+        ]
+        if total.seconds:
+            shares = [f"{100 * each.seconds / total.seconds:.0f} %" for each in lines]
+            columns.append(Column("share", shares, 5))
+    return columns
+
+
+def _folded(costs: list[LayerCost]) -> list[LayerCost]:
+    """One for the layers whose names differ only in numbers."""
+    groups: dict[tuple[str, str], list[LayerCost]] = {}
+    for each in costs:
+        name = each.layer if each.layer == LOSS else star(each.layer)
+        groups.setdefault((name, each.kind), []).append(each)
+    return [
+        members[0]
+        if len(members) == 1
+        else add_costs(
+            members, f"{name} ({len(members)})", kind, sum(each.calls for each in members)
+        )
+        for (name, kind), members in groups.items()
+    ]

@@ -1,0 +1,141 @@
+"""One forward and backward pass on a user's model, to be measured; the model is put back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model.attachment import compiled_code_as_eager, switched_off
+from torchfmri._model.backward_pass import prepare_backward
+from torchfmri._model.forward_pass import Loss, arguments_for, loss_of
+from torchfmri._model.layers import runnable
+from torchfmri._model.snapshot import copy_of_data, unchanged
+from torchfmri._torch.elements import flatten
+from torchfmri.exceptions import InspectionError
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is run: a model on its data, and the loss that is differentiated.
+
+    Attributes:
+        model: The model.
+        data: A tensor, a tuple of positional arguments or a dict of keyword arguments.
+        loss: As for `Inspector.run_inspection`; without one the sum of the output.
+        target: Handed to the loss.
+        notes: What readers of the result should know; filled while it runs.
+    """
+
+    model: nn.Module
+    data: Any
+    loss: Loss = None
+    target: Any = None
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise InspectionError(f"This takes an nn.Module, not {type(self.model).__name__}.")
+        if isinstance(self.data, list):
+            raise InspectionError(
+                f"data is a list of {len(self.data)}. For [x, y] give data=x, target=y; for "
+                "several positional arguments a tuple; for a model that takes a list (data,)."
+            )
+        tensors = [each.tensor for each in flatten(self.data)]
+        if tensors and all(each.numel() == 0 for each in tensors):
+            shapes = ", ".join(str(tuple(each.shape)) for each in tensors[:3])
+            raise InspectionError(f"The data is empty (shape {shapes}): there is nothing to run.")
+        if switched_off():
+            raise InspectionError("TORCHFMRI=off: nothing is attached, so nothing is measured.")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; where the data is, if it has no parameters."""
+        tensors = [*self.model.parameters(), *(each.tensor for each in flatten(self.data))]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def existing(self) -> list[Tensor]:
+        """The tensors that are there whether the step runs or not: parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @contextmanager
+    def prepared(self) -> Iterator[Pass]:
+        """One pass, ready to run on a copy of the data; afterwards the model is as before."""
+        arguments, keywords = arguments_for(self.model, self.data)
+        with compiled_code_as_eager(), unchanged(self.model, self._note_written):
+            yield Pass(
+                self,
+                copy_of_data(arguments),
+                copy_of_data(dict(keywords)),
+                copy_of_data(self.target),
+            )
+
+    def _note_written(self, name: str) -> None:
+        self.notes[f"the forward pass writes into its parameter {name}: those changes stay"] = None
+
+    def objective(self, output: Any, target: Any) -> Tensor | None:
+        """The number to differentiate; None, with a note, where there is only a forward pass."""
+        value = loss_of(output, target, self.loss, backward=False)
+        if value is None:
+            if not any(each.tensor.is_floating_point() for each in flatten(output)):
+                self.notes["the output is not floating point: forward pass only"] = None
+                return None
+            self.notes["no loss was given: the sum of the first output was differentiated"] = None
+            value = loss_of(output, target, "sum", backward=False)
+        assert value is not None
+        if not bool(torch.isfinite(value.detach())):
+            self.notes[f"the loss is {float(value.detach())}"] = None
+        if not value.requires_grad:
+            self.notes[f"forward pass only: {self._reason()}"] = None
+            return None
+        return value
+
+    def _reason(self) -> str:
+        if not torch.is_grad_enabled():
+            return "grad mode is off here"
+        if not any(True for _ in self.model.parameters()):
+            return "the model has no parameters"
+        if not any(each.requires_grad for each in self.model.parameters()):
+            return "all parameters are frozen"
+        return "the loss does not depend on the parameters in a differentiable way"
+
+
+@dataclass
+class Pass:
+    """One run of a step, on its own copy of the data."""
+
+    step: Step
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Any
+
+    def tensors(self) -> list[Tensor]:
+        """The data and the target."""
+        values = (self.arguments, self.keywords, self.target)
+        return [each.tensor for each in flatten(values)]
+
+    def forward(self) -> Tensor | None:
+        """Run the model and the loss; nothing but the loss is kept."""
+        output = runnable(self.step.model)(*self.arguments, **self.keywords)
+        return self.step.objective(output, self.target)
+
+    def backward_of(self, loss: Tensor) -> Callable[[], object]:
+        """The backward pass from the loss, ready to run; it spares every `.grad`."""
+        return prepare_backward(loss, self.step.model.parameters())
+
+
+@contextmanager
+def resting_collector() -> Iterator[None]:
+    """No garbage collection inside the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

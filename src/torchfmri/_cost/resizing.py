@@ -1,0 +1,119 @@
+"""The user's data at another batch size or length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfmri._torch.elements import flatten
+from torchfmri.exceptions import InspectionError
+
+AXES = ("batch", "length")
+
+
+class Sized(NamedTuple):
+    """Data and target of one size."""
+
+    data: Any
+    target: Any
+
+
+class Size(NamedTuple):
+    """How large data is; the length is 1 where it has none."""
+
+    batch: int
+    length: int
+
+
+def check_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """The sizes to measure by axis, sorted.
+
+    Raises:
+        InspectionError: It names no axis, another one, or fewer than two sizes of one.
+    """
+    if not isinstance(sizes, Mapping) or not sizes or set(sizes) - set(AXES):
+        raise InspectionError(
+            f"sizes={sizes!r}: write sizes={{'batch': (1, 2, 4), 'length': (64, 128, 256)}}, or "
+            "one of the two."
+        )
+    result = {axis: sorted(set(map(int, sizes[axis]))) for axis in AXES if axis in sizes}
+    for axis, values in result.items():
+        if len(values) < 2 or values[0] < 1:
+            raise InspectionError(
+                f"sizes[{axis!r}]={tuple(sizes[axis])}: a law needs two sizes or more, better "
+                "three, all of them positive."
+            )
+    return result
+
+
+def data_of_size(
+    data: Any,
+    target: Any,
+    sizes: Mapping[str, Sequence[int]] | None,
+    size: Mapping[str, int] | None = None,
+) -> Sized:
+    """Data and target: as given, at `size`, or, for a function that makes data, the largest.
+
+    Raises:
+        InspectionError: Data cannot be given that size, or a function was given without sizes.
+    """
+    made_by_user = callable(data) and not isinstance(data, (Tensor, Mapping))
+    if made_by_user:
+        if sizes is None:
+            raise InspectionError(
+                "data is a function; it is called with a batch size and a length, so give "
+                "sizes={'batch': (1, 2, 4), 'length': (64, 128, 256)} too, or give its result."
+            )
+        asked = size or {axis: values[-1] for axis, values in check_sizes(sizes).items()}
+        made = data(**asked)
+        return Sized(made, target)
+    if size is None:
+        return Sized(data, target)
+    given = size_of(data)
+    if "length" in size and given.length == 1:
+        raise InspectionError(
+            "This data has no length: axis 1 is taken as the length of (b, s) token numbers and "
+            "(b, s, width) floats. Give a function data(batch=..., length=...) that makes it."
+        )
+    return Sized(_resized(data, given, size), _resized(target, given, size))
+
+
+def size_of(data: Any) -> Size:
+    """Batch size and length of data, from its first tensor with a length, or its first tensor."""
+    tensors = [each.tensor for each in flatten(data) if each.tensor.ndim]
+    if not tensors:
+        raise InspectionError("There is no tensor among the data whose size could be changed.")
+    for tensor in tensors:
+        if _has_length(tensor):
+            return Size(int(tensor.shape[0]), int(tensor.shape[1]))
+    return Size(int(tensors[0].shape[0]), 1)
+
+
+def _has_length(tensor: Tensor) -> bool:
+    return tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point())
+
+
+def _resized(value: Any, given: Size, size: Mapping[str, int]) -> Any:
+    """The same with every tensor cut or repeated; containers are rebuilt as dicts and tuples."""
+    if isinstance(value, Tensor):
+        return _resized_tensor(value, given, size)
+    if isinstance(value, Mapping):
+        return {key: _resized(each, given, size) for key, each in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_resized(each, given, size) for each in value)
+    return value
+
+
+def _resized_tensor(tensor: Tensor, given: Size, size: Mapping[str, int]) -> Tensor:
+    lengthy = tensor.ndim in (2, 3) and given.length > 1 and tensor.shape[1] == given.length
+    for axis, wanted, applies in (
+        (0, size.get("batch"), tensor.ndim > 0 and tensor.shape[0] == given.batch),
+        (1, size.get("length"), lengthy),
+    ):
+        if wanted is not None and applies:
+            chosen = torch.arange(wanted, device=tensor.device) % tensor.shape[axis]
+            tensor = tensor.index_select(axis, chosen)
+    return tensor

@@ -1,0 +1,60 @@
+"""Bytes that a forward pass keeps for its backward pass, by the layer that asked for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from torchfmri._capture.position import FORWARD, Position
+from torchfmri._cost.live_memory import Storages
+
+
+class SavedBytes:
+    """What autograd saves inside its `with` block: a storage once, for the first who saved it.
+
+    A whole storage counts although a view of it is saved, because all of it stays alive. What
+    existed before (parameters, buffers, data) costs nothing to keep and does not count. What is
+    freed before the forward pass ends does not count either.
+
+    Args:
+        position: Says which layer is running.
+        existing: Tensors that were there before.
+    """
+
+    def __init__(self, position: Position, existing: Iterable[Tensor]) -> None:
+        self._position = position
+        self._storages = Storages(existing)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def by_layer(self) -> Counter[str]:
+        """Layer -> bytes that are saved now: ask when the forward pass is over."""
+        result: Counter[str] = Counter()
+        for layer, size in self._storages.sizes():
+            result[layer] += size
+        return result
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self._position.phase == FORWARD:
+            self._storages.add(tensor, self._position.layer)
+        # Itself, an output would hold its own node for ever.
+        return tensor.detach()
+
+    @staticmethod
+    def _unpack(tensor: Tensor) -> Tensor:
+        return tensor

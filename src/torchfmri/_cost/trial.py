@@ -1,0 +1,208 @@
+"""One arrangement of a training step, run for real on copies: gradients, memory, time."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._cost.layer_times import make_clock
+from torchfmri._cost.live_memory import LiveMemory
+from torchfmri._cost.measured_step import resting_collector
+from torchfmri._cost.resizing import size_of
+from torchfmri._cost.techniques import Setup, Technique, device_of, parts_of
+from torchfmri._model.forward_pass import Loss, arguments_for, loss_of
+from torchfmri._model.layers import runnable
+from torchfmri._model.snapshot import copy_of_data
+from torchfmri._torch.elements import flatten
+from torchfmri.exceptions import InspectionError
+
+
+def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: Loss) -> Setup:
+    """A setup on copies of everything; the copy of the optimizer works on the copy of the model.
+
+    Raises:
+        InspectionError: The model or the optimizer cannot be copied.
+    """
+    ready = isinstance(optimizer, torch.optim.Optimizer)
+    try:
+        twin, own = copy.deepcopy((runnable(model), optimizer if ready else None))
+    except Exception as error:
+        raise InspectionError(
+            f"The model cannot be copied ({error}), and advice is measured on copies only."
+        ) from error
+    for parameter in twin.parameters():
+        parameter.grad = None
+    if optimizer is not None and not ready:
+        own = optimizer(twin.parameters())
+    if own is not None and _needs_closure(own):
+        raise InspectionError(
+            f"{type(own).__name__} asks for a closure in each step, which advice does not know; "
+            "leave the optimizer out."
+        )
+    arguments, keywords = arguments_for(model, data)
+    copied = copy_of_data(dict(keywords)) if keywords else copy_of_data(arguments)
+    return Setup(twin, own, copied, copy_of_data(target), loss)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+class Trial:
+    """A setup with techniques applied, ready to run.
+
+    Args:
+        setup: On copies of its own.
+        techniques: What to apply.
+        average: Whether the losses of parts are averaged (else added up).
+    """
+
+    def __init__(
+        self, setup: Setup, techniques: Sequence[Technique] = (), average: bool = True
+    ) -> None:
+        for technique in techniques:
+            technique.apply(setup)
+        self.setup = setup
+        self.device = device_of(setup)
+        self.summed = False  # no loss: the sum of the output is taken
+        self._average = average
+
+    def losses(self) -> list[Tensor]:
+        """The loss of each part of the batch, one after the other, with its backward pass."""
+        setup = self.setup
+        batch = size_of(setup.data).batch if setup.pieces > 1 else 1
+        data = parts_of(setup.data, setup.pieces, batch)
+        targets = parts_of(setup.target, setup.pieces, batch)
+        precision: Any = nullcontext()
+        if setup.autocast is not None:
+            precision = torch.autocast(self.device.type, setup.autocast)
+        losses = []
+        for part, target in zip(data, targets, strict=True):
+            with precision:
+                loss = self._loss(part, target)
+            if not loss.requires_grad:
+                raise InspectionError(
+                    "No parameter gets a gradient: the model has none that require grad, or the "
+                    "loss does not depend on them in a differentiable way."
+                )
+            scale = 1 / setup.pieces if self._average else 1.0
+            torch.autograd.backward(loss * scale if scale != 1 else loss)
+            losses.append(loss.detach())
+        return losses
+
+    def _loss(self, data: Any, target: Any) -> Tensor:
+        model = self.setup.model
+        output = model(**data) if isinstance(data, dict) else model(*data)
+        value = loss_of(output, target, self.setup.loss, backward=False)
+        if value is None:
+            self.summed = True
+            value = loss_of(output, target, "sum", backward=False)
+        assert value is not None
+        return value
+
+    def step(self) -> None:
+        """One training step: forward, backward, and the optimizer where there is one."""
+        self.losses()
+        if self.setup.optimizer is not None:
+            self.setup.optimizer.step()
+        self.setup.model.zero_grad(set_to_none=True)
+
+    def gradients(self, state: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+        """The loss and the gradients of the parameters, from a given random state."""
+        set_random_state(state)
+        losses = self.losses()
+        value = sum(float(loss) for loss in losses)
+        gradients = {
+            name: parameter.grad.detach().to_dense()
+            for name, parameter in self.setup.model.named_parameters()
+            if parameter.grad is not None
+        }
+        self.setup.model.zero_grad(set_to_none=True)
+        return (value / len(losses) if self._average else value), gradients
+
+    def peak_bytes(self) -> int:
+        """The most bytes alive in one step, optimizer state included; the step before is done."""
+        existing = [*self.setup.model.parameters(), *self.setup.model.buffers()]
+        existing += [each.tensor for each in flatten((self.setup.data, self.setup.target))]
+        if self.setup.optimizer is not None:
+            for state in self.setup.optimizer.state.values():
+                existing += [each.tensor for each in flatten(state)]
+        memory = LiveMemory(None, existing, self.device)
+        with resting_collector(), memory:
+            self.step()
+        return memory.existing_bytes + memory.peak
+
+
+def time_side_by_side(plain: Trial, other: Trial, rounds: int) -> tuple[float, Ratio]:
+    """Seconds of a plain step (median), and how many times that the other takes.
+
+    Both run turn by turn: the ratio within a round holds also where the machine was busy.
+    """
+    clock = make_clock(plain.device)
+    seconds, ratios = [], []
+    for _ in range(rounds):
+        lengths = []
+        for trial in (plain, other):
+            with resting_collector():
+                start = clock.mark()
+                trial.step()
+                end = clock.mark()
+            lengths.append(clock.lengths([start, end])[0])
+        seconds.append(lengths[0])
+        ratios.append(lengths[1] / lengths[0])
+    return statistics.median(seconds), summarise(ratios)
+
+
+class Ratio(NamedTuple):
+    """A median over rounds, and half the range of the middle half of them."""
+
+    median: float
+    spread: float
+
+
+def summarise(ratios: Sequence[float]) -> Ratio:
+    """Median and spread.
+
+    >>> summarise([1.0, 1.5, 1.2, 1.1, 9.0])
+    Ratio(median=1.2, spread=0.2)
+    """
+    ordered = sorted(ratios)
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    return Ratio(statistics.median(ordered), round((middle[-1] - middle[0]) / 2, 6))
+
+
+def random_state() -> dict[str, Any]:
+    """What the next random numbers of torch depend on."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Draw the same numbers again."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def deviation(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """|g - reference| / |reference| over all parameters together (L2); missing ones count as 0."""
+    apart = size = 0.0
+    for name, expected in reference.items():
+        expected = expected.double()
+        found = gradients.get(name)
+        difference = expected if found is None else found.double() - expected
+        apart += float((difference * difference).sum())
+        size += float((expected * expected).sum())
+    if not size:
+        return 0.0 if not apart else float("inf")
+    return float((apart / size) ** 0.5)

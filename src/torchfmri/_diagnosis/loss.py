@@ -1,0 +1,261 @@
+"""Diagnoses of the loss: what it takes the output for, and what it compares it with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.signals import is_stuck
+from torchfmri._records.finding import Finding
+from torchfmri._text.words import listed, percent
+
+_LEAST_SAMPLES, _LEAST_CLASSES = 64, 3
+_LEAST_BATCH, _LEAST_PASSES = 8, 3
+
+
+def misread_output(seen: Observation) -> Iterator[Finding]:
+    """A loss that takes the output for something it is not."""
+    loss = seen.loss
+    if loss is None or loss.misread is None:
+        return
+    expected, found = loss.misread
+    cures = {
+        ("logits", "probabilities"): "Hand the logits over: the loss applies softmax (or sigmoid) "
+        "itself.",
+        ("logits", "probabilities over the batch"): "Remove the softmax, which besides runs over "
+        "the samples (dim=0) instead of the classes.",
+        ("log-probabilities", "probabilities"): "Take log_softmax, or cross_entropy of the logits.",
+        ("log-probabilities", "logits"): "Apply log_softmax before nll_loss or kl_div, or use "
+        "cross_entropy.",
+        ("log-probabilities of the targets", "probabilities"): "Leave log_target=True away, or "
+        "hand over the logarithm of the targets.",
+    }
+    name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
+    yield Finding(
+        name, "alarm", (loss.output_layer,) if loss.output_layer else (), "loss", 0,
+        f"The loss takes {expected}, but what it gets is {found}"
+        + (": softmax or sigmoid is applied twice, which flattens the gradient."
+           if expected == "logits" else "."),
+        cures[loss.misread],
+    )  # fmt: skip
+
+
+def loss_broadcast(seen: Observation) -> Iterator[Finding]:
+    """A comparison of output and target that pairs every sample with every other."""
+    if seen.loss is None or seen.loss.broadcast is None:
+        return
+    one, other, result = seen.loss.broadcast
+    yield Finding(
+        "loss_broadcast", "alarm", (), "loss", 0,
+        f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
+        "compared with every target, and the best answer is their mean.",
+        "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
+        {"output": list(one), "target": list(other), "result": list(result)},
+    )  # fmt: skip
+
+
+def inverted_loss(seen: Observation) -> Iterator[Finding]:
+    """A loss with the wrong sign: it is made larger."""
+    loss = seen.loss
+    if loss is not None and loss.score is not None:
+        yield from _score_minimised(seen, *loss.score)
+    if loss is None or loss.inner is None or not loss.inner > 0:
+        return
+    if any(group.get("maximize") for group in seen.structure.groups):
+        if math.isclose(loss.value, loss.inner, rel_tol=1e-4):
+            yield Finding(
+                "inverted_loss", "alarm", (), "loss", 0,
+                f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an error: "
+                "training makes it larger.",
+                "Remove maximize=True.",
+                {"loss": loss.value, "error": loss.inner},
+            )  # fmt: skip
+        return
+    if not loss.value < 0:
+        return
+    if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
+        return
+    yield Finding(
+        "inverted_loss", "alarm", (), "loss", 0,
+        f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes the "
+        "error larger.",
+        "Remove the minus.",
+        {"loss": loss.value, "error": loss.inner},
+    )  # fmt: skip
+
+
+def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[Finding]:
+    """A score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
+    maximized = any(group.get("maximize") for group in seen.structure.groups)
+    if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
+        return
+    yield Finding(
+        "inverted_loss", "warn", (), "loss", 0,
+        f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for their "
+        "opposite: it is a score, and training makes it smaller.",
+        "Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
+        {"right": right, "opposite": wrong},
+    )  # fmt: skip
+
+
+def unreachable_targets(seen: Observation) -> Iterator[Finding]:
+    """Targets that the last function of the model cannot return."""
+    loss = seen.loss
+    if loss is None:
+        return
+    layers = (loss.output_layer,) if loss.output_layer else ()
+    sums = loss.range.startswith("numbers")
+    if loss.outside > cuts.OUTSIDE.value:
+        yield Finding(
+            "unreachable_targets", "alarm", layers, "loss", 0,
+            f"The output goes through {loss.output_function}, which makes {loss.range}, but "
+            f"{percent(loss.outside)} of the targets {'do not' if sums else 'lie outside'}.",
+            "Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on at once."
+            if sums
+            else "Scale the targets into its range (masks of 0 and 255 by 1/255), or use another "
+            "last activation or loss.",
+            {"outside_share": loss.outside},
+        )  # fmt: skip
+    elif loss.bounded and loss.classes is not None and loss.misread is None:
+        yield Finding(
+            "activation_before_loss", "warn", layers, "loss", 0,
+            f"The logits go through {loss.output_function} before the cross entropy and lie within "
+            f"{loss.range}: no class can become much more likely than another.",
+            "Remove the activation after the last layer.",
+        )  # fmt: skip
+    elif loss.output_function == "relu" and loss.classes is not None:
+        yield Finding(
+            "activation_before_loss", "warn", layers, "loss", 0,
+            "The logits go through relu before the cross entropy: no class can be made less likely "
+            "than one at 0, and units at 0 do not learn.",
+            "Remove the activation after the last layer.",
+        )  # fmt: skip
+
+
+def softmax_dimension(seen: Observation) -> Iterator[Finding]:
+    """A softmax that does not run over what its result is used for."""
+    found = list(seen.softmaxes)
+    if not found or (seen.loss is not None and (seen.loss.misread or ("", ""))[0] == "logits"):
+        return  # that it should not be there at all is told elsewhere
+    worst = found[0]
+    where = f"of {worst.layer!r} " if worst.layer else ""
+    axis = f"axis {worst.axis} of {worst.shape}"
+    over = axis if worst.over == f"axis {worst.axis}" else f"{worst.over} ({axis})"
+    mixes = "" if worst.wanted else ": what is said about one sample depends on the others"
+    wanted = f", but its result is used as one over {worst.wanted}" if worst.wanted else mixes
+    layers = tuple(dict.fromkeys(each.layer for each in found if each.layer or not each.in_loss))
+    if not layers and seen.loss is not None and seen.loss.output_layer:
+        layers = (seen.loss.output_layer,)
+    yield Finding(
+        "softmax_dimension", "alarm", layers, "loss" if worst.in_loss else "forward", 0,
+        f"A softmax {where}runs over {over}{wanted}.",
+        "Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
+        "(batch, classes, ...), keys the last axis of attention scores.",
+        {"axis": worst.axis, "shape": list(worst.shape)},
+    )  # fmt: skip
+
+
+def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
+    """A causal model that is to predict the token it is given."""
+    if seen.loss is None or seen.loss.targets != "inputs":
+        return
+    causal = [each for each in seen.heads if each.future == 0]
+    if not causal:
+        return
+    yield Finding(
+        "targets_not_shifted", "alarm", (), "loss", 0,
+        f"The targets are the inputs themselves, place by place, and attention "
+        f"({causal[0].layer!r}) is causal: the model only learns to copy the token it reads.",
+        "Compare the output at each place with the next token: logits[:, :-1] with ids[:, 1:].",
+    )  # fmt: skip
+
+
+def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
+    """Attention that reads the very token that is to be predicted."""
+    if seen.loss is None or seen.loss.targets != "next inputs" or seen.origin is not None:
+        return
+    layers = tuple(
+        dict.fromkeys(each.layer for each in seen.heads if each.future > cuts.FUTURE.value)
+    )
+    if not layers:
+        return
+    yield Finding(
+        "missing_causal_mask", "warn", layers, "forward", 0,
+        f"The targets are the next tokens of the input, and {listed(layers)} may read them: every "
+        "query sees the keys after it.",
+        "Use is_causal=True, or a mask that hides what comes after.",
+    )  # fmt: skip
+
+
+def constant_targets(seen: Observation) -> Iterator[Finding]:
+    """Class numbers that are all the same, of a model that tells several classes apart."""
+    data, loss = seen.data, seen.loss
+    if data is None or loss is None or data.classes_seen != 1 or data.samples < _LEAST_SAMPLES:
+        return
+    if loss.classes is None or loss.classes < _LEAST_CLASSES:
+        return  # one of two classes may be rare
+    yield Finding(
+        "constant_targets", "warn", (), "data", 0,
+        f"All targets of {data.samples} samples are one class, and the model tells "
+        f"{loss.classes} apart: nothing is to be learnt but a constant.",
+        "Look at how the dataset makes its labels, and shuffle: sorted data begins with one class.",
+        {"samples": data.samples, "classes": loss.classes},
+    )  # fmt: skip
+
+
+def loss_divided_again(seen: Observation) -> Iterator[Finding]:
+    """A mean that is divided once more by what it was taken over, or gradients summed unscaled."""
+    loss, passes = seen.loss, 0 if seen.steps is None else seen.steps.passes
+    weights = set() if loss is None else {round(weight, 9) for weight, _ in loss.weights}
+    if loss is None or len(weights) != 1 or passes < 1:
+        return
+    weight, samples = loss.weights[0]
+    again = {
+        **({samples: "the number of samples"} if samples >= _LEAST_BATCH and passes == 1 else {}),
+        **({samples**2: "the number of samples, twice"} if samples >= _LEAST_BATCH else {}),
+        **({passes**2: "the number of backward passes, twice"} if passes >= _LEAST_PASSES else {}),
+    }
+    by = next((each for each in again if math.isclose(weight, 1 / each, rel_tol=1e-5)), None)
+    if by is not None:
+        yield Finding(
+            "loss_divided_again", "warn", (), "loss", 0,
+            f"The loss is a mean over {samples} samples and is then divided by {by} "
+            f"({again[by]}): gradients are that much smaller, and a learning rate means less.",
+            "Divide once: reduction='mean' needs no division, and n accumulated passes need one "
+            "by n.",
+            {"weight": weight, "samples": samples, "passes": passes},
+        )  # fmt: skip
+    elif passes >= _LEAST_PASSES and math.isclose(weight, 1.0, rel_tol=1e-5):
+        yield Finding(
+            "accumulation_not_scaled", "inform", (), "loss", 0,
+            f"An update adds up the gradients of {passes} backward passes, each of a mean of its "
+            "own: it is as large as with a learning rate that many times as high.",
+            f"Divide each loss by {passes} if they are parts of one batch.",
+            {"passes": passes},
+        )  # fmt: skip
+
+
+def logits_left(seen: Observation) -> float:
+    """Largest logit that the loss is given / largest output of the last layer, at first."""
+    if seen.loss is None or not seen.loss.output_layer or not len(seen.trace):
+        return math.nan
+    largest = float(seen.trace.column(seen.loss.output_layer, "activations", "abs_max")[0])
+    return seen.loss.logit / largest if largest > 0 else math.nan
+
+
+def logits_too_small(seen: Observation) -> Iterator[Finding]:
+    """Logits that are divided by so much that every class is as likely as the others."""
+    left = logits_left(seen)
+    loss = seen.loss
+    if loss is None or not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
+        return
+    yield Finding(
+        "logits_too_small", "warn", (loss.output_layer,), "loss", 0,
+        f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at most "
+        f"{loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does not "
+        "fall.",
+        "Hand over the logits as they are, or lower the temperature that they are divided by.",
+        {"left": left, "largest_logit": loss.logit},
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Diagnoses of batch norms and dropout: the mode they run in, and what statistics they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.facts import NormFacts
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._records.finding import Finding
+from torchfmri._text.words import listed
+
+_LEAST_CALLS = 3
+
+
+def evaluation_mode(seen: Observation) -> Iterator[Finding]:
+    """Dropout and batch norms in evaluation mode while the model is trained."""
+    modes = seen.structure.modes
+    called = modes if seen.reach is None else [each for each in modes if each in seen.reach.called]
+    judged = [layer for layer in modes if layer in called]
+    first = _evaluated_since(seen, judged)
+    if not judged or first is None:
+        return
+    since = f" from step {first} on" if first else ""
+    yield Finding(
+        "evaluation_mode", "warn", tuple(judged), "forward", first,
+        f"The model is trained in evaluation mode{since}: what dropout and batch norms do in "
+        f"training is switched off in {listed(judged)}.",
+        "Call model.train() before training, and again after each evaluation.",
+    )  # fmt: skip
+
+
+def _evaluated_since(seen: Observation, layers: list[str]) -> int | None:
+    """The step since which everything is in evaluation mode; None if something is not."""
+    if seen.steps is None or not len(seen.steps.evaluated):
+        modes = seen.structure.modes
+        trains = seen.structure.trains or any(modes[layer] for layer in layers)
+        return None if trains else 0
+    evaluated = seen.steps.evaluated
+    trained = np.flatnonzero(~evaluated)
+    first = int(trained[-1]) + 1 if len(trained) else 0
+    lasts = len(evaluated) - first >= (_LEAST_CALLS if first else 1)
+    return first if lasts else None
+
+
+def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
+    """Batch norms in training whose statistics are those of one sample, or of a few numbers."""
+    few = [
+        each
+        for each in _judged(seen)
+        if each.training and (each.samples == 1 or each.values < cuts.NORM_VALUES.value)
+    ]
+    if not few:
+        return
+    worst = min(few, key=lambda each: each.values)
+    yield Finding(
+        "batch_norm_of_few", "warn", tuple(each.layer for each in few), "forward", 0,
+        f"{worst.layer!r} takes its mean and variance from {worst.samples} "
+        f"sample{'s' if worst.samples > 1 else ''} ({worst.values} numbers of a channel): what "
+        "tells samples apart is divided away, and evaluation does something else.",
+        "Use larger batches, or GroupNorm or LayerNorm, or put the batch norms in evaluation mode "
+        "if they have statistics.",
+        {"samples": worst.samples, "values": worst.values},
+    )  # fmt: skip
+
+
+def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
+    """Running statistics that no data ever set, or that only the last batches set."""
+    judged = _judged(seen)
+    unset = [each for each in judged if each.untouched and each.calls >= _LEAST_CALLS]
+    if unset:
+        trains = any(each.training for each in unset)
+        yield Finding(
+            "batch_norm_statistics", "warn", tuple(each.layer for each in unset), "forward", 0,
+            f"The running statistics of {listed([each.layer for each in unset])} are still the 0 "
+            "and 1 that they were made with: "
+            + ("in evaluation nothing is normalised (momentum=0?)." if trains else
+               "in evaluation mode, in which they run, nothing is normalised."),
+            "Leave momentum at 0.1." if trains else
+            "Call train() on these layers, or load their statistics before you freeze them.",
+        )  # fmt: skip
+    hasty = [each for each in judged if each.training and each.momentum > cuts.NORM_MOMENTUM.value]
+    if hasty:
+        momentum = max(each.momentum for each in hasty)
+        yield Finding(
+            "batch_norm_statistics", "warn", tuple(each.layer for each in hasty), "forward", 0,
+            f"{listed([each.layer for each in hasty])} take {momentum:g} of their running "
+            "statistics from the newest batch: evaluation uses those of the last one or two.",
+            f"Set momentum to {1 - momentum:.2g} if {momentum:g} is what Keras or a paper calls "
+            "momentum; PyTorch's is the share of the new, 0.1 by default.",
+            {"momentum": momentum},
+        )  # fmt: skip
+
+
+def _judged(seen: Observation) -> list[NormFacts]:
+    """The batch norms of a model that is trained as one: of evaluation mode is told elsewhere."""
+    if seen.steps is not None and len(seen.steps.evaluated) and seen.steps.evaluated[-1]:
+        return []
+    return [each for each in seen.norms if each.calls >= 1]

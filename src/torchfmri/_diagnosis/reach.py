@@ -1,0 +1,157 @@
+"""Diagnoses of how far calls and gradients reach: cuts, idle layers, tensors that nobody owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order
+from torchfmri._diagnosis.structure import ParameterFacts
+from torchfmri._records.finding import Finding
+from torchfmri._text.rows import plural
+from torchfmri._text.words import listed
+
+_LEAST_STEPS = 8
+
+
+def graph_cut(seen: Observation) -> Iterator[Finding]:
+    """Layers that run and are in the optimizer, and that no gradient ever reaches."""
+    reach = seen.reach
+    if reach is None:
+        yield from _cut_in_trace(seen)
+        return
+    if not len(seen.trace) and reach.loss_has_graph:
+        return
+    if not reach.loss_has_graph and all_frozen(seen):
+        return  # told by the frozen layers
+    if not reach.loss_has_graph:
+        layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
+        yield Finding(
+            "graph_cut", "alarm", layers, "loss", 0,
+            "The loss has no graph: nothing that is trained can be reached from it.",
+            "Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad between "
+            "the output and the loss.",
+        )  # fmt: skip
+        return
+    called = set(reach.called)
+    without = [
+        each
+        for each in in_order(seen, _optimized(seen))
+        if each.layer in called and gradient_kind(seen, each) == "none"
+    ]
+    cut = [each for each in without if _is_read(seen, each.layer)]
+    if not cut:
+        return
+    layers = tuple(dict.fromkeys(each.layer for each in cut))
+    beyond = _first_with_gradient_after(seen, layers[-1])
+    no_graph = [layer for layer in layers if layer in reach.without_graph]
+    why = (
+        f"{listed(no_graph)} ran under no_grad"
+        if no_graph
+        else f"the graph ends after {layers[-1]!r}" + (f", before {beyond!r}" if beyond else "")
+    )
+    yield Finding(
+        "graph_cut", "alarm", layers, "backward", 0,
+        f"No gradient reached {listed(layers)} in {len(seen.trace)} steps, although the optimizer "
+        f"is to train {'it' if len(layers) == 1 else 'them'}: {why}.",
+        "Remove the .detach(), no_grad, .item() or argmax there; if the cut is on purpose, set "
+        "requires_grad=False and leave these parameters out of the optimizer.",
+        {"layers_without_gradient": len(layers)},
+    )  # fmt: skip
+
+
+def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
+    """The same as a Monitor sees it: layers that run, with matrices that never get a gradient."""
+    trace = seen.trace
+    if len(trace) < _LEAST_STEPS or not trace.names("parameter_gradients"):
+        return
+    ran = np.asarray(np.isfinite(trace.matrix("activations", "rms")).all(0))
+    always = {name for name, each in zip(trace.names("activations"), ran, strict=True) if each}
+    arrived = np.nan_to_num(trace.matrix("parameter_gradients", "count")) > 0
+    if not arrived.any(1).all():
+        return
+    cut = [
+        each
+        for each in _optimized(seen)
+        if each.is_matrix and each.layer in always and gradient_kind(seen, each) == "none"
+    ]
+    if not cut:
+        return
+    layers = tuple(dict.fromkeys(each.layer for each in cut))
+    yield Finding(
+        "graph_cut", "warn", layers, "backward", int(trace.steps[0]),
+        f"{listed(layers)} ran in each of {len(trace)} steps and no gradient came back, although "
+        "the optimizer has the weights: the graph is cut behind, or nothing reads the output.",
+        "Remove the .detach(), no_grad, .item() or argmax there; if it is on purpose, leave these "
+        "parameters out of the optimizer.",
+        {"layers_without_gradient": len(layers)},
+    )  # fmt: skip
+
+
+def unused_layer(seen: Observation) -> Iterator[Finding]:
+    """Layers in the optimizer that never run, or whose output nobody reads."""
+    reach = seen.reach
+    if reach is None or not len(seen.trace) or not reach.loss_has_graph:
+        return
+    experts = {name for router in seen.routers for name in router.experts}
+    called = set(reach.called)
+    idle = []
+    for each in _optimized(seen):
+        if gradient_kind(seen, each) != "none" or _is_inside(each.layer, experts):
+            continue
+        if each.layer not in called or not _is_read(seen, each.layer):
+            idle.append(each)
+    if not idle:
+        return
+    layers = tuple(dict.fromkeys(each.layer for each in idle))
+    never = [layer for layer in layers if layer not in called]
+    what = "never ran" if never else "ran, but nothing reads what it returns"
+    yield Finding(
+        "unused_layer", "warn", layers, "forward", None,
+        f"{listed(layers)} {what}: {sum(each.elements for each in idle):,} parameters in the "
+        "optimizer that cannot learn.",
+        "Call the layer in forward, or remove it.",
+        {"parameters": sum(each.elements for each in idle)},
+    )  # fmt: skip
+
+
+def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
+    """Tensors that the loss depends on and that the model does not know as its own."""
+    if seen.reach is None or not seen.reach.unregistered:
+        return
+    found = seen.reach.unregistered
+    yield Finding(
+        "unregistered_parameters", "alarm", (), "optimizer", None,
+        f"The loss depends on {plural(len(found), 'trainable tensor')} not among "
+        f"model.parameters() ({found[0]}): neither an optimizer nor state_dict() has it.",
+        "Keep layers in nn.ModuleList or nn.ModuleDict instead of a list or dict, and tensors in "
+        "nn.Parameter.",
+        {"tensors": len(found)},
+    )  # fmt: skip
+
+
+def _optimized(seen: Observation) -> list[ParameterFacts]:
+    return [
+        each for each in seen.structure.parameters.values() if each.trainable and each.optimized
+    ]
+
+
+def _is_read(seen: Observation, layer: str) -> bool:
+    assert seen.reach is not None
+    inside = any(each.startswith(f"{layer}.") for each in seen.reach.called)
+    return inside or layer in seen.reach.consumed or layer in seen.reach.without_graph
+
+
+def _is_inside(layer: str, parents: set[str]) -> bool:
+    return any(layer == each or layer.startswith(f"{each}.") for each in parents)
+
+
+def _first_with_gradient_after(seen: Observation, layer: str) -> str:
+    order = seen.order
+    if layer not in order:
+        return ""
+    later = order[order.index(layer) + 1 :]
+    having = {each.layer for each in _optimized(seen) if gradient_kind(seen, each) != "none"}
+    return next((each for each in later if each in having), "")

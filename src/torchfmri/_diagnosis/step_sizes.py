@@ -1,0 +1,231 @@
+"""Diagnoses of the optimizer's part: step sizes, clipping, decay, updates that go missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.rates import far_groups, rate_in_words
+from torchfmri._diagnosis.signals import (
+    first_nonfinite,
+    is_stuck,
+    median,
+    update_ratios,
+)
+from torchfmri._records.finding import Finding
+from torchfmri._text.words import listed, percent
+
+_SUSTAINED = 3
+_WINDOW = 5
+_LEAST_STEPS = 10
+_RECENT = 50
+_MILLIONFOLD = 1e4
+
+
+def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
+    """Updates that replace the weights, of all while the loss does not fall, or of one group."""
+    found = next(_too_high(seen), None)
+    if found is not None:
+        yield found
+    else:
+        yield from _group_too_high(seen)
+
+
+def _group_too_high(seen: Observation) -> Iterator[Finding]:
+    """One group whose weights are replaced, beside others that are changed with care."""
+    facts = seen.structure.parameters
+    for group in far_groups(seen):
+        weights = [name for name in group.parameters if _is_weight(name)]
+        ratios = update_ratios(seen, weights)
+        large = ratios > cuts.UPDATE_HIGH.value
+        calm = update_ratios(seen, [name for name in facts if name not in group.parameters])
+        if not group.above or not large.any() or median(calm) > cuts.UPDATE_HIGH.value:
+            continue
+        place = int(large.argmax())
+        ahead = ratios[place : place + _WINDOW]
+        replaced = bool((ahead > cuts.UPDATE_REPLACED.value).any())
+        stuck = is_stuck(seen) or seen.origin is not None
+        if int(large[place : place + _WINDOW].sum()) < _SUSTAINED or not (replaced or stuck):
+            continue
+        before, after = _loss_around(seen.trace.loss, place)
+        yield Finding(
+            "learning_rate_too_high", "alarm" if stuck else "warn", group.layers, "optimizer",
+            int(seen.trace.steps[place]),
+            f"From step {seen.trace.steps[place]} on, each step changed the weights of "
+            f"{listed(group.layers)} by {percent(median(ahead))} of their size (usual is about "
+            f"0.1 % to 1 %): their group has the learning rate {group.rate:g}, the nearest other "
+            f"{group.nearest:g}.",
+            f"Lower the learning rate of this group ({group.rate:g}) by a factor of "
+            f"{_factor(median(ahead))}; a head usually has up to ten times its body's.",
+            {"update_ratio": median(ahead), "loss_before": before, "loss_after": after},
+        )  # fmt: skip
+
+
+def _is_weight(name: str) -> bool:
+    """Whether it is the weight of a layer; a prompt or a table of its own may be made anew."""
+    return name.rpartition(".")[2].startswith("weight")
+
+
+def _too_high(seen: Observation) -> Iterator[Finding]:
+    ratios = update_ratios(seen)
+    steps, loss = seen.trace.steps, seen.trace.loss
+    turned = len(ratios) if seen.origin is not None else first_nonfinite(seen)
+    lost = turned is not None
+    # An update that is not finite is no matter of its size: told elsewhere, with its cause.
+    for place in np.flatnonzero(np.isfinite(ratios) & (ratios > cuts.UPDATE_HIGH.value)):
+        ahead = ratios[place : place + _WINDOW]
+        sustained = int((ahead > cuts.UPDATE_HIGH.value).sum()) >= _SUSTAINED
+        replaced = ratios[place] > cuts.UPDATE_REPLACED.value and len(ratios) - place > _SUSTAINED
+        ends_soon = turned is not None and place < turned <= place + _WINDOW
+        if not (sustained or replaced or ends_soon):
+            continue
+        before, after = _loss_around(loss, int(place))
+        if not lost and not _is_worse(before, after):
+            continue
+        replacing = bool((ahead > cuts.UPDATE_REPLACED.value).any())
+        # A restart loses some of what was learnt, and learns it again.
+        passes = not _lasts(ratios[place:]) or _is_better(seen.trace.first_loss, after)
+        if not lost and not replacing and math.isfinite(after) and passes:
+            continue
+        ratio = median(ahead)
+        if (
+            not lost
+            and not math.isfinite(after)
+            and not _cannot_be_right(ratios, int(place), ratio)
+        ):
+            continue
+        then = (
+            "and the numbers stopped being finite"
+            if lost
+            else f"and the loss went from {before:.3g} to {after:.3g}"
+            if math.isfinite(after)
+            else "and the loss was not seen"
+        )
+        rate = rate_in_words(seen)
+        yield Finding(
+            "learning_rate_too_high", "alarm", (), "optimizer", int(steps[place]),
+            f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} of "
+            f"their size (usual is about 0.1 % to 1 %), {then}.",
+            f"Lower the learning rate{rate} by a factor of {_factor(ratio)}, or warm it up; then "
+            "look at update / weight again.",
+            {"update_ratio": ratio, "loss_before": before, "loss_after": after},
+        )  # fmt: skip
+        return
+
+
+def diverging_loss(seen: Observation) -> Iterator[Finding]:
+    """A loss that grows tenfold and stays there, whatever the updates look like."""
+    loss = seen.trace.loss
+    known = np.flatnonzero(np.isfinite(loss))
+    if len(known) < _LEAST_STEPS or (loss[known] <= 0).any():
+        return
+    third = len(known) // 3
+    early, late = loss[known[:third]], loss[known[-third:]]
+    first, last = median(early), median(late)
+    if last <= cuts.DIVERGED.value * first or late.min() <= early.max():
+        return  # batches of one sample scatter tenfold: "stays there" is for every step
+    start = known[np.flatnonzero(loss[known] > 2 * first)[0]]
+    yield Finding(
+        "diverging_loss", "alarm", (), "optimizer", int(seen.trace.steps[start]),
+        f"The loss grew from {first:.3g} to {last:.3g} and stays there.",
+        f"Lower the learning rate{rate_in_words(seen)}; with momentum, by more than you think.",
+        {"loss_first": first, "loss_last": last},
+    )  # fmt: skip
+
+
+def loss_spike(seen: Observation) -> Iterator[Finding]:
+    """A sudden loss and gradient far above the usual, with the layer that moved first."""
+    trace = seen.trace
+    if len(trace) < 2 * _LEAST_STEPS:
+        return
+    gradients = trace.matrix("parameter_gradients", "rms")
+    names = trace.names("parameter_gradients")
+    if not names:
+        return
+    norm = np.sqrt(np.nansum(gradients**2 * trace.matrix("parameter_gradients", "count"), axis=1))
+    loss = trace.loss
+    suspects = np.flatnonzero(norm > cuts.SPIKE.value * median(norm) / 2)
+    for place in suspects[suspects >= 2 * _LEAST_STEPS].tolist():
+        before = slice(max(0, place - 100), place)
+        usual, usual_loss = median(norm[before]), median(loss[before])
+        learnt = max(abs(trace.first_loss), abs(trace.first_loss - usual_loss))
+        rise = (loss[place] - usual_loss) / learnt if learnt > 0 else 0.0
+        if not norm[place] > cuts.SPIKE.value * usual or not rise > cuts.SPIKE_RISE.value:
+            continue
+        if usual == 0 or _is_usual(loss[before], loss[place], usual_loss):
+            continue
+        layer, factor, step = _first_mover(seen, place)
+        yield Finding(
+            "loss_spike", "warn", (layer,) if layer else (), "forward", int(trace.steps[place]),
+            f"At step {trace.steps[place]} the loss jumped to {loss[place]:.3g} (median before: "
+            f"{usual_loss:.3g}) and the gradient to {norm[place] / usual:.0f} times its usual size"
+            + (f"; {layer!r} moved first: {factor:.1f} times its usual output at step {step}."
+               if layer else "."),
+            "Look at the batch of that step; clip gradients, or lower the learning rate.",
+            {"loss": float(loss[place]), "gradient_factor": float(norm[place] / usual)},
+        )  # fmt: skip
+        return
+
+
+def _is_usual(before: Floats, value: float, typical: float) -> bool:
+    """Whether such a loss is nothing new: some of the last steps were half as far out."""
+    recent = before[-_RECENT:]
+    return bool((recent - typical > (value - typical) / 2).any())
+
+
+def _first_mover(seen: Observation, place: int) -> tuple[str, float, int]:
+    """The layer whose output left its usual size first, in the last steps before a spike."""
+    rms = seen.trace.matrix("activations", "rms")
+    names = seen.trace.names("activations")
+    if not names:
+        return "", math.nan, 0
+    for at in range(max(_LEAST_STEPS, place - 3), place + 1):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factors = rms[at] / np.nanmedian(rms[: place - 3], axis=0)
+        if np.isfinite(factors).any() and np.nanmax(factors) > 2:
+            best = int(np.nanargmax(factors))
+            return names[best], float(factors[best]), int(seen.trace.steps[at])
+    return "", math.nan, 0
+
+
+def _loss_around(loss: Floats, place: int) -> tuple[float, float]:
+    """The loss before a step, and the typical loss at the end."""
+    after = loss[place + 1 :]
+    third = max(1, len(after) // 3)
+    earlier = loss[max(0, place - 4) : place + 1]
+    return median(earlier), median(after[-third:])
+
+
+def _lasts(ratios: Floats) -> bool:
+    """Whether most steps are too large; the first of Adam, or of a restart, are for a while."""
+    large = int((ratios > cuts.UPDATE_HIGH.value).sum())
+    return len(ratios) >= _LEAST_STEPS and large > len(ratios) / 2
+
+
+def _is_better(first: float, after: float) -> bool:
+    return math.isfinite(first) and math.isfinite(after) and not _is_worse(first, after)
+
+
+def _cannot_be_right(ratios: Floats, place: int, ratio: float) -> bool:
+    """What needs no loss to be judged: weights replaced at each step, or a sudden jump."""
+    usual = median(ratios[:place]) if place >= _WINDOW else math.inf
+    return ratio > cuts.UPDATE_REPLACED.value or ratio > cuts.UPDATE_JUMP.value * usual
+
+
+def _is_worse(before: float, after: float) -> bool:
+    if not math.isfinite(before) or not math.isfinite(after):
+        return not math.isfinite(before)
+    if before <= 0:
+        return after > before
+    return after > cuts.LOSS_NOT_BETTER.value * before
+
+
+def _factor(ratio: float) -> str:
+    """By what to divide a learning rate for updates of about 1 %, in tens."""
+    if ratio >= _MILLIONFOLD:
+        return "a million or more"
+    return f"{10 ** max(1, math.ceil(math.log10(ratio / 1e-2))):,}"

@@ -1,0 +1,236 @@
+"""Diagnoses of what flows: units that are off or flat, attention, experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.observation import HeadActivity, Observation, UnitActivity
+from torchfmri._diagnosis.signals import (
+    dead_shares,
+    experts_in_use,
+    flat_shares,
+    gains,
+    is_stuck,
+    learns,
+    median,
+)
+from torchfmri._records.finding import Finding, Severity
+from torchfmri._text.rows import plural
+from torchfmri._text.words import how_many, percent
+
+_LEAST_STEPS = 5
+_LEAST_VALUES = 1024
+
+
+def excessive_dropout(seen: Observation) -> Iterator[Finding]:
+    """Dropout that leaves next to nothing."""
+    large = {
+        layer: share
+        for layer, share in seen.structure.dropouts.items()
+        if share > cuts.DROPPED.value and seen.structure.modes.get(layer, True)
+    }
+    if not large:
+        return
+    layer, share = max(large.items(), key=lambda each: each[1])
+    yield Finding(
+        "excessive_dropout", "warn", tuple(large), "forward", None,
+        f"{layer!r} sets {percent(share)} of its input to 0 and multiplies the rest by "
+        f"{1 / (1 - share) if share < 1 else math.inf:,.0f}: hardly anything of a sample passes.",
+        "Set p to between 0.1 and 0.5; p is the share that is dropped, not the one that is kept.",
+        {"dropped_share": share},
+    )  # fmt: skip
+
+
+def dead_units(seen: Observation) -> Iterator[Finding]:
+    """Units behind a rectifier that were off for every sample of a window."""
+    shares = dead_shares(seen)
+    dead = [
+        each
+        for each in seen.units
+        if shares.get(each.key, 0.0) >= cuts.DEAD_INFORM.value and not _reads_no_signal(seen, each)
+    ]
+    if not dead:
+        return
+    worst = max(dead, key=lambda each: each.silent / each.units)
+    share = worst.silent / worst.units
+    layers = dict.fromkeys(
+        layer
+        for each in sorted(dead, key=lambda each: -each.silent / each.units)
+        for layer in each.named
+    )
+    severity: Severity = "alarm" if share >= cuts.DEAD_ALARM.value else "inform"
+    died = worst.first_silent != 0  # what chance switched off at the start is no loss
+    if severity == "inform" and share >= cuts.DEAD_WARN.value and died and is_stuck(seen):
+        severity = "warn"
+    more = len({each.label for each in dead}) - 1
+    others = f" (and more in {plural(more, 'other layer')})" if more else ""
+    yield Finding(
+        "dead_units", severity, tuple(layers), "forward", worst.first_silent,
+        f"{how_many(worst.silent, worst.units, 'units')} of {worst.label}"
+        f"{others} were off for each of {worst.samples:,} samples over {worst.steps} steps: no "
+        "gradient passed them.",
+        "Lower the learning rate, start biases at 0, keep inputs centred, or use LeakyReLU or "
+        "GELU.",
+        {"dead_share": share, "samples": worst.samples, "steps": worst.steps},
+    )  # fmt: skip
+
+
+def dead_layer(seen: Observation) -> Iterator[Finding]:
+    """A whole layer that returns nothing but 0, seen by a Monitor."""
+    if seen.units or not len(seen.trace):
+        return
+    zero = seen.trace.matrix("activations", "zero_share")
+    counts = np.nan_to_num(seen.trace.matrix("activations", "count"))
+    for column, layer in enumerate(seen.trace.names("activations")):
+        dead = (zero[-_LEAST_STEPS:, column] == 1).all()
+        if "ReLU" not in seen.structure.kinds.get(layer, "") or not dead:
+            continue
+        if counts[-_LEAST_STEPS:, column].sum() < _LEAST_VALUES:
+            continue
+        off = np.flatnonzero(zero[:, column] != 1)
+        first = int(seen.trace.steps[int(off[-1]) + 1 if len(off) else 0])
+        yield Finding(
+            "dead_units", "alarm", (layer,), "forward", first,
+            f"{layer!r} returned 0 for everything since step {first}: no gradient passes it.",
+            "Lower the learning rate, start biases at 0, or use LeakyReLU or GELU.",
+            {"dead_share": 1.0},
+        )  # fmt: skip
+
+
+def saturated_units(seen: Observation) -> Iterator[Finding]:
+    """Hidden squashing functions that sit on their flat ends."""
+    shares = flat_shares(seen)
+    flat = [
+        each
+        for each in seen.units
+        if shares.get(each.key, 0.0) > cuts.FLAT_WARN.value and len(each.flat) >= 2
+    ]
+    if not flat:
+        return
+    worst = max(flat, key=lambda each: shares[each.key])
+    share = shares[worst.key]
+    layers = tuple(dict.fromkeys(layer for each in flat for layer in each.named))
+    first = next(step for step, value in worst.flat.items() if value > cuts.FLAT_WARN.value)
+    worst_start = next(iter(worst.flat))
+    large = {
+        each.layer: gain
+        for each in seen.structure.matrices
+        if (gain := gains(seen).get(each.name, 0.0)) > cuts.GAIN.value and each.layer in layers
+    }
+    more = len({each.label for each in flat}) - 1
+    others = f" (and as many in {plural(more, 'other layer')})" if more else ""
+    why = "".join(
+        f" The weights of {layer!r} make outputs {gain:.2g} times their inputs."
+        for layer, gain in list(large.items())[:1]
+    )
+    severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
+    if learns(seen) and (severity == "warn" or first > worst_start):
+        severity = "inform"  # units that tell classes apart become sure of them
+    yield Finding(
+        "saturated_units", severity, layers, "forward",
+        first,
+        f"{percent(share)} of the values of {worst.label} lie on its flat ends{others}: hardly any "
+        f"gradient passes.{why}",
+        "Make what goes in smaller: initialise with Xavier, normalise inputs or add a norm layer.",
+        {"flat_share": share},
+    )  # fmt: skip
+
+
+def attention_collapse(seen: Observation) -> Iterator[Finding]:
+    """Attention whose logits have run away, so that each query sees a single key."""
+    by_layer: dict[str, list[HeadActivity]] = {}
+    for each in seen.heads:
+        by_layer.setdefault(each.layer, []).append(each)
+    found = []
+    for layer, records in by_layer.items():
+        for record in records:
+            largest = max(record.logit)
+            sharp = float(np.mean(np.array(record.entropy) < cuts.ENTROPY.value))
+            collapsed = sharp >= 0.5 and largest > cuts.LOGIT_WARN.value
+            if collapsed or largest > cuts.LOGIT_ALARM.value:
+                found.append((layer, record, sharp, largest))
+                break
+    if not found:
+        return
+    layer, record, sharp, largest = max(found, key=lambda each: each[3])
+    severity = "alarm" if largest > cuts.LOGIT_ALARM.value else "warn"
+    yield Finding(
+        "attention_collapse", severity, tuple(each[0] for each in found), "forward", record.step,  # type: ignore[arg-type]
+        f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its heads "
+        f"put all weight on one key (median entropy {median(record.entropy):.2g} of what is "
+        "possible).",
+        "Divide by sqrt(head width), initialise queries and keys smaller, or normalise them "
+        "(QK norm).",
+        {"largest_logit": largest, "sharp_heads": sharp, "entropy": median(record.entropy)},
+    )  # fmt: skip
+
+
+def constant_layer(seen: Observation) -> Iterator[Finding]:
+    """A softmax or a norm over one number, which returns the same whatever it is given."""
+    last = "" if seen.loss is None else seen.loss.output_layer
+    for each in seen.constants:
+        layer = each.layer or last
+        soft = each.function.endswith("softmax")
+        value = {"softmax": "1", "log_softmax": "0"}.get(each.function, "the bias")
+        where = " of the loss" if each.in_loss else f" of {layer!r}" if layer else ""
+        what = f"The {each.function}{where} runs over" if soft else f"{each.layer!r} normalises"
+        yield Finding(
+            "representation_collapse", "alarm", (layer,) if layer else (),
+            "loss" if each.in_loss else "forward", 0,
+            f"{what} a single number, and {value} comes out whatever went in: nothing of the input "
+            "passes, and no gradient.",
+            "Use sigmoid for one output (or BCEWithLogitsLoss of the logits), or two outputs."
+            if soft
+            else "Take the norm away, or normalise over the features before the last layer.",
+        )  # fmt: skip
+
+
+def representation_collapse(seen: Observation) -> Iterator[Finding]:
+    """A last representation in which all samples are the same."""
+    if seen.steps is None or seen.loss is None or not seen.loss.output_layer:
+        return
+    spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
+    if not spread < cuts.SPREAD.value or seen.constants:
+        return
+    yield Finding(
+        "representation_collapse", "alarm", (seen.loss.output_layer,), "forward",
+        int(seen.trace.steps[-1]) if len(seen.trace) else 0,
+        f"What goes into {seen.loss.output_layer!r} differs between samples by {percent(spread)} "
+        "of its size: the output hardly depends on the input.",
+        "Look for a layer that is saturated or dead, for a loss that a constant output satisfies, "
+        "or for a missing stop-gradient or contrast.",
+        {"spread": spread},
+    )  # fmt: skip
+
+
+def routing_collapse(seen: Observation) -> Iterator[Finding]:
+    """A router that sends everything to one expert."""
+    for router in seen.routers:
+        if len(router.experts) < 3 or len(router.load) < _LEAST_STEPS:
+            continue
+        used = np.array([experts_in_use(load) for load in router.load])
+        if (used < cuts.EXPERTS.value).mean() < 0.5 or used[-1] >= cuts.EXPERTS.value:
+            continue
+        favourite = int(router.load[-1].argmax())
+        first = int(np.flatnonzero(used < cuts.EXPERTS.value)[0])
+        share = float(router.load[-1].max())
+        yield Finding(
+            "routing_collapse", "alarm", (router.layer, router.experts[favourite]), "forward",
+            first,
+            f"The router {router.layer!r} sends {percent(share)} of the tokens to "
+            f"{router.experts[favourite]!r}: {len(router.experts) - 1} of {len(router.experts)} "
+            "experts are idle.",
+            "Add a load-balancing loss or noise to the router, and start its weights small.",
+            {"share": share, "experts_in_use": float(used[-1])},
+        )  # fmt: skip
+
+
+def _reads_no_signal(seen: Observation, units: UnitActivity) -> bool:
+    """Whether all samples were alike before these units: they are then on or off for all."""
+    if seen.steps is None or units.silent == units.units:
+        return False
+    return seen.steps.spread.get(units.source or units.layer, math.nan) < cuts.SPREAD.value

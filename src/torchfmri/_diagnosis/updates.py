@@ -1,0 +1,320 @@
+"""Diagnoses of updates that go missing: cleared, clipped, decayed away, rounded off, never made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.rates import low_groups
+from torchfmri._diagnosis.signals import (
+    clip_factors,
+    median,
+    trained_matrices,
+)
+from torchfmri._records.finding import Finding
+from torchfmri._text.words import how_many, listed, percent
+
+_SUSTAINED = 3
+_WINDOW = 5
+_LEAST_STEPS = 10
+_STOPPED = 3
+
+
+def updates_lost(seen: Observation) -> Iterator[Finding]:
+    """Weights that stay bit for bit although they have gradients and an optimizer."""
+    if seen.steps is None or int(seen.steps.stepped.sum()) < _SUSTAINED:
+        return
+    if seen.steps.cleared.mean() > 0.5:  # there was nothing to update with
+        return
+    judged = [
+        each
+        for each in trained_matrices(seen)
+        if each.name in seen.weights and seen.weights[each.name].gradient == "some"
+    ]
+    told = {name for group, _ in low_groups(seen) for name in group.parameters}
+    told |= set(seen.steps.idle)
+    still = [
+        each
+        for each in judged
+        if seen.weights[each.name].moved < cuts.UNMOVED.value and each.name not in told
+    ]
+    if not still:
+        return
+    layers = tuple(dict.fromkeys(each.layer for each in still))
+    if not (seen.steps.learning_rate > 0).any():
+        yield Finding(
+            "learning_rate_zero", "alarm", (), "optimizer", int(seen.trace.steps[0]),
+            f"The learning rate was 0 in all of {len(seen.steps.learning_rate)} steps: nothing is "
+            "trained.",
+            "Set lr; if a scheduler sets it, see that scheduler.step() is called and where its "
+            "warm-up begins.",
+        )  # fmt: skip
+        return
+    yield Finding(
+        "updates_lost", "alarm", layers, "optimizer", int(seen.trace.steps[0]),
+        f"{how_many(len(still), len(judged), 'matrices')} did not change in "
+        f"{int(seen.steps.stepped.sum())} steps although they have gradients: the updates are "
+        "smaller than the last digit of the weights.",
+        "Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise the "
+        "learning rate.",
+        {"moved_share": max(seen.weights[each.name].moved for each in still)},
+    )  # fmt: skip
+
+
+def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
+    """A decay that shrinks the weights faster than gradients can build them."""
+    for group in seen.structure.groups:
+        rate = group["lr"] * group["weight_decay"]
+        if not rate >= cuts.DECAY.value:
+            continue
+        left = median([_size_left(seen, name) for name in group["parameters"]])
+        if not left < cuts.SHRUNK.value:
+            continue
+        yield Finding(
+            "weight_decay_too_strong", "alarm", (), "optimizer", int(seen.trace.steps[0]),
+            f"Weight decay takes {percent(rate)} of every weight at each step; after "
+            f"{len(seen.trace)} steps {percent(left)} of their size is left.",
+            f"Lower weight_decay={group['weight_decay']:g}: 0.01 to 0.1 is usual for AdamW.",
+            {"decay_per_step": rate, "size_left": left},
+        )  # fmt: skip
+        return
+
+
+def _size_left(seen: Observation, name: str) -> float:
+    """The size of a parameter at the end / at the start; nan where it is not known."""
+    if name in seen.weights:
+        weight = seen.weights[name]
+        return weight.last_rms / weight.rms if weight.rms > 0 else math.nan
+    sizes = seen.trace.column(name, "parameters", "rms")
+    sizes = sizes[np.isfinite(sizes)]
+    return float(sizes[-1] / sizes[0]) if len(sizes) >= _LEAST_STEPS and sizes[0] > 0 else math.nan
+
+
+def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
+    """Clipping that makes every gradient a hundredth of itself or less."""
+    factors = clip_factors(seen)
+    known = np.isfinite(factors)
+    if int(known.sum()) < _WINDOW:
+        return
+    clipped = factors[known] < cuts.CLIPPED.value
+    if clipped.mean() <= 0.9:
+        return
+    factor = median(factors)
+    norm = "" if seen.steps is None else f" (their norm is {median(seen.steps.norm):.3g})"
+    first = int(seen.trace.steps[np.flatnonzero(known)[np.flatnonzero(clipped)[0]]])
+    left = math.nan if seen.steps is None else median(seen.steps.norm * factors)
+    if left < cuts.CLIPPED_NORM.value:
+        yield Finding(
+            "clipping_too_strong", "alarm", (), "backward", first,
+            f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(clipped.mean())} "
+            f"of the steps and leaves a norm of {left:.2g}: it is the limit that is too low.",
+            "Clip at 0.1 to 10 (1 is usual), and at a norm rather than at a value.",
+            {"clip_factor": factor, "norm_left": left},
+        )  # fmt: skip
+        return
+    yield Finding(
+        "clipping_hides_explosion", "alarm", (), "backward", first,
+        f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(clipped.mean())} of "
+        "the steps: they explode, and what is left of them is mostly a direction.",
+        "Find what makes them so large (the size of the loss, of the inputs, of the "
+        "initialisation) before you clip; a healthy run is clipped now and then.",
+        {"clip_factor": factor, "share_of_steps": float(clipped.mean())},
+    )  # fmt: skip
+
+
+def step_before_backward(seen: Observation) -> Iterator[Finding]:
+    """An optimizer that steps before there is a gradient, and backward only then."""
+    early = np.zeros(0, bool) if seen.steps is None else seen.steps.early
+    if int(early.sum()) < _SUSTAINED or early.mean() <= 0.5:
+        return
+    yield Finding(
+        "step_before_backward", "alarm", (), "optimizer", int(seen.trace.steps[early.argmax()]),
+        f"In {int(early.sum())} of {len(early)} steps optimizer.step() came before backward(), "
+        "with no gradient there: nothing is trained.",
+        "Call zero_grad(), backward() and step(), in this order.",
+        {"share_of_steps": float(early.mean())},
+    )  # fmt: skip
+
+
+def cleared_gradients(seen: Observation) -> Iterator[Finding]:
+    """Gradients that arrive, and are gone when the optimizer comes for them."""
+    if seen.steps is None:
+        yield from _nothing_moves(seen)
+        return
+    cleared = seen.steps.cleared
+    if int(cleared.sum()) < _SUSTAINED or cleared.mean() <= 0.5:
+        return
+    if seen.steps.early.mean() > 0.5:  # told by another
+        return
+    yield Finding(
+        "cleared_gradients", "alarm", (), "optimizer", int(seen.trace.steps[cleared.argmax()]),
+        f"In {int(cleared.sum())} of {len(cleared)} steps backward left gradients, and all were 0 "
+        "or gone when the optimizer stepped.",
+        "Call optimizer.zero_grad() before backward, not between backward and step.",
+        {"share_of_steps": float(cleared.mean())},
+    )  # fmt: skip
+
+
+def _nothing_moves(seen: Observation) -> Iterator[Finding]:
+    """The same as a Monitor sees it: gradients at layers, none at parameters, and no update."""
+    trace = seen.trace
+    if len(trace) < _LEAST_STEPS or not trace.parameters or not seen.structure.groups:
+        return
+    arrive = np.nan_to_num(trace.matrix("gradients", "rms")) > 0
+    arrived = np.nan_to_num(trace.matrix("parameter_gradients", "rms")) > 0
+    moved = np.nan_to_num(trace.updates) > 0
+    stepped = np.isfinite(trace.updates).any(1)
+    if arrived.any() or moved.any() or np.mean(arrive.any(1)) <= 0.5:
+        return
+    if int(stepped.sum()) < _LEAST_STEPS:  # gradients may be on their way to a later step
+        return
+    if not all(group["lr"] > 0 for group in seen.structure.groups):
+        return
+    yield Finding(
+        "cleared_gradients", "alarm", (), "optimizer", int(trace.steps[0]),
+        f"In {len(trace)} steps gradients arrived at layers, and whenever the optimizer stepped "
+        "there was none at any parameter: nothing is trained.",
+        "Call optimizer.zero_grad() before backward, and optimizer.step() after it.",
+    )  # fmt: skip
+
+
+def updates_undone(seen: Observation) -> Iterator[Finding]:
+    """Weights that every step changes, and that are back when the next one begins."""
+    trace = seen.trace
+    sizes = trace.matrix("parameters", "rms")
+    if len(trace) < _WINDOW or not sizes.size:
+        return
+    moved: NDArray[np.bool_] = np.asarray((np.nan_to_num(trace.updates) > 0).any(1))
+    back: NDArray[np.bool_] = np.asarray((sizes[1:] == sizes[:-1]).all(1) & moved[:-1])
+    if not back[-_WINDOW + 1 :].all():
+        return
+    start = np.flatnonzero(~back)
+    step = int(trace.steps[int(start[-1]) + 1 if len(start) else 0])
+    yield Finding(
+        "updates_undone", "alarm", (), "optimizer", step,
+        f"From step {step} on each step changes the weights, and when the next one begins they "
+        "have their old size again, to the last digit: updates are undone.",
+        "Look for load_state_dict, a copy of the model, or an exchange of weights inside the loop.",
+        {"steps": int(len(trace) - step)},
+    )  # fmt: skip
+
+
+def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
+    """Steps that go on after the learning rate has become 0 for good."""
+    if seen.steps is None:
+        yield from _updates_ended(seen)
+        return
+    rates = seen.steps.learning_rate
+    above = np.flatnonzero(rates > 0)
+    if not len(above) or len(rates) - 1 - above[-1] < _LEAST_STEPS:
+        return
+    step = int(seen.trace.steps[above[-1] + 1])
+    yield Finding(
+        "learning_rate_zero", "alarm", (), "optimizer", step,
+        f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} steps "
+        "changed nothing.",
+        "Give the scheduler the number of steps that you train for (steps, not epochs).",
+        {"steps_without_update": int(len(rates) - 1 - above[-1])},
+    )  # fmt: skip
+
+
+def _updates_ended(seen: Observation) -> Iterator[Finding]:
+    """The same as a Monitor sees it: gradients arrive, and no weight moves any more."""
+    trace = seen.trace
+    if len(trace) < 2 * _LEAST_STEPS or not trace.parameters:
+        return
+    moved = np.flatnonzero((np.nan_to_num(trace.updates, nan=0.0) > 0).any(1))
+    if not len(moved):
+        return
+    still = len(trace) - 1 - int(moved[-1])
+    gap = max(int(np.diff(moved).max(initial=1)), int(moved[0]) + 1)  # of accumulated gradients
+    gradients = trace.matrix("parameter_gradients", "rms")[-still:] if still else np.zeros((1, 0))
+    arrives = gradients.size > 0 and bool((np.nan_to_num(gradients) > 0).any(1).all())
+    if still < max(_LEAST_STEPS, 2 * gap) or not arrives:
+        return
+    step = int(trace.steps[moved[-1] + 1])
+    yield Finding(
+        "learning_rate_zero", "alarm", (), "optimizer", step,
+        f"From step {step} on no weight changes, in {still} steps with gradients.",
+        "See where the learning rate went: give the scheduler the number of steps that you train "
+        "for (steps, not epochs).",
+        {"steps_without_update": still},
+    )  # fmt: skip
+
+
+def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
+    """Backward passes that no optimizer step follows."""
+    if seen.steps is None or len(seen.steps.stepped) < _WINDOW:
+        return
+    if seen.steps.stepped.any():
+        yield from _one_never_steps(seen, seen.steps.idle)
+        return
+    if seen.reach is not None and not seen.reach.loss_has_graph:
+        return
+    yield Finding(
+        "optimizer_never_steps", "alarm", (), "optimizer", 0,
+        f"In {len(seen.steps.stepped)} steps optimizer.step() was not called once.",
+        "Call optimizer.step() after backward, of the optimizer that was handed over.",
+    )  # fmt: skip
+
+
+def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding]:
+    """One of several optimizers that nobody calls."""
+    facts = seen.structure.parameters
+    layers = tuple(dict.fromkeys(facts[name].layer for name in idle if name in facts))
+    if not layers:
+        return
+    yield Finding(
+        "optimizer_never_steps", "alarm", layers, "optimizer", 0,
+        f"The optimizer of {listed(layers)} did not step once, while another one does: these "
+        "weights never change.",
+        "Call step() of every optimizer after backward.",
+    )  # fmt: skip
+
+
+def stopped_training(seen: Observation) -> Iterator[Finding]:
+    """Layers whose weights moved at every step and then no more, while others go on."""
+    trace = seen.trace
+    if len(trace) < _WINDOW + _STOPPED or not trace.parameters:
+        return
+    moved = np.nan_to_num(trace.updates, nan=0.0) > 0
+    others_go_on: NDArray[np.bool_] = np.asarray(moved.any(1))
+    stopped: dict[int, list[str]] = {}
+    for column, name in enumerate(trace.parameters):
+        place = _stop(moved[:, column], others_go_on)
+        facts = seen.structure.parameters.get(name)
+        if place is None or facts is None or not facts.is_matrix:
+            continue
+        gradient = trace.column(name, "parameter_gradients", "rms")[place:]
+        if (gradient == 0).any():  # it would move if anything arrived: another diagnosis
+            continue
+        if trace.updates[place - 1, column] < cuts.UPDATE_LOW.value:
+            continue  # it faded out, to below the last digit: a matter of the learning rate
+        stopped.setdefault(place, []).append(facts.layer)
+    for place, layers in stopped.items():
+        named = tuple(dict.fromkeys(layers))
+        step = int(trace.steps[place])
+        yield Finding(
+            "stopped_training", "alarm", named, "optimizer", step,
+            f"The weights of {listed(named)} moved at every step until {step - 1} and not at all "
+            f"since, while others go on.",
+            "If they were frozen on purpose, nothing is to be done; else see who set "
+            "requires_grad=False or took them out of the optimizer.",
+            {"steps_without_update": len(trace) - place},
+        )  # fmt: skip
+
+
+def _stop(moved: NDArray[np.bool_], others: NDArray[np.bool_]) -> int | None:
+    """The place from which on something that always moved does not; None if there is none."""
+    if moved[-1] or not moved.any():
+        return None
+    last = int(np.flatnonzero(moved)[-1])
+    after = others[last + 1 :]
+    if int(after.sum()) < _STOPPED or last + 1 < _WINDOW:
+        return None
+    return last + 1 if moved[last + 1 - _WINDOW : last + 1].all() else None

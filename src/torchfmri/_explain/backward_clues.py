@@ -1,0 +1,172 @@
+"""What more than its message tells about a failed backward pass: read from graph and layers.
+
+Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfmri._explain.crash import Crash
+from torchfmri._explain.failed_backward import (
+    consumers,
+    forward_line,
+    is_view,
+    nodes_of,
+    operation_name,
+    place_of,
+    producers,
+    used_leaves,
+    written_tensor,
+)
+from torchfmri._explain.failure import Clues
+from torchfmri._text.labels import layer_label
+from torchfmri._torch.private import checkpointed_function, function_of
+
+
+def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
+    """Which operation needed the tensor that was written, and probably who wrote it."""
+    nodes = nodes_of(crash)
+    found = written_tensor(crash, nodes)
+    now = re.sub(r"Backward\d*$", "", match["operation"] or "")
+    if found is None:
+        return _by_name(crash, match, [node for node in nodes if operation_name(node) == now])
+    node, saved = found
+    name = operation_name(node)
+    place = place_of(crash, node)
+    facts = [f"The operation {name} had kept this tensor ({saved}) and cannot go back without it."]
+    cure: tuple[str, ...] = ()
+    after = consumers(nodes, node) if saved == "result" else []
+    leaves = [each for each in used_leaves(node) if _is_told(each, match)]
+    if leaves and (not now or is_view(now)):
+        named = _parameter_name(crash, leaves[0])
+        facts.append(f"Probably it is {named}, changed by optimizer.step() or by hand.")
+        cure = ("Call optimizer.step() after the last backward pass that needs the old values.",)
+    elif now and now in producers(node):
+        facts.append(f"Probably the output of {now} was written under no_grad, or by a view of it.")
+    elif now and now != name and not is_view(now):
+        facts.append(f"It is now the output of {now}: that operation was done in place.")
+    elif len(after) == 1:
+        line = forward_line(after[0])
+        at = f" ({Path(line.file).name}:{line.number}: {line.code})" if line else ""
+        facts.append(f"Probably the next operation, {operation_name(after[0])}, was in place{at}.")
+    return Clues(tuple(facts), cure, place.layer, place.near, forward_line(node))
+
+
+def by_function(crash: Crash, match: re.Match[str]) -> Clues:
+    """Where the operation named in the message is in the graph, and in the user's code."""
+    named = [node for node in nodes_of(crash) if node.name() == match["function"]]
+    if not named:
+        return Clues()
+    facts = []
+    cls = function_of(named[0])
+    if cls is not None:
+        file, number = inspect.getsourcefile(cls.backward), _first_line(cls.backward)
+        facts.append(f"{cls.__name__}.backward is at {file}:{number}.")
+    places = {place_of(crash, node) for node in named}
+    if len(places) > 1:
+        where = sorted(layer_label(each.layer or each.near or "") for each in places)
+        facts.append(f"The graph has {len(named)} of them, in or after: {', '.join(where[:5])}.")
+        return Clues(tuple(facts))
+    place = places.pop()
+    line = forward_line(named[0]) if len(named) == 1 else None
+    return Clues(tuple(facts), (), place.layer, place.near, line)
+
+
+def by_only_function(crash: Crash, _: re.Match[str]) -> Clues:
+    """Where the custom Function is, if the graph has only one; the message does not name it."""
+    custom = [node for node in nodes_of(crash) if function_of(node) is not None]
+    if len(custom) != 1:
+        return Clues((f"The graph has {len(custom)} operations of custom Functions.",))
+    told = f"The only custom Function in the graph is {function_of(custom[0]).__name__}."
+    place = place_of(crash, custom[0])
+    return Clues((told,), (), place.layer, place.near, forward_line(custom[0]))
+
+
+def by_checkpoint(crash: Crash, _: re.Match[str]) -> Clues:
+    """Which layer was recomputed, and what came out different."""
+    frames = (crash.local("frame", "unpack_hook"), crash.local("frame"))
+    function = next(filter(None, map(checkpointed_function, frames)), None)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    lines = [line.strip() for line in crash.message.splitlines()]
+    told = [line for line in lines if re.match(r"Number of|saved metadata|recomputed met", line)]
+    facts = tuple(line.rstrip(".") + "." for line in told[:2])
+    layer = crash.layer_of(owner) if isinstance(owner, nn.Module) else None
+    return Clues(facts, layer=layer)
+
+
+def by_loss(crash: Crash, _: re.Match[str]) -> Clues:
+    """What the loss is, and whether any parameter asks for a gradient."""
+    facts: list[str] = []
+    for loss in crash.roots()[:1]:
+        facts.append(f"The loss has shape {tuple(loss.shape)} and dtype {loss.dtype}.")
+        if loss.is_inference():
+            facts.append("It was made under torch.inference_mode(), which keeps no graph.")
+        elif not loss.is_floating_point() and not loss.is_complex():
+            facts.append("Whole numbers have no gradient (argmax, rounding, a count).")
+    parameters = list(crash.model.parameters()) if crash.model is not None else []
+    if parameters:
+        asking = sum(parameter.requires_grad for parameter in parameters)
+        facts.append(f"{asking} of {len(parameters)} parameters of the model require a gradient.")
+    return Clues(tuple(facts))
+
+
+def by_unused(crash: Crash, match: re.Match[str]) -> Clues:
+    """The names of the parameters that got no gradient."""
+    if crash.model is None or not match["indices"]:
+        return Clues()
+    asking = _trainable(crash)
+    unused = [asking[int(each)] for each in match["indices"].split() if int(each) < len(asking)]
+    names = [".".join(filter(None, owner)) for owner in unused]
+    if not names:
+        return Clues()
+    more = ", ..." if len(names) > 5 else ""
+    return Clues((f"Without a gradient: {', '.join(names[:5])}{more}.",), layer=unused[0][0])
+
+
+def _is_told(tensor: Tensor, match: re.Match[str]) -> bool:
+    """Whether a tensor has the version and the number of elements that the message names."""
+    size = math.prod(int(each) for each in re.findall(r"\d+", match["shape"]))
+    return tensor._version == int(match["now"]) and tensor.numel() == size
+
+
+def _parameter_name(crash: Crash, parameter: Tensor) -> str:
+    owner = crash.parameters.get(id(parameter))
+    return f"the parameter {'.'.join(filter(None, owner))!r}" if owner else "a parameter"
+
+
+def _by_name(crash: Crash, match: re.Match[str], named: list[Any]) -> Clues:
+    """What the name in the message tells, where saved tensors cannot be read."""
+    facts = _same_parameter(crash, match)
+    if len(named) != 1:
+        return Clues(facts)
+    name = operation_name(named[0])
+    place = place_of(crash, named[0])
+    told = f"Probably the only {name} of the graph has kept the tensor, or has written it."
+    layer = place.layer if place.layer is not None else place.near
+    return Clues((told, *facts), near=layer, forward=forward_line(named[0]))
+
+
+def _same_parameter(crash: Crash, match: re.Match[str]) -> tuple[str, ...]:
+    """Parameters with the size and version of the message, where the graph tells nothing."""
+    parameters = crash.model.parameters() if crash.model is not None else ()
+    named = [_parameter_name(crash, each) for each in parameters if _is_told(each, match)]
+    if not 0 < len(named) < 4:
+        return ()
+    return (f"Of this size and version: {', '.join(named)}; it may be the tensor.",)
+
+
+def _trainable(crash: Crash) -> list[tuple[str, str]]:
+    model = crash.model
+    parameters = model.parameters() if model is not None else ()
+    return [crash.parameters[id(each)] for each in parameters if each.requires_grad]
+
+
+def _first_line(function: Any) -> int:
+    return int(inspect.unwrap(function).__code__.co_firstlineno)

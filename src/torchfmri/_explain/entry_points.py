@@ -1,0 +1,252 @@
+"""Explaining an exception, after it was caught or as it leaves a `with` block."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from torchfmri._explain.crash import Crash, SourceLine, describe
+from torchfmri._explain.explanation import Explanation, short_path
+from torchfmri._explain.failed_backward import reached
+from torchfmri._explain.failure import Clues, Failure
+from torchfmri._explain.failures import find_failure
+from torchfmri._model.attachment import switched_off
+from torchfmri.exceptions import ExplainedError, InspectionError, explained_error
+
+_MOST_TENSORS = 4
+
+
+def explain(exception: BaseException | None = None, model: nn.Module | None = None) -> Explanation:
+    """The explanation of an exception.
+
+    Nothing has to be prepared: everything is read from the traceback, whose frames keep their
+    variables, and for a backward pass from the graph of the loss. Nothing is run again.
+
+    Args:
+        exception: What was raised; by default the last one that nobody caught (in a notebook or an
+            interactive session).
+        model: The model whose layer names are wanted; by default the outermost module that was
+            running, or the only model among the variables of the failing code.
+
+    Raises:
+        InspectionError: There is no exception to explain, or `model` is not a module.
+    """
+    if exception is None:
+        exception = getattr(sys, "last_value", None)
+        if exception is None:
+            raise InspectionError(
+                "There is no exception to explain: nothing was raised in this session without "
+                "being caught. Pass the one you caught: torchfmri.explain(error)."
+            )
+    if not isinstance(exception, BaseException):
+        raise InspectionError(
+            f"explain takes an exception, not {exception!r}. Catch it with "
+            "`except Exception as error:` and pass error."
+        )
+    _check_model(model)
+    if isinstance(exception, ExplainedError):
+        return exception.explanation  # type: ignore[no-any-return]
+    crash = Crash(exception, model)
+    found = find_failure(crash)
+    cause = exception.__cause__ or (
+        None if exception.__suppress_context__ else exception.__context__
+    )
+    if found is None and cause is not None:
+        deeper = Crash(cause, model)
+        if (found := find_failure(deeper)) is not None:
+            crash = deeper
+    return _write(crash, *found) if found is not None else _write_unknown(crash)
+
+
+def explained(
+    model: nn.Module | None = None, *, detect: bool = False
+) -> AbstractContextManager[None]:
+    """A `with` block in which failures that are known are raised with their explanation.
+
+    Such an exception is raised again as an `ExplainedError` that is also of the original's class
+    (`except RuntimeError` goes on working), has its `args`, and the original as `__cause__`. What
+    is not known, and exceptions of classes that are neither Python's nor PyTorch's, pass on as the
+    same object with a note about layer and line. KeyboardInterrupt and the like are left alone, and
+    so are errors of torchfmri.
+
+    Args:
+        model: As for `explain`.
+        detect: Record the line of every forward operation (anomaly detection without its check for
+            NaN), so that a failed backward pass can be led back to it. Restored at the end. This
+            makes a forward pass several times slower.
+
+    Raises:
+        InspectionError: `model` is not a module.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> model = torch.nn.Linear(4, 2)
+        >>> try:
+        ...     with torchfmri.explained(model):
+        ...         model(torch.randn(3, 5))
+        ... except RuntimeError as error:
+        ...     print(type(error).__name__, error.explanation.kind, type(error.__cause__).__name__)
+        ExplainedRuntimeError matrix_shape RuntimeError
+    """
+    _check_model(model)
+    return nullcontext() if switched_off() else _Explained(model, detect)
+
+
+class _Explained(AbstractContextManager[None]):
+    """The block of `explained`."""
+
+    def __init__(self, model: nn.Module | None, detect: bool) -> None:
+        self._model = model
+        self._detect = detect
+        self._anomaly: list[torch.autograd.set_detect_anomaly] = []
+
+    def __enter__(self) -> None:
+        if self._detect and not torch.is_anomaly_enabled():
+            self._anomaly.append(torch.autograd.set_detect_anomaly(True, check_nan=False))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._anomaly:
+            self._anomaly.pop().__exit__(None, None, None)
+        if not isinstance(error, Exception) or isinstance(error, (ExplainedError, InspectionError)):
+            return
+        try:
+            explanation = explain(error, self._model)
+        except Exception as ours:  # the user's error must come through, with ours told
+            _add_note(error, f"torchfmri could not explain this: {type(ours).__name__}: {ours}")
+            return
+        known = type(error).__module__.partition(".")[0] in ("builtins", "torch")
+        if explanation.recognised and known:
+            raise explained_error(error, explanation) from error
+        _add_note(error, f"torchfmri:\n{explanation.body()}")
+
+
+def _write(crash: Crash, failure: Failure, match: re.Match[str]) -> Explanation:
+    groups = {name: value or "" for name, value in match.groupdict().items()}
+    read = failure.clues
+    clues = Clues() if read is None else _read(lambda: read(crash, match))
+    placed = crash.phase == "backward" and (clues.layer is not None or clues.near is not None)
+    around = () if placed else _place_facts(crash)
+    return _place(
+        crash,
+        clues,
+        kind=failure.kind,
+        what=failure.what.format_map(groups),
+        why=failure.why,
+        cure=(*clues.cure, *(each.format_map(groups) for each in failure.cure)),
+        facts=(*clues.facts, *around, *_hook_fact(crash)),
+    )
+
+
+def _write_unknown(crash: Crash) -> Explanation:
+    if crash.hook is not None:
+        return _write_hook(crash, *crash.hook)
+    return _place(
+        crash,
+        Clues(),
+        kind="unknown",
+        what="This is none of the failures that torchfmri knows; here is where it happened.",
+        why="",
+        cure=(),
+        facts=_place_facts(crash),
+    )
+
+
+def _write_hook(crash: Crash, line: SourceLine, module: nn.Module | None) -> Explanation:
+    of = "a tensor or a parameter" if module is None else "a module"
+    return _place(
+        crash,
+        Clues(layer=crash.layer_of(module)),
+        kind="hook_raised",
+        what=f"A hook of {of} raised the exception; the model itself did not fail.",
+        why=f"The hook is {line.function} at {short_path(line.file)}:{line.number}. What is raised "
+        "in a hook stops the pass that called it; gradients may then be half done.",
+        cure=(
+            "Mend the hook, or remove it: handle.remove() on what register_*_hook returned.",
+            "After a failed backward pass: optimizer.zero_grad() before the next one.",
+        ),
+    )
+
+
+def _place(
+    crash: Crash,
+    clues: Clues,
+    *,
+    kind: str,
+    what: str,
+    why: str,
+    cure: tuple[str, ...],
+    facts: tuple[str, ...] = (),
+) -> Explanation:
+    """The explanation with everything that is known about the place."""
+    layer = clues.layer if clues.layer is not None else crash.layer_of(crash.module)
+    module = crash.layers.get(layer, crash.module) if layer is not None else crash.module
+    return Explanation(
+        kind=kind,
+        error=f"{type(crash.error).__name__}: {crash.message}",
+        what=what,
+        why=why,
+        cure=cure,
+        facts=facts,
+        layer=layer,
+        module=None if module is None else type(module).__name__,
+        near=clues.near if layer is None else None,
+        phase=crash.phase,
+        source=crash.source,
+        operation=crash.operation,
+        forward=clues.forward,
+    )
+
+
+def _read(clues: Callable[[], Clues]) -> Clues:
+    try:
+        return clues()
+    except Exception as error:  # the rest of the explanation does not depend on it
+        return Clues((f"(Reading more failed: {type(error).__name__}: {error})",))
+
+
+def _place_facts(crash: Crash) -> tuple[str, ...]:
+    """What the layer was given and what it holds; how far a backward pass came."""
+    if crash.phase == "backward":
+        return _read(lambda: Clues(tuple(filter(None, [reached(crash)])))).facts
+    if crash.module is None:
+        return ()
+    given = [describe(each) for each in crash.inputs().values()]
+    held = [
+        f"{name} {describe(each)}"
+        for name, each in crash.module._parameters.items()
+        if each is not None
+    ]
+    facts = []
+    for verb, items in (("It was called with", given), ("It holds", held)):
+        more = f" and {len(items) - _MOST_TENSORS} more" if len(items) > _MOST_TENSORS else ""
+        if items:
+            facts.append(f"{verb} {', '.join(items[:_MOST_TENSORS])}{more}.")
+    return tuple(facts)
+
+
+def _hook_fact(crash: Crash) -> tuple[str, ...]:
+    if crash.hook is None:
+        return ()
+    line, _ = crash.hook
+    return (f"It happened in the hook {line.function} at {short_path(line.file)}:{line.number}.",)
+
+
+def _check_model(model: nn.Module | None) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise InspectionError(f"model must be an nn.Module or None, not {model!r}.")
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    # What add_note does, also before Python 3.11 and for classes that forbid setting attributes.
+    error.__dict__.setdefault("__notes__", []).append(text)

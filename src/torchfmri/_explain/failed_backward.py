@@ -1,0 +1,169 @@
+"""The graph of a backward pass that failed: which operation it was, and near which layer.
+
+The frames of the traceback keep the loss and with it the graph, so it can be read afterwards:
+which saved tensor was written, whose parameters an operation uses. No hooks, nothing is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchfmri._explain.crash import Crash, SourceLine, is_of_torch
+from torchfmri._text.labels import layer_label
+from torchfmri._torch.private import node_sequence_number, saved_tensor_errors
+
+_MOST_NODES = 200_000
+_VIEWS = re.compile(
+    r"(T|AsStrided|Unsafe\w*|\w*View|Transpose|Permute|Reshape\w*|ToCopy)(Backward\d*)?"
+)
+_FRAME = re.compile(
+    r'File "(?P<file>.+)", line (?P<number>\d+), in (?P<function>.+)\n *(?P<code>.*)'
+)
+
+
+class Place(NamedTuple):
+    """Where an operation of the backward pass belongs.
+
+    Attributes:
+        layer: The layer whose parameters it uses.
+        near: Where it uses none: the layer whose parameters come last before it.
+    """
+
+    layer: str | None = None
+    near: str | None = None
+
+
+def nodes_of(crash: Crash) -> list[Any]:
+    """The operations of the graph behind the failed backward pass, in the order it runs them."""
+    found: dict[int, Any] = {}
+    waiting = [root.grad_fn for root in crash.roots() if root.grad_fn is not None]
+    while waiting and len(found) < _MOST_NODES:
+        node = waiting.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            waiting += list(_next(node))
+    operations = [node for node in found.values() if not _is_leaf(node)]
+    return sorted(operations, key=node_sequence_number, reverse=True)
+
+
+def written_tensor(crash: Crash, nodes: list[Any]) -> tuple[Any, str] | None:
+    """The operation whose saved tensor was written to, and the name it saved it under.
+
+    Exact where PyTorch lets a saved tensor be read: reading it again fails with the same words.
+    """
+    for node in nodes:
+        for name, reason in saved_tensor_errors(node).items():
+            if reason and _without_hint(reason) == _without_hint(crash.message):
+                return node, name
+    return None
+
+
+def reached(crash: Crash) -> str:
+    """How far the backward pass came, told by what it has freed on its way; empty if unclear."""
+    kept = [(node, saved_tensor_errors(node)) for node in nodes_of(crash)]
+    freed = [
+        (node, any("second time" in each for each in errors.values()))
+        for node, errors in kept
+        if errors
+    ]
+    flags = [each for _, each in freed]
+    count = flags.index(False) if False in flags else 0
+    if not count or any(flags[count:]):  # not in one piece: an earlier pass freed some of it
+        return ""
+    node = freed[count][0]
+    place = place_of(crash, node)
+    at = "of" if place.layer is not None else "after"
+    layer = place.layer if place.layer is not None else place.near
+    where = "" if layer is None else f", {at} layer {layer_label(layer)!r}"
+    return f"The backward pass had probably come to the operation {operation_name(node)}{where}."
+
+
+def place_of(crash: Crash, node: Any) -> Place:
+    """The layer to which an operation belongs, told by the parameters that it uses."""
+    used = _owners(crash, node)
+    if used:
+        return Place(layer=used[0][0])
+    level, seen = [node], {id(node)}
+    while level:
+        below = []
+        for each in level:
+            owners = _owners(crash, each)
+            if owners:
+                return Place(near=owners[0][0])
+            for deeper in _next(each):
+                if id(deeper) not in seen:
+                    seen.add(id(deeper))
+                    below.append(deeper)
+        level = below
+    return Place()
+
+
+def used_leaves(node: Any) -> list[Tensor]:
+    """The parameters and other leaves that an operation takes, also transposed or cast."""
+    found = []
+    for each in _next(node):
+        below = each
+        while is_view(type(below).__name__):
+            deeper = list(_next(below))
+            if len(deeper) != 1:
+                break
+            below = deeper[0]
+        variable = getattr(below, "variable", None) if _is_leaf(below) else None
+        if variable is not None:
+            found.append(variable)
+    return found
+
+
+def forward_line(node: Any) -> SourceLine | None:
+    """The line of the forward pass that made an operation, where anomaly detection recorded it.
+
+    The last one outside PyTorch's own files is taken.
+    """
+    recorded = "".join(node.metadata.get("traceback_", ()))
+    lines = [
+        SourceLine(each["file"], int(each["number"]), each["function"].strip(), each["code"])
+        for each in _FRAME.finditer(recorded)
+    ]
+    outside = [line for line in lines if not is_of_torch(line.file)]
+    return outside[-1] if outside else None
+
+
+def operation_name(node: Any) -> str:
+    """The name of a forward operation, such as `Sigmoid`."""
+    return re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
+
+
+def consumers(nodes: list[Any], node: Any) -> list[Any]:
+    """The operations that take the result of `node`."""
+    return [each for each in nodes if any(below is node for below in _next(each))]
+
+
+def producers(node: Any) -> list[str]:
+    """The names of the operations whose results `node` takes."""
+    return [operation_name(each) for each in _next(node) if not _is_leaf(each)]
+
+
+def is_view(name: str) -> bool:
+    """Whether the operation of this name only looks at its input in another way."""
+    return _VIEWS.fullmatch(name) is not None
+
+
+def _owners(crash: Crash, node: Any) -> list[tuple[str, str]]:
+    used = [id(each) for each in used_leaves(node)]
+    return [crash.parameters[each] for each in used if each in crash.parameters]
+
+
+def _without_hint(message: str) -> str:
+    return message.partition("Hint:")[0]
+
+
+def _next(node: Any) -> Iterator[Any]:
+    return (below for below, _ in node.next_functions if below is not None)
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"

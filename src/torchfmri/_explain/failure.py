@@ -1,0 +1,64 @@
+"""The record of one kind of failure, and of what was read about one that happened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchfmri._explain.crash import Crash, SourceLine
+
+
+class Clues(NamedTuple):
+    """What was read about one failure.
+
+    Attributes:
+        facts: What was found, one sentence each.
+        cure: Cures that these facts suggest; they come first.
+        layer: The layer, where it is known better than from the traceback.
+        near: The layer before the place, where the layer itself is not known.
+        forward: For a failed backward pass: the line of the forward pass.
+    """
+
+    facts: tuple[str, ...] = ()
+    cure: tuple[str, ...] = ()
+    layer: str | None = None
+    near: str | None = None
+    forward: SourceLine | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One kind of failure.
+
+    Attributes:
+        kind: A short name for programs.
+        pattern: A regular expression that is searched in the message; case does not matter.
+        what: What happened, one sentence; `{group}` stands for a group of the pattern.
+        why: How it comes about.
+        cure: What to do, the most likely first.
+        error: The class by which it is known; PyTorch's or not, whoever raised it.
+        when: A further condition.
+        clues: Reads more than the message says.
+    """
+
+    kind: str
+    pattern: str
+    what: str
+    why: str
+    cure: tuple[str, ...]
+    error: type[BaseException] | None = None
+    when: Callable[[Crash, re.Match[str]], bool] | None = None
+    clues: Callable[[Crash, re.Match[str]], Clues] | None = None
+
+    def match(self, crash: Crash) -> re.Match[str] | None:
+        """The match of the pattern, where this failure is the one."""
+        if self.error is not None and not isinstance(crash.error, self.error):
+            return None
+        if self.error is None and crash.raised_by_others:
+            return None
+        found = re.search(self.pattern, crash.message, re.IGNORECASE | re.DOTALL)
+        if found is None or (self.when is not None and not self.when(crash, found)):
+            return None
+        return found

@@ -1,0 +1,27 @@
+"""The table of failures that can be explained.
+
+To add one: an entry of `BACKWARD_FAILURES` or `FORWARD_FAILURES`, and a test that makes the real
+failure happen. Patterns are matched loosely, because the wording changes between versions; named
+groups fill the texts. The first entry that matches counts, so the special ones stand before the
+general ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torchfmri._explain.backward_failures import BACKWARD_FAILURES
+from torchfmri._explain.crash import Crash
+from torchfmri._explain.failure import Failure
+from torchfmri._explain.forward_failures import FORWARD_FAILURES
+
+FAILURES: tuple[Failure, ...] = (*BACKWARD_FAILURES, *FORWARD_FAILURES)
+
+
+def find_failure(crash: Crash) -> tuple[Failure, re.Match[str]] | None:
+    """The first failure of the table that fits, with its match."""
+    for failure in FAILURES:
+        match = failure.match(crash)
+        if match is not None:
+            return failure, match
+    return None

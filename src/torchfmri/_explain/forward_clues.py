@@ -1,0 +1,185 @@
+"""What more than its message tells about a failure: read from tensors, layers and names.
+
+Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._explain.crash import Crash
+from torchfmri._explain.failure import Clues
+
+_PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
+_ALIASES = {"long int": "long", "unsigned char": "byte", "float16": "half", "float64": "double"}
+_KEY = re.compile(r'"([^"]+)"')
+
+
+def with_doubled_cache(crash: Crash, match: re.Match[str]) -> bool:
+    """Whether sizes N and 2N met while a cache of keys and values was in use."""
+    small, large = sorted((int(match["first"]), int(match["second"])))
+    return large == 2 * small and small > 0 and _uses_cache(crash)
+
+
+def in_embedding(crash: Crash, _: re.Match[str]) -> bool:
+    """Whether it happened while an embedding was looked up (or nothing is known about it)."""
+    functions = ("embedding", "embedding_bag")
+    return not crash.steps or any(crash.local("weight", each) is not None for each in functions)
+
+
+def in_loss(crash: Crash, _: re.Match[str]) -> bool:
+    """Whether it happened in a loss of torch.nn.functional (or nothing is known about it)."""
+    return not crash.steps or isinstance(crash.local("target"), Tensor)
+
+
+def by_matrix(crash: Crash, match: re.Match[str]) -> Clues:
+    """What the layer takes, and whether flattening or swapping dimensions would do."""
+    tensors = list(crash.inputs().values())
+    if not isinstance(crash.module, nn.Linear) or not tensors:
+        return Clues()
+    shape, wanted = tuple(tensors[0].shape), crash.module.in_features
+    facts = (f"The layer takes {wanted} features; the last size of {shape} is {shape[-1]}.",)
+    for start in range(len(shape) - 1):
+        if math.prod(shape[start:]) == wanted:
+            return Clues(facts, (f"Flatten the input first: x.flatten({start}) has {wanted}.",))
+    if wanted in shape:
+        axis = shape.index(wanted)
+        return Clues(facts, (f"Dimension {axis} has {wanted}: x.transpose({axis}, -1) fits.",))
+    return Clues(facts, (f"Make it nn.Linear({shape[-1]}, ...) if the input is what you meant.",))
+
+
+def by_channels(crash: Crash, match: re.Match[str]) -> Clues:
+    """Whether the channels are there, in another dimension."""
+    tensors = list(crash.inputs().values())
+    wanted = int(match["wanted"])
+    if tensors and tensors[0].dim() > 2 and tensors[0].shape[-1] == wanted:
+        order = (0, tensors[0].dim() - 1, *range(1, tensors[0].dim() - 1))
+        where = f"The last dimension has {wanted}: probably channels come last in your data."
+        return Clues((where,), (f"Put the channels first: x.permute{order}.",))
+    return Clues()
+
+
+def by_indices(crash: Crash, _: re.Match[str]) -> Clues:
+    """The range of the indices against the size of the table."""
+    table, indices = crash.local("weight", "embedding"), crash.local("input", "embedding")
+    facts = f"The table has {len(table)} rows" if isinstance(table, Tensor) else ""
+    span = _span(indices)
+    if not facts or span is None:
+        return Clues()
+    return Clues(
+        (f"{facts} (0 to {len(table) - 1}); the indices run from {span[0]} to {span[1]}.",)
+    )
+
+
+def by_target(crash: Crash, _: re.Match[str]) -> Clues:
+    """The range of the target against the number of classes."""
+    scores, target = crash.local("input", "cross_entropy"), crash.local("target", "cross_entropy")
+    if not isinstance(scores, Tensor) or not isinstance(target, Tensor) or scores.dim() < 1:
+        return Clues()
+    classes = scores.shape[1 if scores.dim() > 1 else 0]
+    span = _span(target)
+    if span is None:
+        return Clues((f"There are {classes} classes.",))
+    told = f"There are {classes} classes (0 to {classes - 1}); the target runs from {span[0]} to"
+    cure: tuple[str, ...] = ()
+    if span == (1, classes):
+        cure = ("Probably the labels start at 1: pass target - 1.",)
+    elif span[0] < 0:
+        cure = (f"Say which label stands for nothing: ignore_index={span[0]}.",)
+    return Clues((f"{told} {span[1]}.",), cure)
+
+
+def by_keys(crash: Crash, _: re.Match[str]) -> Clues:
+    """Which keys are missing and unexpected, and whether only a prefix differs."""
+    missing = _keys(crash.message, "Missing")
+    unexpected = _keys(crash.message, "Unexpected")
+    shapes = re.findall(r"size mismatch for (\S+):", crash.message)
+    facts = tuple(
+        f"{len(keys)} {word}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else '.'}"
+        for word, keys in (("missing", missing), ("unexpected", unexpected), ("resized", shapes))
+        if keys
+    )
+    first = next(iter(shapes or missing), None)
+    layer = first.rpartition(".")[0] if first and first.rpartition(".")[0] in crash.layers else None
+    return Clues(facts, _prefix_cure(missing, unexpected), layer)
+
+
+def by_types(crash: Crash, match: re.Match[str]) -> Clues:
+    """What usually brings these two types together."""
+    words = [re.split(r"::|\.", each)[-1].lower() for each in match.groups() if each]
+    names = {_ALIASES.get(word, word.removesuffix("tensor")) for word in words}
+    if names & {"double"}:
+        return Clues(cure=("float64 comes from NumPy: torch.from_numpy(a).float(), or x.float().",))
+    if names & {"half", "bfloat16"}:
+        told = "One side has 16 bits: model.half(), or an output made inside autocast used outside."
+        cure = "Run all of it inside one torch.autocast block, or cast: x.to(layer.weight.dtype)."
+        return Clues((told,), (cure,))
+    if names & {"long", "int", "byte", "bool", "short", "char"}:
+        return Clues(cure=("Whole numbers do not multiply with weights: x.float().",))
+    return Clues()
+
+
+def by_memory(crash: Crash, match: re.Match[str]) -> Clues:
+    """How much was asked for, and what the part of training says about it."""
+    asked = re.search(r"allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)", crash.message)
+    facts = [f"It asked for {_size_text(asked[1])}."] if asked else []
+    if crash.phase == "optimizer step":
+        facts.append(
+            "In optimizer.step(): the first step allocates the optimizer's state (Adam: 2x)."
+        )
+    elif crash.phase == "backward":
+        facts.append("In the backward pass: tensors kept by the forward pass are all still there.")
+    return Clues(tuple(facts))
+
+
+def _uses_cache(crash: Crash) -> bool:
+    return any(
+        ("past" in name or "cache" in name) and value is not None and not isinstance(value, int)
+        for step in crash.steps
+        for name, value in list(step.frame.f_locals.items())
+        if not step.of_torch
+    )
+
+
+def _prefix_cure(missing: list[str], unexpected: list[str]) -> tuple[str, ...]:
+    """How to rename the keys, where all of them differ by the same prefix."""
+    for long, short, verb in ((unexpected, missing, "removeprefix"), (missing, unexpected, "add")):
+        if not long or len(long) != len(short) or not long[0].endswith(f".{short[0]}"):
+            continue
+        prefix = long[0].removesuffix(short[0])
+        if [prefix + each for each in short] != long:
+            continue
+        new = f"key.removeprefix({prefix!r})" if verb == "removeprefix" else f"{prefix!r} + key"
+        by = f" (put there by {_PREFIXES[prefix]})" if prefix in _PREFIXES else ""
+        told = f"Only the prefix {prefix!r} differs{by}: "
+        return (f"{told}load {{{new}: value for key, value in state.items()}}.",)
+    return ()
+
+
+def _keys(message: str, word: str) -> list[str]:
+    found = re.search(rf"{word} key\(s\) in state_dict: ([^\n]*)", message)
+    return _KEY.findall(found[1]) if found else []
+
+
+def _span(values: Any) -> tuple[int, int] | None:
+    """Least and greatest value, of a tensor of whole numbers that can be read without waiting."""
+    if not isinstance(values, Tensor) or values.device.type != "cpu" or not values.numel():
+        return None
+    if values.is_floating_point() or values.dtype == torch.bool:
+        return None
+    return int(values.min()), int(values.max())
+
+
+def _size_text(asked: str) -> str:
+    number, unit = asked.split()
+    if unit != "bytes":
+        return asked
+    amount, units = float(number), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.3g} {units[0]}"

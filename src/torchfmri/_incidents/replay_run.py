@@ -1,0 +1,219 @@
+"""Runs a step again that a Monitor wrote down, and narrows it to sample, layer, operation, line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchfmri._incidents.aftermath import weight_norms
+from torchfmri._incidents.incident import Part, read_part
+from torchfmri._incidents.model_call import ModelCall
+from torchfmri._incidents.origin import loss_in
+from torchfmri._incidents.redone_step import BadStep, redo_call
+from torchfmri._incidents.stored_data import omissions
+from torchfmri._model.factory import Subject
+from torchfmri._model.layers import unwrap
+from torchfmri._records.finding import Finding
+from torchfmri._torch.elements import map_tensors
+from torchfmri.exceptions import InspectionError
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The outcome of running an incident again.
+
+    Attributes:
+        step: The number of the step.
+        rank: The process whose part was run.
+        finding: What it is; as it was written, if nothing was run.
+        was_run: Whether the step was run again.
+        notes: Reservations.
+    """
+
+    step: int
+    rank: int
+    finding: Finding
+    was_run: bool
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome as plain data, for JSON."""
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "was_run": self.was_run,
+            "finding": self.finding.to_dict(),
+            "notes": list(self.notes),
+        }
+
+    def text(self) -> str:
+        """The outcome in words."""
+        how = "run again" if self.was_run else "as it was written down"
+        code = self.finding.evidence.get("code")
+        lines = [
+            f"Step {self.step} of process {self.rank}, {how}: {self.finding.problem}",
+            "",
+            self.finding.text,
+            *([f"    {code}"] if code else []),
+            f"What to do: {self.finding.advice}",
+            *(f"Note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def replay(folder: str | Path, subject: Subject | None = None, rank: int | None = None) -> Replay:
+    """What is wrong with the step of an incident.
+
+    Args:
+        folder: Of the incident, or of several: then the latest.
+        subject: The model and loss to run it with; without them the finding as it was written.
+        rank: Of which process; by default of the one that has the origin.
+
+    Raises:
+        InspectionError: It cannot be read, or not be run.
+    """
+    part = read_part(Path(folder), rank)
+    if subject is None:
+        note = "Name your model and loss to run it again: --factory module:factory."
+        return Replay(part.step, part.rank, part.finding, False, (note,))
+    if not part.calls:
+        raise InspectionError(
+            "The incident holds no call of the model: it was not called as model(...) with "
+            "gradients on, or was compiled in place."
+        )
+    model, notes = subject.model, _prepare(subject.model, part)
+    step = BadStep(
+        part.step, part.calls, [], {"": torch.empty(0)}, bool(part.about.get("after_update")),
+        _scale(part),
+    )  # fmt: skip
+    found = None
+    for call in part.calls:
+        moved = _to_device(call, model)
+        found = redo_call(step, moved, model, _loss_for(subject, moved, part.told, notes))
+        if found is not None:
+            break
+    finding = found or _not_reproduced(part)
+    return Replay(part.step, part.rank, finding, True, tuple(dict.fromkeys(notes)))
+
+
+def _prepare(model: nn.Module, part: Part) -> list[str]:
+    """Give the model its weights, if they were written; returns reservations."""
+    kept = {"calls": [call.to_data() for call in part.calls], "told": part.told}
+    absent = dict.fromkeys(omissions(kept))
+    notes = [f"A {kind} among the batch could not be kept." for kind in absent]
+    if part.about.get("batch_was_written"):
+        notes.append("The batch was written to after the model was called.")
+    if part.weights is not None:
+        inner = unwrap(model)
+        try:
+            inner.load_state_dict(part.weights)
+        except RuntimeError as error:
+            raise InspectionError(
+                f"The weights of the incident do not fit the model of the factory: {error}"
+            ) from error
+    elif not _same_norms(part.about.get("norms") or {}, weight_norms(model)):
+        notes.append(
+            "The weights are not those of the incident. Let the factory load the checkpoint "
+            "before it, or have them written: Monitor(incidents=Incidents(folder, weights=True))."
+        )
+    model.train(bool(part.about.get("training", True)))
+    return notes
+
+
+def _same_norms(then: dict[str, float | None], now: dict[str, float]) -> bool:
+    if then.keys() != now.keys():
+        return False
+    return all(
+        (value is None and not math.isfinite(now[name]))
+        or (value is not None and math.isclose(value, now[name], rel_tol=1e-4, abs_tol=1e-12))
+        for name, value in then.items()
+    )
+
+
+def _scale(part: Part) -> float:
+    scaler = part.about.get("scaler") or {}
+    return float(scaler.get("scale") or 1.0)
+
+
+def _loss_for(
+    subject: Subject, call: ModelCall, told: Any, notes: list[str]
+) -> Callable[..., Any] | None:
+    """The loss to call after the model: with what it was called with then, where that is known."""
+    loss = subject.loss
+    if loss is None or call.loss_arguments is not None:
+        return loss if callable(loss) else None
+    target = told[1] if isinstance(told, (list, tuple)) and len(told) == 2 else None
+    needs_target = _takes_two(loss)
+    if needs_target and target is None:
+        notes.append(
+            "The targets were not written, so the loss was not run. Hand the loss module to the "
+            "Monitor (loss=criterion), or tell it the batch: step.batch((x, y))."
+        )
+        return None
+    return _OfOutput(loss, target if needs_target else None)
+
+
+class _OfOutput:
+    """A loss of the model's output, and of a target if there is one."""
+
+    def __init__(self, loss: Callable[..., Any], target: Any) -> None:
+        self._loss, self._target = loss, target
+
+    def __call__(self, output: Any) -> Any:
+        if loss_in(output) is not None:
+            return output
+        return self._loss(output) if self._target is None else self._loss(output, self._target)
+
+
+def _takes_two(loss: Any) -> bool:
+    try:
+        signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # without a signature: let the loss judge
+        return False
+    return False
+
+
+def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+
+    def move(value: Any) -> Any:
+        return map_tensors(value, lambda tensor: tensor.to(device))
+
+    moved = replace(call, arguments=move(call.arguments), keywords=move(dict(call.keywords)))
+    if call.loss_arguments is not None:
+        moved.loss_arguments = move(call.loss_arguments)
+    return moved
+
+
+def _not_reproduced(part: Part) -> Finding:
+    if part.about.get("compiled"):
+        why = (
+            "The step came from compiled code, and eager code does not reproduce it: the cause is "
+            "in what the compiler made of the model (fused operations, other precision)."
+        )
+        advice = "Compile without the part named above, or with torch.compile(backend='aot_eager')."
+    else:
+        why = "The step, run again, is finite."
+        advice = (
+            "Check that model, weights, loss and device are those of the incident; operations "
+            "that are not deterministic may also differ."
+        )
+    return Finding(
+        "nonfinite_not_reproduced",
+        "alarm",
+        part.finding.layers,
+        part.finding.phase,
+        part.step,
+        f"{why} When it happened: {part.finding.text}",
+        advice,
+        {"compiled": bool(part.about.get("compiled"))},
+    )

@@ -1,0 +1,1 @@
+"""The Inspector: run once, read what happened inside."""

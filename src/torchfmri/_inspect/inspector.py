@@ -1,0 +1,384 @@
+"""The Inspector: name layers, run once, read what happened inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchfmri._capture.padding import Padding, masked_modules
+from torchfmri._capture.taps import Taps, Target
+from torchfmri._diagnosis.inspected import diagnose_inspection
+from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._inspect.recorder import Keep, Recorder, Watched
+from torchfmri._model.attachment import compiled_code_as_eager, switched_off
+from torchfmri._model.backward_pass import run_backward
+from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
+from torchfmri._model.layers import (
+    Pattern,
+    find_layers,
+    leaf_layers,
+    named_layers,
+    runnable,
+    unwrap,
+)
+from torchfmri._model.snapshot import copy_of_data, unchanged
+from torchfmri._records.inspection import Inspection
+from torchfmri._records.record import Record
+from torchfmri._records.values import BACKWARD_WHAT, check_what
+from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import plots
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from torchfmri.statistics import ChannelStatistics, Statistics
+
+
+class Inspector:
+    """Shows what happens inside a model; the model itself stays as it is.
+
+    Args:
+        model: Any `nn.Module`, also wrapped (DDP, `torch.compile`, FSDP, PEFT).
+        keep: `"statistics"` (default) or `"tensors"`: what inspections keep of each tensor.
+        max_bytes: The most bytes of tensors to keep; beyond it an error names the layer.
+        device: Where to keep tensors; where they are by default.
+        dtype: What to keep floating-point tensors as; as they are by default.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> inspector = Inspector(model)
+        >>> inspector.watch("*", what=["activations", "gradients"])
+        ['0', '1', '2']
+        >>> inspection = inspector.run_inspection(torch.randn(16, 4), loss="sum")
+        >>> inspector.get_statistics("1")["count"]
+        128
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keep: str = "statistics",
+        max_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InspectionError(
+                f"Inspector takes an nn.Module, not {type(model).__name__}"
+                + (
+                    ": pass the model's instance, not its class."
+                    if isinstance(model, type)
+                    else "."
+                )
+            )
+        self.model = model
+        self._keep = Keep(keep, max_bytes, device, dtype)
+        self._watches: dict[str, set[str]] = {}
+        self._per_channel: set[str] = set()
+        self._inspection: Inspection | None = None
+        self._recording = False
+
+    def __repr__(self) -> str:
+        count = len(self._watches)
+        layers = "1 layer" if count == 1 else f"{count} layers"
+        watched = f"{layers} watched" if count else "nothing watched: all leaf layers"
+        return f"<Inspector of {type(unwrap(self.model)).__name__}: {watched}>"
+
+    # -- choosing layers ---------------------------------------------------------------------
+
+    def layers(self, pattern: Pattern = "*", exclude: Pattern | None = None) -> list[str]:
+        """The names of the layers that match, in model order.
+
+        Args:
+            pattern: A shell-style pattern over the whole name (`*` crosses dots, a leading `*.`
+                may match nothing, `?`, `[0-3]`, `{q,k,v}_proj`), a module type, or a list of
+                these. `""` is the model itself.
+            exclude: Leave these out.
+
+        Raises:
+            LayerNotFoundError: Nothing matches; the error names the nearest layers.
+        """
+        layers = named_layers(self.model)
+        return find_layers(layers, pattern, exclude, hint="inspector.layers()")
+
+    def watch(
+        self,
+        pattern: Pattern = "*",
+        what: str | Sequence[str] = "activations",
+        *,
+        exclude: Pattern | None = None,
+        per: str | None = None,
+    ) -> list[str]:
+        """Watch more layers, or more of the same layers; returns the names that matched.
+
+        Args:
+            pattern: Which layers, as for `layers`.
+            what: One or several of inputs, activations, gradients (dL/d output), input_gradients
+                (through that call only), parameters, parameter_gradients.
+            exclude: Leave these out.
+            per: `"channel"` to also take statistics per unit (channel or feature).
+
+        Raises:
+            LayerNotFoundError: Nothing matches.
+            InspectionError: `what` or `per` is none of the above.
+        """
+        wanted = _check_whats(what)
+        if per not in (None, "channel"):
+            raise InspectionError(f"per={per!r}: there is per='channel', or None for the tensor.")
+        names = self.layers(pattern, exclude)
+        for name in names:
+            self._watches.setdefault(name, set()).update(wanted)
+        if per:
+            self._per_channel.update(names)
+        return names
+
+    def unwatch(self, pattern: Pattern = "*", what: str | Sequence[str] | None = None) -> list[str]:
+        """Stop watching layers, or only `what` of them; returns the names that matched.
+
+        Raises:
+            LayerNotFoundError: No layer matches.
+        """
+        unwanted = None if what is None else set(_check_whats(what))
+        names = self.layers(pattern)
+        for name in names:
+            left = set() if unwanted is None else self._watches.get(name, set()) - unwanted
+            if left:
+                self._watches[name] = left
+            else:
+                self._watches.pop(name, None)
+                self._per_channel.discard(name)
+        return names
+
+    @property
+    def watched(self) -> dict[str, tuple[str, ...]]:
+        """What is watched: layer -> what."""
+        return {name: tuple(sorted(what)) for name, what in self._watches.items()}
+
+    # -- running -----------------------------------------------------------------------------
+
+    def run_inspection(
+        self, data: Any, *, target: Any = None, loss: Loss = None, **keep: Any
+    ) -> Inspection:
+        """Run the model once on `data`, and back if gradients are watched; leave no trace.
+
+        `.grad`, buffers, modes, random state, the data and the compiler's stance are afterwards
+        as before, also when the model raises. Nothing watched yet: all leaf layers.
+
+        Args:
+            data: A tensor, a tuple of positional arguments, or a dict (or BatchEncoding) of
+                keyword arguments.
+            target: Handed to the loss as its second argument.
+            loss: A loss module or function of the output (and of the target); `"sum"` for the sum
+                of the first output. By default the output's own `.loss`, or a scalar output.
+            **keep: `keep`, `max_bytes`, `device`, `dtype`, for this run only.
+
+        Raises:
+            InspectionError: Gradients are watched and there is no loss, or nothing requires grad.
+        """
+        arguments, keywords = arguments_for(self.model, data)
+        with ExitStack() as stack:
+            recorder = stack.enter_context(self._attached(keep))
+            if recorder is None:
+                return self.inspection
+            backward = any(each in BACKWARD_WHAT for each in self._wanted())
+            if backward and not torch.is_grad_enabled():
+                raise InspectionError(
+                    "Gradients are watched, but grad mode is off here. Leave torch.no_grad() or "
+                    "torch.inference_mode(), or watch activations only."
+                )
+            model = runnable(self.model)
+            stack.enter_context(unchanged(self.model, partial(_note_written, recorder)))
+            arguments, keywords = copy_of_data(arguments), copy_of_data(dict(keywords))
+            if backward:
+                note = partial(recorder.noted, "")
+                stack.enter_context(thawed(model, (arguments, keywords), note))
+            output = model(*arguments, **keywords)
+            value = loss_of(output, target, loss, backward)
+            if value is not None:
+                self.inspection.loss = float(value.detach())
+            if backward and value is not None:
+                run_backward(value, model.parameters())
+        return self.inspection
+
+    @contextmanager
+    def recording(self, **keep: Any) -> Iterator[Inspection]:
+        """Watch your own forward and backward passes: `with inspector.recording() as inspection:`.
+
+        The inspection fills while the block runs; the hooks go when it ends, however it ends.
+
+        Args:
+            **keep: `keep`, `max_bytes`, `device`, `dtype`, for this recording only.
+        """
+        with self._attached(keep):
+            yield self.inspection
+
+    @contextmanager
+    def _attached(self, keep: Mapping[str, Any]) -> Iterator[Recorder | None]:
+        """Hooks on, a fresh inspection, compiled code run eagerly; all undone afterwards."""
+        options = _replace(self._keep, keep)
+        if self._recording:
+            raise InspectionError(
+                "This inspector is already recording. End that block first, or use a second "
+                "Inspector(model) beside it."
+            )
+        targets, watched, inspection = self._plan()
+        self._inspection = inspection
+        if switched_off():
+            inspection.missing = dict.fromkeys(inspection, "TORCHFMRI=off: nothing is attached")
+            yield None
+            return
+        masked = masked_modules(self.model.modules())
+        padding = Padding(masked, lambda error: recorder.failed("", error, False))
+        recorder = Recorder(inspection, watched, options, padding)
+        self._recording = True
+        try:
+            with compiled_code_as_eager(), Taps(targets, recorder):
+                padding.attach()
+                yield recorder
+            if recorder.error is not None:
+                raise recorder.error
+        finally:
+            padding.detach()
+            self._recording = False
+            recorder.finish()
+
+    def _plan(self) -> tuple[list[Target], dict[str, Watched], Inspection]:
+        """What to tap, once per module instance, and the empty records to fill."""
+        layers = named_layers(self.model)
+        watches = self._watches or {name: {"activations"} for name in leaf_layers(layers)}
+        gone = [name for name in watches if name not in layers]
+        if gone:
+            raise InspectionError(
+                f"Watched layers are no longer in the model: {', '.join(map(repr, gone))}. "
+                "Make a new Inspector(model)."
+            )
+        names: dict[int, list[str]] = {}
+        for name in layers:
+            if name in watches:
+                names.setdefault(id(layers[name]), []).append(name)
+        targets, watched, records = [], {}, {}
+        for shared in names.values():
+            first, module = shared[0], layers[shared[0]]
+            what = frozenset().union(*(watches[name] for name in shared))
+            record = Record(first, type(module).__name__, what)
+            record.names = tuple(shared)
+            targets.append(Target(first, module, what))
+            channels = any(name in self._per_channel for name in shared)
+            watched[first] = Watched(record, module, what, channels)
+            records.update(dict.fromkeys(shared, record))
+        ordered = {name: records[name] for name in layers if name in records}
+        return targets, watched, Inspection(type(unwrap(self.model)).__name__, ordered)
+
+    def _wanted(self) -> set[str]:
+        return {each for record in self.inspection.values() for each in record.what}
+
+    # -- reading -----------------------------------------------------------------------------
+
+    @property
+    def inspection(self) -> Inspection:
+        """The latest inspection.
+
+        Raises:
+            InspectionError: There is none yet.
+        """
+        if self._inspection is None:
+            raise InspectionError("Nothing was inspected yet. Call inspector.run_inspection(data).")
+        return self._inspection
+
+    def diagnose(self) -> Diagnosis:
+        """What the latest inspection tells about what is wrong; print it to read it.
+
+        Only what was watched is judged: activations for sizes and dead layers, gradients and
+        parameter_gradients for what vanishes. `torchfmri.diagnose` trains a copy and sees more.
+
+        Raises:
+            InspectionError: Nothing was inspected yet.
+        """
+        return diagnose_inspection(self.inspection, self.model)
+
+    @property
+    def captured_data(self) -> dict[str, dict[str, Any]]:
+        """The captured tensors: layer -> what -> tensor (a list where called several times).
+
+        Parameters and their gradients are dicts by name. The whole story, with every call and
+        every element, is in `inspection`.
+
+        Raises:
+            InspectionError: Only statistics were kept, or nothing was inspected yet.
+        """
+        return {
+            layer: {what: record.tensors(what) for what in record.what}
+            for layer, record in self.inspection.items()
+            if record.calls or not set(record.what) - {"parameters", "parameter_gradients"}
+        }
+
+    def get_statistics(
+        self, layer: str, what: str | None = None, **options: Any
+    ) -> Statistics | ChannelStatistics:
+        """The statistics of one layer in the latest inspection, dict-like, merged over its calls.
+
+        Args:
+            layer: The layer's name.
+            what: What to describe; activations by default, or the first thing watched.
+            **options: `element`, `call` and `per` of `Record.statistics`.
+
+        Raises:
+            LayerNotFoundError: The layer was not inspected.
+            InspectionError: Nothing of it was captured; the reason is in the message.
+        """
+        if layer not in self.inspection and layer in named_layers(self.model):
+            raise InspectionError(
+                f"{layer!r} was not watched in the latest run. Write "
+                f"inspector.watch({layer!r}) and run again."
+            )
+        found: Statistics | ChannelStatistics = self.inspection.statistics(layer, what, **options)
+        return found
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def plot_histogram(self, layer: str, what: str | None = None, **options: Any) -> Axes:
+        """The distribution of one layer's values; see `torchfmri.visualization.plots`."""
+        return plots.plot_histogram(self.inspection, layer, what, **options)
+
+    def plot_statistics(self, what: str = "activations", **options: Any) -> Axes:
+        """Statistics over depth; see `torchfmri.visualization.plots`."""
+        return plots.plot_statistics(self.inspection, what, **options)
+
+    def plot_feature_maps(self, layer: str, sample: int = 0, **options: Any) -> Axes:
+        """The channels of one sample as images; needs keep="tensors"."""
+        return plots.plot_feature_maps(self.inspection, layer, sample, **options)
+
+    def plot_compare(self, a: Inspection, b: Inspection, **options: Any) -> Axes:
+        """Two inspections side by side; see `torchfmri.visualization.plots`."""
+        return plots.plot_compare(a, b, **options)
+
+
+def _note_written(recorder: Recorder, name: str) -> None:
+    recorder.noted(
+        name.rpartition(".")[0],
+        "its forward pass writes into its own parameters: those changes stay",
+    )
+
+
+def _check_whats(what: str | Sequence[str]) -> list[str]:
+    whats = [what] if isinstance(what, str) else list(what)
+    if not whats:
+        raise InspectionError("what=[] watches nothing. Write what='activations', for example.")
+    return [check_what(each) for each in whats]
+
+
+def _replace(keep: Keep, options: Mapping[str, Any]) -> Keep:
+    known = set(Keep.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"Unexpected argument {name!r}: there are {', '.join(sorted(known))}.")
+    return replace(keep, **options)

@@ -1,0 +1,1 @@
+"""Somebody's model: its names, and running it without leaving a trace."""

@@ -1,0 +1,95 @@
+"""One backward pass over a finished forward pass, without touching anybody's `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfmri._torch.private import has_post_accumulate_hooks
+from torchfmri.exceptions import InspectionError
+
+# The node that torch.utils.checkpoint(use_reentrant=True) leaves in the graph.
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def run_backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
+    """Run the backward pass of `loss`; hooks fire, and every `.grad` stays as it is.
+
+    Raises:
+        InspectionError: The graph holds a reentrant checkpoint, which only `loss.backward()` can
+            run, and something (an optimizer in the backward pass) would act on the gradients.
+    """
+    prepare_backward(loss, parameters)()
+
+
+def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[], object]:
+    """What `run_backward` will run, with the search through the graph already done."""
+    leaves, reentrant = _explore(loss)
+    if reentrant:
+        spared = {**leaves, **{id(each): each for each in parameters}}
+        return partial(_backward_with_spare_grad, loss, spared)
+    if leaves:
+        return partial(torch.autograd.grad, loss, list(leaves.values()), allow_unused=True)
+    # A graph that ends in no leaf at all: nothing to differentiate, hooks still fire.
+    return partial(torch.autograd.backward, loss)
+
+
+def _explore(loss: Tensor) -> tuple[dict[int, Tensor], bool]:
+    """The leaves of the graph behind `loss`, and whether a reentrant checkpoint is among it."""
+    leaves: dict[int, Tensor] = {}
+    reentrant = False
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # an AccumulateGrad node has its leaf
+        if isinstance(variable, Tensor):
+            leaves[id(variable)] = variable
+        reentrant = reentrant or node.name() == _REENTRANT
+        waiting.extend(following for following, _ in node.next_functions)
+    if loss.grad_fn is None:
+        leaves[id(loss)] = loss
+    return leaves, reentrant
+
+
+def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
+    acting = [leaf for leaf in leaves.values() if has_post_accumulate_hooks(leaf)]
+    if acting:
+        raise InspectionError(
+            f"The model uses reentrant checkpointing, and {len(acting)} parameters act as soon as "
+            "they get a gradient (an optimizer in the backward pass). An inspection would step "
+            "that optimizer. Use checkpoint(..., use_reentrant=False), or inspect your own step "
+            "with `with inspector.recording():`."
+        )
+    with spared_grad(leaves.values()):
+        torch.autograd.backward(loss)
+
+
+@contextmanager
+def spared_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Put every `.grad` aside while the block runs its own backward passes."""
+    spare = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
+    try:
+        for leaf, _ in spare:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient in spare:
+            leaf.grad = gradient
+
+
+def acts_on_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether a plain `backward()` would set something off besides filling `.grad`.
+
+    An optimizer in the backward pass would step, and data-parallel processes would talk.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed or any(has_post_accumulate_hooks(each) for each in parameters)

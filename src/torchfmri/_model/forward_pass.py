@@ -1,0 +1,131 @@
+"""How a model is run on a user's data, and what number is differentiated afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from torchfmri._model.layers import runnable
+from torchfmri._torch.elements import flatten
+from torchfmri._torch.hooks import Hook
+from torchfmri.exceptions import InspectionError
+
+Loss: TypeAlias = "Callable[..., Tensor] | str | None"
+
+
+def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """How to call the model with `data`."""
+    if isinstance(data, Mapping):
+        return (), data
+    if isinstance(data, list):
+        raise InspectionError(
+            f"data is a list of {len(data)}, as a DataLoader yields it. For [x, y] write "
+            "run_inspection(x, target=y, loss=...); for several positional arguments pass a "
+            "tuple, and for a model that takes a list pass (data,)."
+        )
+    if not isinstance(data, tuple):
+        return (data,), {}
+    try:
+        signature(runnable(model).forward).bind(*data)
+    except TypeError as error:
+        raise InspectionError(
+            f"The model does not take {len(data)} positional arguments ({error}). If the last one "
+            "is the target, write run_inspection(x, target=y, loss=...)."
+        ) from error
+    except ValueError:  # a forward without a signature: let the model judge
+        pass
+    return data, {}
+
+
+@contextmanager
+def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator[None]:
+    """Let gradients flow through a model whose parameters are all frozen, for one run."""
+    floating = [each.tensor for each in flatten(data) if each.tensor.is_floating_point()]
+    if any(each.requires_grad for each in [*model.parameters(), *floating]):
+        yield
+        return
+    handles: list[Any] = []
+    if floating:
+        for tensor in floating:
+            tensor.requires_grad_()  # our own copy of the data
+        note("all parameters are frozen: gradients were started at the input")
+    else:
+
+        def start(_: nn.Module, __: object, output: object) -> None:
+            for element in flatten(output):
+                if element.tensor.is_floating_point() and not element.tensor.requires_grad:
+                    element.tensor.requires_grad_()
+
+        handles = [
+            module.register_forward_hook(Hook(start, module), prepend=True)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding)
+        ]
+        if handles:
+            note("all parameters are frozen: gradients were started at embeddings")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | None:
+    """The scalar to differentiate; None where there is none and none is needed."""
+    value = _loss_value(output, target, loss)
+    if value is None:
+        if backward:
+            raise InspectionError(
+                "Gradients are watched, but there is no loss: the output has no .loss and is no "
+                "scalar. Write run_inspection(x, target=y, loss=nn.CrossEntropyLoss()), "
+                "loss=lambda output: ..., or loss='sum' for the sum of the output."
+            )
+        return None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InspectionError(f"The loss must be one number, but it is {found}. Take its mean().")
+    if backward and not value.requires_grad:
+        raise InspectionError(
+            "Gradients are watched, but the loss does not require grad: the model ran under "
+            "no_grad or inference_mode, its output was detached, or nothing in it is trainable."
+        )
+    return value
+
+
+def _needs_target(loss: nn.Module) -> bool:
+    try:
+        signature(loss.forward).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # a forward without a signature: let the loss judge
+        return False
+    return False
+
+
+def _loss_value(output: Any, target: Any, loss: Loss) -> Any:
+    if callable(loss):
+        if target is None and isinstance(loss, nn.Module) and _needs_target(loss):
+            raise InspectionError(
+                f"{type(loss).__name__} compares the output with a target. Write "
+                "run_inspection(x, target=y, loss=...)."
+            )
+        return loss(output) if target is None else loss(output, target)
+    if loss == "sum":
+        floating = [each.tensor for each in flatten(output) if each.tensor.is_floating_point()]
+        if not floating:
+            raise InspectionError("loss='sum' needs a floating-point output; there is none.")
+        return floating[0].sum()
+    if loss is not None:
+        raise InspectionError(f"loss={loss!r}: give a function of the output, or 'sum'.")
+    if target is not None:
+        raise InspectionError(
+            "A target was given without a loss. Write loss=nn.CrossEntropyLoss(), for example."
+        )
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 and output.is_floating_point() else None
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else None

@@ -1,0 +1,162 @@
+"""The layers of a model: their dotted names, without what wrappers add to them, and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TypeAlias
+
+from torch import nn
+
+from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+
+Pattern: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
+
+# Class (or base class) of a wrapper -> the child that holds the module it wraps. The class is
+# compared by name so that nothing has to be imported; the child's name alone would not do,
+# because `module` and `model` are ordinary names in other people's code.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "PeftModel": "base_model",
+    "PeftMixedModel": "base_model",
+    "BaseTuner": "model",
+    "AdaptionPromptModel": "model",
+}
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside any number of wrappers (DDP, compile, FSDP, checkpoint, PEFT)."""
+    inner = _wrapped(module)
+    return module if inner is None else unwrap(inner)
+
+
+def runnable(module: nn.Module) -> nn.Module:
+    """The module to call for one run on this process alone.
+
+    DDP would wait for the other processes and a compiled module would run compiled code; other
+    wrappers (FSDP gathers shards, PEFT adds prompts) do work that the run needs.
+    """
+    if type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        inner = _wrapped(module)
+        return module if inner is None else runnable(inner)
+    return module
+
+
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All layers of `model` in model order; the model itself is `""`.
+
+    One instance under two names appears under both. A wrapper and the module it wraps share one
+    name, which stands for the wrapped module.
+    """
+    found: dict[str, nn.Module] = {}
+    _add_layers(unwrap(model), "", (), found)
+    return found
+
+
+def find_layers(
+    layers: dict[str, nn.Module],
+    pattern: Pattern,
+    exclude: Pattern | None = None,
+    *,
+    hint: str = "torchfmri.Inspector(model).layers()",
+) -> list[str]:
+    """The names of `layers` that `pattern` selects and `exclude` does not, in model order.
+
+    The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
+    children. `hint` says where the names are listed, should a pattern select nothing.
+
+    Raises:
+        LayerNotFoundError: A pattern selects nothing.
+        InspectionError: A pattern is neither a string nor a module type.
+    """
+    chosen: set[str] = set()
+    for single in _as_list(pattern):
+        found = _match(layers, single)
+        if not found:
+            raise _not_found(layers, single, hint)
+        chosen.update(found)
+    for single in _as_list(exclude) if exclude is not None else ():
+        chosen.difference_update(_match(layers, single))
+    if not chosen:
+        raise InspectionError(
+            f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}."
+        )
+    return [name for name in layers if name in chosen]
+
+
+def leaf_layers(layers: dict[str, nn.Module]) -> list[str]:
+    """The names of the layers that have no children."""
+    return [name for name, module in layers.items() if not any(True for _ in module.children())]
+
+
+@cache
+def _wrapped_name(kind: type) -> str | None:
+    """The name of the child that a wrapper of this class wraps; None for other modules."""
+    names = (_WRAPPERS.get(each.__name__) for each in kind.__mro__)
+    return next((name for name in names if name is not None), None)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    name = _wrapped_name(type(module))  # type: ignore[arg-type]
+    return module._modules[name] if name is not None and name in module._modules else None
+
+
+def _add_layers(
+    module: nn.Module, name: str, above: tuple[int, ...], found: dict[str, nn.Module]
+) -> None:
+    """Add a module and all below it; no generators, which are slow when they are nested."""
+    found[name] = module
+    above = (*above, id(module))
+    before = f"{name}." if name else ""
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        inner = child if _wrapped_name(type(child)) is None else unwrap(child)  # type: ignore[arg-type]
+        if not inner._modules:
+            found[before + key] = inner
+        elif id(inner) not in above:  # else a child that knows its parent
+            _add_layers(inner, before + key, above, found)
+
+
+def _as_list(pattern: Pattern) -> Sequence[str | type[nn.Module]]:
+    patterns = [pattern] if isinstance(pattern, (str, type)) else pattern
+    if not isinstance(patterns, (list, tuple, set, frozenset)) or not patterns:
+        raise InspectionError(
+            f"A pattern is a string such as '*.mlp', a module type such as nn.Linear, or a list of "
+            f"these, not {pattern!r}."
+        )
+    for single in patterns:
+        if not isinstance(single, str) and not (
+            isinstance(single, type) and issubclass(single, nn.Module)
+        ):
+            raise InspectionError(
+                f"{single!r} in a pattern is neither a string nor a module type such as nn.Linear."
+            )
+    return list(patterns)
+
+
+def _match(layers: dict[str, nn.Module], pattern: str | type[nn.Module]) -> list[str]:
+    if isinstance(pattern, type):
+        return [name for name, module in layers.items() if isinstance(module, pattern)]
+    if pattern == "":
+        return [""]
+    names = [name for name in layers if name] or [""]
+    return match_names(pattern, names)
+
+
+def _not_found(
+    layers: dict[str, nn.Module], pattern: str | type[nn.Module], hint: str
+) -> LayerNotFoundError:
+    names = [name for name in layers if name]
+    if isinstance(pattern, type):
+        kinds = sorted({type(module).__name__ for module in layers.values()})
+        return LayerNotFoundError(
+            pattern.__name__, nearest_names(pattern.__name__, kinds), len(names), hint
+        )
+    return LayerNotFoundError(pattern, nearest_names(pattern, names), len(names), hint)

@@ -1,0 +1,1 @@
+"""The Monitor: stays on while a model trains."""

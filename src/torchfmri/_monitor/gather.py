@@ -1,0 +1,103 @@
+"""Histories of several processes as one: what a single process would have seen.
+
+With data parallelism each process sees its part of the batch. Activations of all parts together
+are those of the whole batch. The loss that training follows is the mean of the processes' losses,
+so a gradient with respect to an output is that of the process divided by their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from torchfmri._records.history import Floats, History, Series, Step
+from torchfmri.statistics import Statistics, merge_statistics
+
+WHOLE, SHARD = "whole", "shard"
+
+
+def share_of(parameter: Tensor) -> str:
+    """Whether this process holds a parameter whole, or a shard of it (FSDP, tensor parallel)."""
+    placements: Any = getattr(parameter, "placements", None)
+    if placements is None:
+        return WHOLE
+    return SHARD if any(each.is_shard() for each in placements) else WHOLE
+
+
+def gather(history: History, shares: Mapping[str, str]) -> History:
+    """The merged history of all processes; all of them must call this.
+
+    Args:
+        history: That of this process.
+        shares: Parameter name -> WHOLE or SHARD.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return history
+    histories: list[History | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(histories, history)
+    return merge([each for each in histories if each is not None], shares)
+
+
+def merge(histories: list[History], shares: Mapping[str, str]) -> History:
+    """The history that one process with the whole batch would have kept."""
+    merged = History(max(len(each) for each in histories) or 1)
+    for history in histories:
+        for layer, reason in history.missing.items():
+            merged.missing.setdefault(layer, reason)
+        for text, layers in history.notes.items():
+            known = merged.notes.setdefault(text, [])
+            known.extend(layer for layer in layers if layer not in known)
+    by_number = [{step.number: index for index, step in enumerate(each)} for each in histories]
+    for number in sorted(set(by_number[0]).intersection(*by_number)):
+        positions = [each[number] for each in by_number]
+        merged.append(*_merge_step(histories, positions, shares))
+    return merged
+
+
+def _merge_step(
+    histories: list[History], positions: list[int], shares: Mapping[str, str]
+) -> tuple[Step, dict[Series, Statistics]]:
+    steps = [each[position] for each, position in zip(histories, positions, strict=True)]
+    losses = [step.loss for step in steps if not math.isnan(step.loss)]
+    step = Step(
+        steps[0].number,
+        sum(losses) / len(losses) if losses else math.nan,
+        max(each.seconds for each in steps),
+        dict(steps[0].scalars),
+        parameters=steps[0].parameters,
+        updates=_merge_updates(steps, shares),
+    )
+    found = {}
+    for series in dict.fromkeys(series for each in histories for series in each.series):
+        parts = [
+            history.statistics(*series, position)
+            for history, position in zip(histories, positions, strict=True)
+            if series in history.series
+        ]
+        if shares.get(series.layer) == WHOLE:
+            parts = parts[:1]
+        if series.what == "gradients":
+            parts = [part.scaled(1 / len(histories)) for part in parts]
+        statistics = merge_statistics(parts)
+        if statistics.count:
+            found[series] = statistics
+    return step, found
+
+
+def _merge_updates(steps: list[Step], shares: Mapping[str, str]) -> Floats:
+    """Norms of shards add up in the square; those of whole parameters are all the same."""
+    merged = steps[0].updates.copy()
+    for index, name in enumerate(steps[0].parameters):
+        if shares.get(name) == SHARD:
+            parts = [
+                step.updates[:, step.parameters.index(name)]
+                for step in steps
+                if name in step.parameters
+            ]
+            merged[:, index] = np.linalg.norm(parts, axis=0)
+    return merged

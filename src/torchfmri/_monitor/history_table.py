@@ -1,0 +1,47 @@
+"""One step of a History as a table for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torchfmri._records.history import NO_STEPS, History, Step
+from torchfmri._text.table import Row, text_table
+
+
+def history_table(history: History, kinds: Mapping[str, str], model: str, position: int) -> str:
+    """The statistics of one step, one line per layer and thing watched.
+
+    Args:
+        history: What to show.
+        kinds: Layer -> its type.
+        model: The type of the model.
+        position: Which of the steps kept; -1 for the latest.
+
+    Without any step it says so.
+
+    Raises:
+        InspectionError: There is no such step.
+    """
+    if not len(history):
+        return NO_STEPS
+    step = history[position]
+    rows = []
+    for layer, what in history.series:
+        found = history.statistics(layer, what, position)
+        kind = kinds.get(layer, kinds.get(layer.rpartition(".")[0], ""))
+        if found.count:
+            rows.append(Row(layer, kind, what, 1, found))
+    loss = "loss not seen" if math.isnan(step.loss) else f"loss {step.loss:.6g}"
+    notes = {**history.notes, **_update_notes(step)}
+    return text_table(rows, f"step {step.number} of {model}; {loss}", history.missing, notes)
+
+
+def _update_notes(step: Step) -> dict[str, list[str]]:
+    known = {name: ratio for name, ratio in step.update_ratios.items() if math.isfinite(ratio)}
+    if not known:
+        return {}
+    ordered = sorted(known, key=lambda name: known[name])
+    middle, largest = ordered[len(ordered) // 2], ordered[-1]
+    text = f"update / weight: median {known[middle]:.2g}, largest {known[largest]:.2g} in"
+    return {text: [largest]}

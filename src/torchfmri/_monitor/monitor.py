@@ -1,0 +1,482 @@
+"""The Monitor: stays on while a model trains, and keeps the statistics of every step."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfmri._diagnosis.live import LiveDiagnosis
+from torchfmri._diagnosis.structure import describe
+from torchfmri._incidents.aftermath import Subject
+from torchfmri._incidents.hold import Hold
+from torchfmri._incidents.incident import Incident
+from torchfmri._incidents.options import Incidents, check_action, check_incidents
+from torchfmri._model.attachment import switched_off
+from torchfmri._model.layers import Pattern, find_layers, leaf_layers, named_layers, unwrap
+from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
+from torchfmri._monitor import gather
+from torchfmri._monitor.history_table import history_table
+from torchfmri._monitor.step_hooks import StepHooks
+from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
+from torchfmri._records.finding import Finding
+from torchfmri._records.history import History, Series, Step
+from torchfmri.exceptions import InspectionError, NonFiniteError
+from torchfmri.statistics import Statistics
+from torchfmri.visualization import history_plots
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+UNREAD = 8
+"""How many steps may wait for an accelerator before it is waited for."""
+Writer = Callable[[Step, Mapping[Series, Statistics]], None]
+
+
+class MonitorWarning(RuntimeWarning):
+    """The Monitor had to stop; training goes on without it."""
+
+
+class Monitor:
+    """Follows a training loop and keeps the statistics of each layer at each watched step.
+
+    Either `with monitor.step():` around each step of the loop, or `monitor.attach()` once: a step
+    then ends when the optimizer has stepped. A failure of the Monitor detaches it with one
+    warning; it never stops training. Forward passes without gradients (evaluation) do not count.
+
+    Args:
+        model: The model as it is trained (wrapped in DDP or compiled, if it is).
+        optimizer: The optimizer or optimizers; by default whichever one steps this model's
+            parameters is noticed by itself. With several, the last one ends a step.
+        watch: Which layers, as for `Inspector.layers`; all leaf layers by default.
+        what: activations, gradients (dL/d output), parameters and parameter_gradients (both as
+            the optimizer finds them), updates (update / weight ratio).
+        every: Watch one step in so many. The others run without any hook, and compiled.
+        histogram: Also keep histograms and quantiles.
+        history: How many watched steps to remember.
+        loss: The loss module, if the loop uses one; else `step.loss(loss)` or the output's `.loss`.
+        scaler: The GradScaler, if one is used: gradients are then reported unscaled.
+        max_bytes: How many bytes of CUDA tensors may be referenced before they are reduced; by
+            default one 64th of the device's memory.
+        on_nonfinite: What to do before the optimizer applies a NaN or infinite loss or gradient:
+            "raise" a NonFiniteError, "skip" the step, or "continue" with a warning. Looked at in
+            every step, whatever `every` is; by default not at all.
+        incidents: A folder to write such steps to, or `Incidents` for more options; with it
+            on_nonfinite is "continue" by default.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> monitor = Monitor(model, optimizer)
+        >>> for _ in range(3):
+        ...     with monitor.step() as step:
+        ...         loss = model(torch.randn(16, 4)).square().mean()
+        ...         step.loss(loss)
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> monitor.history.values("0", "gradients", "rms").shape
+        (3,)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        watch: Pattern | None = None,
+        *,
+        what: str | Sequence[str] = WHAT,
+        every: int = 1,
+        histogram: bool = False,
+        history: int = 1000,
+        loss: nn.Module | None = None,
+        scaler: Any = None,
+        max_bytes: int | None = None,
+        on_nonfinite: str | None = None,
+        incidents: str | Path | Incidents | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
+        if not isinstance(every, int) or every < 1:
+            raise InspectionError(f"every={every!r}: 1 watches each step, 10 one in ten.")
+        if loss is not None and not isinstance(loss, nn.Module):
+            raise InspectionError(
+                f"loss={loss!r} is no module such as nn.CrossEntropyLoss(). With a function, tell "
+                "the monitor its result: step.loss(loss) in a step, or monitor.loss(loss)."
+            )
+        self.model, self.every = model, every
+        layers = named_layers(model)
+        names = leaf_layers(layers) if watch is None else find_layers(layers, watch)
+        modules = {name: layers[name] for name in names}
+        self._plan = Plan(modules, _check_whats(what), histogram, max_bytes, scaler)
+        self._history = History(history)
+        self._writers: list[Writer] = []
+        self._number = 0
+        self._attached = self._stopped = self._in_step = False
+        self._unread: deque[WatchedStep] = deque()
+        self._sink = StepSink(self._plan, self._history, self.failed)
+        self._hooks = StepHooks(model, loss, self._plan, self._sink, self._enter_model)
+        self._optimizer_steps = OptimizerSteps(model, check_optimizers(optimizer), self)
+        action = check_action(on_nonfinite) or ("continue" if incidents is not None else None)
+        subject = Subject(
+            model, loss, scaler, self._history_of_incident, self.failed, self._unwatched
+        )
+        self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
+        given = check_optimizers(optimizer)
+        self._live = LiveDiagnosis(lambda: describe(model, given or None))
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._stopped else "attached" if self._attached else "not attached"
+        kind, layers = type(unwrap(self.model)).__name__, len(self._plan.modules)
+        return f"<Monitor of {kind}: {layers} layers, {state}, {self._number} steps>"
+
+    # -- following the loop ------------------------------------------------------------------
+
+    def attach(self) -> Monitor:
+        """Follow the loop by the optimizer's steps, until `detach`; returns the monitor itself.
+
+        Raises:
+            InspectionError: It is attached already, or inside of a `step()`.
+        """
+        if self._attached or self._in_step:
+            where = "attached" if self._attached else "inside of a step"
+            raise InspectionError(f"This monitor is {where} already. Call detach() first.")
+        if not switched_off() and not self._stopped:
+            self._attached = True
+            self._safely(self._optimizer_steps.attach)
+            self._safely(self._begin)
+        return self
+
+    def detach(self) -> None:
+        """Remove every hook and finish; the history stays, a step that is under way does not."""
+        self._attached = False
+        self._optimizer_steps.detach()
+        self._abandon()
+        if self._hold is not None:
+            self._hold.detach()
+
+    def __enter__(self) -> Monitor:
+        return self.attach()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    @contextmanager
+    def step(self) -> Iterator[MonitoredStep]:
+        """Follow one step: forward, backward, optimizer. A step that raises is not recorded.
+
+        Raises:
+            InspectionError: The monitor is attached, and follows the optimizer by itself.
+        """
+        if self._attached or self._in_step:
+            inside = "attached and follows the optimizer" if self._attached else "in a step already"
+            raise InspectionError(
+                f"This monitor is {inside}. Use either attach() or step(), one step at a time."
+            )
+        active = not switched_off() and not self._stopped
+        self._in_step = True
+        try:
+            if active:
+                self._safely(self._begin)
+            hold = self._hold if active and not self._stopped else None
+            if self._sink.step is not None or hold is not None:
+                self._safely(self._optimizer_steps.attach)
+            yield MonitoredStep(self._sink.step, hold)
+            if hold is not None and not self._stopped:
+                self._safely(hold.end)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._in_step = False
+            self._optimizer_steps.detach()
+            if self._hold is not None:
+                self._hold.detach()
+        if active and not self._stopped:
+            self._safely(self._end)
+
+    def loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of the step that is under way; with several, their mean is kept."""
+        MonitoredStep(self._sink.step, self._hold).loss(loss)
+
+    def batch(self, batch: Any) -> None:
+        """Tell the batch of the step that is under way, to be kept if the step is an incident."""
+        MonitoredStep(self._sink.step, self._hold).batch(batch)
+
+    def _begin(self) -> None:
+        if self._hold is not None:
+            self._hold.attach()
+            self._hold.begin(self._number)
+        if self._number % self.every == 0:
+            self._sink.step = WatchedStep(self._number, self._plan, self._sink)
+            self._hooks.attach()
+
+    def _end(self) -> None:
+        self._put_away()
+        if not self._attached or self._number % self.every:
+            self._hooks.detach()
+        self._drain(wait=len(self._unread) > UNREAD)
+
+    def _put_away(self, skipped: bool = False) -> None:
+        """Take leave of the step under way, whose numbers are read once they are there."""
+        step, self._sink.step = self._sink.step, None
+        self._number += 1
+        self._hooks.next_step()
+        if step is not None:
+            step.finish(skipped)
+            self._unread.append(step)
+
+    def _abandon(self) -> None:
+        self._sink.step = None
+        self._hooks.detach()
+
+    def _enter_model(self) -> None:
+        step = self._sink.step
+        if self._attached and step is not None and step.was_skipped():
+            self._put_away(skipped=True)
+            self._sink.step = WatchedStep(self._number, self._plan, self._sink)
+
+    # -- failures ----------------------------------------------------------------------------
+
+    def _safely(self, act: Callable[[], None]) -> None:
+        """Run our own code; a failure of it detaches the monitor and is only warned of."""
+        try:
+            act()
+        except NonFiniteError:  # this one the user asked for
+            raise
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Detach for good because of `error`, with one warning."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.detach()
+        self._writers.clear()
+        warnings.warn(
+            f"torchfmri.Monitor stopped at step {self._number} and is detached; training goes on. "
+            f"{type(error).__name__}: {error}",
+            MonitorWarning,
+            stacklevel=2,
+        )
+
+    # -- the optimizer -----------------------------------------------------------------------
+
+    def before_update(self, concerns: Concerns) -> None:
+        """The optimizer is about to step; called by its hooks."""
+        step = self._sink.step
+        if step is not None:
+            self._safely(lambda: step.before_update(concerns))
+
+    def has_gradients(self, concerns: Concerns, optimizer: Optimizer) -> None:
+        """The gradients are as the optimizer finds them; called by its hooks."""
+        step = self._sink.step
+        if step is not None:
+            # A fused optimizer divides by the scale itself.
+            scale = getattr(optimizer, "grad_scale", None)
+            self._safely(lambda: step.read_gradients(concerns, scale))
+            self._safely(step.collector.flush)  # what follows writes into what was referenced
+        if self._hold is not None and not self._stopped:
+            self._safely(lambda: self._check(optimizer))
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Hold the step if it is not finite."""
+        assert self._hold is not None
+        known = len(self._hold.incidents)
+        try:
+            left_out = self._hold.check(optimizer)
+        except NonFiniteError:
+            if self._attached:  # the user may go on after the error
+                self._begin()
+            else:  # a trainer may never come back to end the step
+                self._abandon()
+                self._optimizer_steps.detach()
+                self._hold.detach()
+            raise
+        if self._sink.step is not None and len(self._hold.incidents) > known:
+            self._sink.step.was_held(left_out)
+
+    def _history_of_incident(self, ends: bool) -> History:
+        """The history, with the step under way if it ends here."""
+        if ends:
+            if self._sink.step is not None:
+                self._sink.step.was_held(left_out=True)
+            self._put_away()
+        return self.history
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Let the model be called again without that counting as part of the step."""
+        step, self._sink.step = self._sink.step, None
+        try:
+            with self._hold.resting() if self._hold is not None else nullcontext():
+                yield
+        finally:
+            self._sink.step = step
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The steps with a NaN or infinite loss or gradient, as far as `on_nonfinite` looks."""
+        if self._hold is None:
+            return []
+        hold = self._hold
+        self._safely(lambda: hold.read_pending(wait=True))
+        return list(hold.incidents)
+
+    def after_update(self, is_last: bool) -> None:
+        """The optimizer has stepped; called by its hooks."""
+        if self._sink.step is not None:
+            self._safely(self._sink.step.after_update)
+        if self._hold is not None:
+            self._safely(self._hold.after_update)
+        if self._attached and is_last:
+            self._safely(self._end)
+            self._safely(self._begin if self._attached else lambda: None)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    @property
+    def history(self) -> History:
+        """What was seen so far; waits for numbers that are still being computed."""
+        self._drain(wait=True)
+        return self._history
+
+    def _drain(self, wait: bool) -> None:
+        while self._unread and (wait or self._unread[0].ready()):
+            step, found = self._unread.popleft().read()
+            self._history.append(step, found)
+            self._safely(partial(self._live.add, step, self._history.series))
+            for write in list(self._writers):
+                try:
+                    write(step, found)
+                except Exception as error:
+                    self.failed(error)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong so far, the worst first, each with what follows from it."""
+        self._drain(wait=True)
+        return self._live.findings([each.finding for each in self.incidents])
+
+    def new_findings(self) -> list[Finding]:
+        """What was found since this was last asked; for callbacks, which ask at every step.
+
+        Steps are looked at every now and then (at the latest after eight), so a finding may
+        name a step before the current one. Waits for nothing.
+        """
+        held = [] if self._hold is None else [each.step for each in self._hold.incidents]
+        return self._live.take_fresh(held)
+
+    def add_writer(self, write: Writer) -> None:
+        """Have `write(step, statistics by series)` called for each watched step once it is read.
+
+        Raises:
+            InspectionError: It cannot be called.
+        """
+        self._writers.append(check_writer(write))
+
+    def gather(self) -> History:
+        """The histories of all processes merged into one, on every process.
+
+        All processes must call it. Activations and gradients are those of the whole batch;
+        gradients are of the mean of the processes' losses, which is what data-parallel training
+        follows. Parameters that every process holds whole are counted once.
+        """
+        parameters = self._plan.parameters()
+        shares = {name: gather.share_of(each) for name, each in parameters.items()}
+        return gather.gather(self.history, shares)
+
+    def table(self, step: int = -1) -> str:
+        """A table of one step (the latest by default) for the terminal.
+
+        Raises:
+            InspectionError: There is no such step.
+        """
+        kinds = {name: type(module).__name__ for name, module in self._plan.modules.items()}
+        return history_table(self.history, kinds, type(unwrap(self.model)).__name__, step)
+
+    def plot(self, field: str = "rms", what: str = "activations", **options: Any) -> Axes:
+        """A statistic over the steps: all layers as a heat map, or `layers=` some as lines."""
+        return history_plots.plot_history(self.history, field, what, **options)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the history to a .csv, .jsonl or .parquet file."""
+        return self.history.export(path)
+
+
+def check_writer(write: Writer) -> Writer:
+    """`write`, if it can be one.
+
+    Raises:
+        InspectionError: It cannot be called.
+    """
+    if not callable(write):
+        raise InspectionError(
+            f"A writer is a function of a step and its statistics, not {write!r}. Options of a "
+            "Monitor, such as watch=nn.Linear, are handed over by name."
+        )
+    return write
+
+
+def check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`options`, if a Monitor takes them all.
+
+    Raises:
+        InspectionError: It does not.
+    """
+    known = signature(Monitor).parameters.keys()
+    for name in options:
+        if name not in known:
+            raise InspectionError(f"A Monitor has no option {name!r}: {', '.join(known)}.")
+    return options
+
+
+class MonitoredStep:
+    """One step of the loop, as `with monitor.step() as step:` gives it."""
+
+    def __init__(self, step: WatchedStep | None, hold: Hold | None = None) -> None:
+        self._step, self._hold = step, hold
+
+    @property
+    def watched(self) -> bool:
+        """Whether this step is one of those that are watched."""
+        return self._step is not None
+
+    def loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of this step; with several (micro-batches), their mean is kept."""
+        if self._step is not None:
+            self._step.was_told_loss(loss)
+        if self._hold is not None:
+            self._hold.tell_loss(loss)
+
+    def batch(self, batch: Any) -> None:
+        """Tell the batch of this step, to be kept if the step turns out to be an incident."""
+        if self._hold is not None:
+            self._hold.tell_batch(batch)
+
+
+def _check_whats(what: str | Sequence[str]) -> frozenset[str]:
+    whats = (what,) if isinstance(what, str) else tuple(what)
+    for each in whats:
+        if each not in WHAT:
+            raise InspectionError(f"A Monitor cannot watch {each!r}: there are {', '.join(WHAT)}.")
+    if not whats:
+        raise InspectionError(f"what=() watches nothing: there are {', '.join(WHAT)}.")
+    return frozenset(whats)

@@ -1,0 +1,358 @@
+"""One watched step of training: what the hooks bring, and what becomes of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchfmri._capture.padding import Padding, TokenMask, masked_modules
+from torchfmri._capture.taps import CallKey, Short, Target
+from torchfmri._model.optimizer_steps import Concerns
+from torchfmri._monitor.collector import Collector
+from torchfmri._monitor.updates import Moved, Updates, is_sampled, local_part
+from torchfmri._records.history import History, Series, Step
+from torchfmri._torch.deferred import Deferred
+from torchfmri._torch.elements import Element
+from torchfmri._torch.private import gradient_scale, gradient_scale_version
+from torchfmri.exceptions import InspectionError
+from torchfmri.statistics import Statistics
+
+WHAT = ("activations", "gradients", "parameters", "parameter_gradients", "updates")
+_UNSCALED = "gradients are divided by the loss scale of the GradScaler"
+_SHARDED = "is sharded: this process describes its own shard"
+_SAMPLED = "update ratio estimated from a sample of its weights"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is watched at every step.
+
+    Attributes:
+        modules: The layers by name.
+        what: What is wanted of them.
+        histogram: Whether to take histograms.
+        max_bytes: How many bytes may be referenced before they are reduced; None: see Collector.
+        scaler: The GradScaler, or None.
+        immediate: The series that cannot be collected by reference, found out by and by.
+        known: The series that were put in order already.
+    """
+
+    modules: Mapping[str, nn.Module]
+    what: frozenset[str]
+    histogram: bool
+    max_bytes: int | None
+    scaler: Any = None
+    immediate: set[Series] = field(default_factory=set)
+    known: set[Series] = field(default_factory=set)
+
+    def in_order(self, found: Mapping[Series, Statistics]) -> Mapping[Series, Statistics]:
+        """The series by what they are of and then in model order."""
+
+        def place(series: Series) -> tuple[int, int]:
+            owner = series.layer.rpartition(".")[0] if "param" in series.what else series.layer
+            return WHAT.index(series.what), self.places.get(owner, len(self.places))
+
+        if len(found) > len(self.known):  # the first step decides the order of all
+            self.known.update(found)
+            return {series: found[series] for series in sorted(found, key=place)}
+        return found
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Layer -> its place in the model."""
+        return {layer: place for place, layer in enumerate(self.modules)}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The layers' own parameters by their full names, each once, as they are now."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for layer, module in self.modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    full = f"{layer}.{name}" if layer else name
+                    found.setdefault(id(parameter), (full, parameter))
+        return dict(found.values())
+
+
+class _Layer(NamedTuple):
+    """A layer with a short way, and what is kept of it."""
+
+    target: Target
+    activations: Series
+    gradients: Series
+
+
+class StepSink:
+    """Hands what the taps see to the step that is being watched, if there is one."""
+
+    def __init__(self, plan: Plan, history: History, stop: Callable[[Exception], None]) -> None:
+        self.step: WatchedStep | None = None
+        self.stop = stop
+        self._plan, self._history = plan, history
+        self._padding = Padding(())
+        self._first_path: dict[str, str] = {}
+        self._roots: list[bool] = []
+
+    def follow_padding(self, modules: Iterable[nn.Module]) -> Padding:
+        """Leave the padding out that these modules are told of; it is for the caller to attach."""
+        self._padding = Padding(masked_modules(modules), self.stop)
+        return self._padding
+
+    # -- which calls belong to the step ------------------------------------------------------
+
+    def enter_model(self) -> None:
+        """The model is called; without gradients that is an evaluation, not part of the step."""
+        self._roots.append(torch.is_grad_enabled())
+
+    def leave_model(self) -> None:
+        """The model's call is over."""
+        if self._roots:
+            self._roots.pop()
+
+    def forget_calls(self) -> None:
+        """Hooks went away: calls that were entered are never left."""
+        self._roots.clear()
+
+    def wants_call(self, layer: str = "") -> bool:
+        """Whether the call that runs now is part of a watched step.
+
+        What counts is whether gradients were on where the model was entered: a reentrant
+        checkpoint turns them off inside.
+        """
+        if self.step is None:
+            return False
+        return self._roots[-1] if self._roots else torch.is_grad_enabled()
+
+    # -- the sink ----------------------------------------------------------------------------
+
+    def short_way(self, targets: list[Target]) -> Short:
+        """The short way of some layers."""
+        owners = {
+            id(each.module): _Layer(
+                each, Series(each.layer, "activations"), Series(each.layer, "gradients")
+            )
+            for each in targets
+        }
+        modules = [each.module for each in targets]
+        return Short(modules, owners, self._take, self._arrived, lambda layer: layer.target)
+
+    def _take(
+        self, layer: _Layer, arguments: object, keywords: object, output: Tensor
+    ) -> _Layer | None:
+        """Take in an output; without padding the calls of a layer need not be told apart."""
+        if self.step is None or not self.wants_call() or self._padding.current() is not None:
+            return None
+        self.step.collector.add(layer.activations, output.detach())
+        return layer
+
+    def _arrived(self, layer: _Layer, gradient: Tensor | None) -> None:
+        """Take in the gradient of such an output."""
+        step = self.step
+        if step is None or gradient is None:  # autograd knows that it is zero
+            return
+        try:
+            step.read_scale()
+            step.collector.add(
+                layer.gradients, gradient.detach() if gradient.requires_grad else gradient
+            )
+        except Exception as error:
+            self.failed(layer.target.layer, error, backward=True)
+
+    def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
+        """Take in the first tensor of an output."""
+        if self.step is None or not elements:
+            return
+        path, tensor = elements[0]
+        self._first_path[call.layer] = path
+        mask = self._padding.current()
+        if mask is not None:
+            self.step.padding_of[call] = mask
+        if what in self._plan.what:
+            self.step.collector.add(Series(call.layer, what), tensor.detach(), mask)
+
+    def gradient(
+        self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
+    ) -> None:
+        """Take in the gradient of the first tensor of an output."""
+        step = self.step
+        if step is not None and gradient is not None and path == self._first_path.get(call.layer):
+            step.read_scale()
+            step.collector.add(Series(call.layer, what), gradient, step.padding_of.get(call))
+
+    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
+        """Never called: parameters are read when the optimizer steps."""
+
+    def missed(self, layer: str, what: str, reason: str) -> None:
+        """Note why something is not there."""
+        text = f"{what}: {reason}" if what else reason
+        self._history.missing.setdefault(layer, text)
+
+    def noted(self, layer: str, text: str) -> None:
+        """Note a reservation about a layer."""
+        layers = self._history.notes.setdefault(text, [])
+        if layer and layer not in layers:
+            layers.append(layer)
+
+    def failed(self, layer: str, error: Exception, backward: bool) -> None:
+        """A tensor that cannot be reduced is noted; any other failure ends the Monitor."""
+        if isinstance(error, InspectionError):
+            self.missed(layer, "", str(error))
+        else:
+            self.stop(error)
+
+
+class WatchedStep:
+    """What one step brought, until it is read."""
+
+    def __init__(self, number: int, plan: Plan, sink: StepSink) -> None:
+        self._plan, self._sink = plan, sink
+        self.collector = Collector(plan.histogram, plan.max_bytes, plan.immediate, sink.missed)
+        self.padding_of: dict[CallKey, TokenMask] = {}
+        self._step = Step(number)
+        self._started = time.perf_counter()
+        self._told: list[Tensor] = []
+        self._seen: list[Tensor] = []
+        self._shares: list[Tensor] = []
+        self._scale: Tensor | None = None
+        self._scale_version = 0
+        self._parameter_scale: Tensor | None = None
+        self._updates: Updates | None = None
+        self._moved: list[Moved] = []
+        self._numbers: Deferred | None = None
+
+    # -- the loss ----------------------------------------------------------------------------
+
+    def was_told_loss(self, loss: Tensor | float) -> None:
+        """Take the user's word for the loss, over anything that was seen."""
+        self._told.append(torch.as_tensor(loss).detach().clone().reshape(()))
+
+    def saw_loss(self, loss: object, is_share: bool = False) -> None:
+        """Take note of a loss that the model or the loss module returned.
+
+        Args:
+            loss: Anything; only a tensor with one value and a gradient is a loss.
+            is_share: Whether it is this micro-batch's share of the step's loss already.
+        """
+        if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+            found = self._shares if is_share else self._seen
+            found.append(loss.detach().clone().reshape(()))
+
+    # -- the gradient scale ------------------------------------------------------------------
+
+    def read_scale(self) -> None:
+        """Read what the loss is multiplied by; to be called while gradients arrive."""
+        if self._plan.scaler is None or self._scale is not None:
+            return
+        self._scale = torch.as_tensor(gradient_scale(self._plan.scaler))
+        self._scale_version = gradient_scale_version(self._plan.scaler)
+        self._sink.noted("", _UNSCALED)
+
+    def was_skipped(self) -> bool:
+        """Whether the scaler has gone on to the next step without the optimizer."""
+        if self._scale is None:
+            return False
+        return gradient_scale_version(self._plan.scaler) != self._scale_version
+
+    # -- the optimizer -----------------------------------------------------------------------
+
+    def before_update(self, concerns: Concerns) -> None:
+        """Read the weights before the optimizer changes them."""
+        if not self._plan.what & {"parameters", "updates"}:
+            return
+        parameters = self._concerning(concerns)
+        if "parameters" in self._plan.what:
+            for name, parameter in parameters.items():
+                self._add_parameter(Series(name, "parameters"), parameter)
+        if "updates" in self._plan.what:
+            trained = {name: each for name, each in parameters.items() if each.requires_grad}
+            for name, each in trained.items():
+                if is_sampled(each):
+                    self._sink.noted(name, _SAMPLED)
+            self._updates = Updates(trained)
+
+    def read_gradients(self, concerns: Concerns, scale: object) -> None:
+        """Read the parameters' gradients as the optimizer finds them, once per step.
+
+        Args:
+            concerns: Which parameters to look at.
+            scale: By what they are still multiplied, if the optimizer divides them itself.
+        """
+        if "parameter_gradients" not in self._plan.what:
+            return
+        if isinstance(scale, Tensor):
+            self._parameter_scale = scale.detach().clone()
+        for name, parameter in self._concerning(concerns).items():
+            if parameter.grad is not None:
+                self._add_parameter(Series(name, "parameter_gradients"), parameter.grad)
+
+    def after_update(self) -> None:
+        """Compare the weights with those before."""
+        if self._updates is not None:
+            self._moved += self._updates.moved()
+            self._updates = None
+
+    def _concerning(self, concerns: Concerns) -> dict[str, Tensor]:
+        return {name: each for name, each in self._plan.parameters().items() if concerns(each)}
+
+    def _add_parameter(self, series: Series, tensor: Tensor) -> None:
+        if hasattr(tensor, "to_local"):
+            self._sink.noted(series.layer, _SHARDED)
+        self.collector.add(series, local_part(tensor))
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def was_held(self, left_out: bool) -> None:
+        """Take note that the step is not finite, and whether the optimizer is to leave it out."""
+        self._step.scalars["nonfinite"] = 1.0
+        if left_out:
+            self._step.scalars["optimizer_skipped"] = 1.0
+
+    def finish(self, skipped: bool = False) -> None:
+        """Start fetching the numbers; waits for nothing."""
+        self.padding_of.clear()
+        self.collector.flush()
+        self._step.seconds = time.perf_counter() - self._started
+        if skipped:
+            self._step.scalars["optimizer_skipped"] = 1.0
+        scales = [each for each in (self._scale, self._parameter_scale) if each is not None]
+        losses = self._told or self._shares or self._seen
+        moved = [each.norms for each in self._moved]
+        self._numbers = Deferred([*losses, *moved, *scales])
+
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self.collector.ready() and self._numbers is not None and self._numbers.ready()
+
+    def read(self) -> tuple[Step, Mapping[Series, Statistics]]:
+        """The step and its statistics."""
+        assert self._numbers is not None
+        numbers = iter(self._numbers.read())
+        losses = [next(numbers)[0] for _ in self._told or self._shares or self._seen]
+        if losses:
+            share = 1 if self._shares and not self._told else len(losses)
+            self._step.loss = sum(losses) / share
+            if not math.isfinite(self._step.loss):  # nan alone would read as "not seen"
+                self._step.scalars["nonfinite"] = 1.0
+        for names, _ in self._moved:
+            norms = np.array(next(numbers)).reshape(2, -1)
+            self._step.parameters += tuple(names)
+            self._step.updates = np.concatenate([self._step.updates, norms], axis=1)
+        found = self._plan.in_order(self.collector.read())
+        scales = {"gradients": self._scale, "parameter_gradients": self._parameter_scale}
+        for what, scale in scales.items():
+            if scale is None:
+                continue
+            factor = next(numbers)[0]
+            self._step.scalars["gradient_scale"] = factor
+            found = {
+                series: each.scaled(1 / factor) if series.what == what else each
+                for series, each in found.items()
+            }
+        return self._step, found

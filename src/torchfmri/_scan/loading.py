@@ -1,0 +1,43 @@
+"""Loading a scan from its folder."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from torchfmri._scan.scan_record import Scan
+from torchfmri._scan.store.folder import META, list_names
+from torchfmri._scan.store.meta import read_meta
+from torchfmri._scan.store.stored_sequences import StoredSequences
+from torchfmri.exceptions import ScanFormatError
+
+_SHOWN = 5
+
+
+def load(path: str | PathLike[str]) -> Scan:
+    """The scan in a folder, without reading its sequences: they are mapped when asked for.
+
+    A scan that is being written can be loaded: it has the sequences committed so far, and
+    `Scan.refresh` adds those committed since. Files that are damaged are named in `Scan.problems`
+    and passed over; the rest is readable. Nothing is ever written, and nothing in a scan is code.
+
+    Args:
+        path: What `Scan.save` or `torchfmri scan` wrote.
+
+    Raises:
+        ScanFormatError: It is no scan, or its meta.json is damaged.
+    """
+    folder = Path(path).absolute()
+    _require_meta(folder, list_names(folder))
+    anatomy, meta = read_meta(folder)
+    return Scan(anatomy, StoredSequences(folder, anatomy), meta)
+
+
+def _require_meta(folder: Path, names: list[str]) -> None:
+    """Raise for a folder that is none of ours, with what is in it: the scan may be one of these."""
+    if META in names:
+        return
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    scans = [name for name in names if (folder / name / META).is_file()]
+    hint = f" Did you mean {str(folder / scans[0])!r}?" if scans else ""
+    raise ScanFormatError(str(folder), f"it has no {META}, and holds {shown or 'nothing'}.{hint}")

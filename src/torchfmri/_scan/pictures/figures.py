@@ -1,0 +1,285 @@
+"""Pictures of a sequence of a scan: which rows, in which order, under which title."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.pictures.bands import in_order, layer_bands, voxel_bands, without_prefix
+from torchfmri._scan.record.blocks import depth_of, kinds_of, outline_of
+from torchfmri._scan.record.delta_sc import Doubles, log10, standardised
+from torchfmri._scan.record.reading import DELTA, Reading, voxel_name
+from torchfmri._scan.record.sequence import METRICS, STATISTICS, Tokens
+from torchfmri._text.rows import plural, star
+from torchfmri.exceptions import InspectionError
+from torchfmri.visualization._brain import Band, Brain, draw_brain
+from torchfmri.visualization._colour_scale import meaning
+from torchfmri.visualization._figure import axes_or_new, escape, new_figure
+from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
+from torchfmri.visualization._token_track import TokenTrack, in_context
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ORDERS = ("kind", "depth")
+_PANEL_INCHES = 2.7
+_NARROWEST_FIGURE = 9.5
+_DOTS_PER_INCH = 160
+Pattern = str | Sequence[str] | None
+
+
+def plot_brain(
+    reading: Reading,
+    metric: str,
+    *,
+    layers: Pattern,
+    normalise: str,
+    by: str,
+    order: str,
+    ax: Axes | None,
+) -> Axes:
+    """Layers or voxels down, tokens across; see `Scan.plot_brain`."""
+    brain = _brain(reading, metric, layers, normalise, by, order)
+    return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
+
+
+def plot_voxels(
+    reading: Reading, layer: str, metric: str, *, normalise: str, ax: Axes | None
+) -> Axes:
+    """The voxels of one layer down, tokens across; see `Scan.plot_voxels`."""
+    span = reading.anatomy.voxels_of(layer)
+    voxels = list(range(span.start, span.stop))
+    values = reading.table(metric, "voxel")[:, span].T
+    bands = [
+        Band(_part(voxel_name(reading.anatomy, voxel).removeprefix(layer)), [row])
+        for row, voxel in enumerate(voxels)
+    ]
+    title = f"{_model(reading)}: {_words(metric)} of the voxels of {layer}"
+    brain = Brain(
+        bands, values, _track(reading), metric, normalise, title, _subtitle(reading, metric)
+    )
+    return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
+
+
+def plot_layers(reading: Reading, metric: str, *, layers: Pattern, ax: Axes | None) -> Axes:
+    """A metric over depth by kind of layer; see `Scan.plot_layers`."""
+    values = reading.whole(metric)
+    columns = _rows(reading, layers)
+    low, middle, high = (_quantile(values, q) for q in (0.1, 0.5, 0.9))
+    lines = [
+        Line(kind, depths, middle[members], low[members], high[members], _outside(reading, members))
+        for kind, members, depths in _by_depth(reading, columns)
+    ]
+    ax = draw_lines(axes_or_new(ax, 9.0, 4.6), lines, value=meaning(metric))
+    if metric != DELTA:
+        scale_wide(ax, lines)
+    _name_layers(ax, reading, columns)
+    said = f"median over {plural(len(reading.sequence), 'token')}, 10th to 90th percentile shaded"
+    ax.set_title(escape(f"{_model(reading)}: {_words(metric)} over depth\n{said}"), fontsize=10)
+    return ax
+
+
+def plot_token(
+    reading: Reading, index: int, metric: str, *, layers: Pattern, ax: Axes | None
+) -> Axes:
+    """One token against the others, over depth; see `Scan.plot_token`."""
+    tokens = reading.sequence.tokens
+    if not hasattr(index, "__index__") or not -len(tokens) <= index < len(tokens):
+        raise InspectionError(
+            f"There is no token {index!r}: this sequence has {plural(len(tokens), 'token')}, "
+            "counted from 0."
+        )
+    index %= len(tokens)
+    values = reading.whole(metric)
+    scores = standardised(values if metric == DELTA else log10(values), axis=0)[index]
+    columns = _rows(reading, layers)
+    lines = [
+        Line(kind, depths, scores[members], is_outside=_outside(reading, members))
+        for kind, members, depths in _by_depth(reading, columns)
+    ]
+    of = "" if metric == DELTA else "log10 of "
+    ax = draw_lines(
+        axes_or_new(ax, 9.0, 4.6), lines, value=f"z of {of}{_words(metric)}\namong the tokens"
+    )
+    for height in (-2, 0, 2):
+        ax.axhline(height, color="0.5", linewidth=0.8, linestyle="-" if not height else ":")
+    _name_layers(ax, reading, columns)
+    text = in_context(tokens.pieces, index)
+    surprisal = float(tokens.surprisal[index])
+    said = f"; surprisal {surprisal:.2f} nats" if np.isfinite(surprisal) else ""
+    ax.set_title(
+        escape(f"{_model(reading)}: {_words(metric)} at token {index}{said}\n{text}"), fontsize=10
+    )
+    return ax
+
+
+def draw_scan(reading: Reading, path: str | Path | None = None, title: str | None = None) -> Figure:
+    """All metrics of a sequence over the same tokens, in one figure; see `Scan.draw`."""
+    metrics = [metric for metric in METRICS if metric in reading.sequence.layers]
+    if not metrics:
+        raise InspectionError("This scan has no values per layer: there is nothing to draw.")
+    brains = [
+        _brain(reading, metric, None, "layer", "layer", "kind")._replace(
+            title=f"{letter}   {_words(metric)}",
+            subtitle=_meaning(metric, inside=True),
+            most_inches=_PANEL_INCHES,
+            beside=True,
+            remark=_loss(reading) if len(metrics) > 1 else "",
+        )
+        for letter, metric in zip("abc", metrics, strict=False)
+    ]
+    wide, _ = brains[0].figure_inches
+    high = sum(brain.inches[1] for brain in brains) + 0.4 * len(brains) + 2.2
+    figure = new_figure(max(wide, _NARROWEST_FIGURE), high)
+    panels = figure.subplots(len(brains), 1, squeeze=False)[:, 0]
+    for number, (panel, brain) in enumerate(zip(panels, brains, strict=True)):
+        draw_brain(panel, brain, text=number == len(brains) - 1, surprisal=number == 0)
+    said = title or f"{_model(reading)}, token by token"
+    figure.suptitle(escape(said), fontsize=13, fontweight="bold", x=0.01, ha="left")
+    if path is not None:
+        figure.savefig(path, dpi=_DOTS_PER_INCH)
+    return figure
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def _brain(
+    reading: Reading, metric: str, layers: Pattern, normalise: str, by: str, order: str
+) -> Brain:
+    if order not in ORDERS:
+        raise InspectionError(f"order={order!r} is neither 'kind' nor 'depth'.")
+    columns = _rows(reading, layers)
+    names = reading.anatomy.layers
+    if by == "layer":
+        table = reading.whole(metric) if layers is None else reading.table(metric, by)
+        values = table[:, columns].T
+        bands = layer_bands([names[column] for column in columns], order)
+    else:
+        table = reading.table(metric, by)
+        owner = reading.anatomy.layer
+        order_of = {column: place for place, column in enumerate(in_order(names, columns, order))}
+        voxels = [voxel for voxel in range(len(owner)) if int(owner[voxel]) in order_of]
+        voxels.sort(key=lambda voxel: (order_of[int(owner[voxel])], voxel))
+        values = table[:, voxels].T
+        bands = voxel_bands([names[int(owner[voxel])] for voxel in voxels])
+    title = f"{_model(reading)}: {_words(metric)} of each {by} at each token"
+    subtitle = _subtitle(reading, metric, inside=by == "layer" and layers is None)
+    return Brain(bands, values, _track(reading), metric, normalise, title, subtitle)
+
+
+def _rows(reading: Reading, layers: Pattern) -> list[int]:
+    """The columns to show: those that match, or those that give an overview."""
+    if layers is not None:
+        return reading.columns(layers)
+    columns = outline_of(reading.anatomy.layers)
+    found = reading.sequence.statistics.get("gradients")
+    if found is None:
+        return columns
+    # What no gradient reaches (a table of positions) is no part of what is done with the tokens.
+    # One that arrived as nan is: it was counted.
+    count = found[:, STATISTICS.index("count")]
+    return [column for column in columns if count[column] > 0] or columns
+
+
+# -- lines ---------------------------------------------------------------------------------------
+
+
+def _by_depth(reading: Reading, columns: Sequence[int]) -> list[tuple[str, list[int], list[float]]]:
+    """(kind, columns, places on the x axis); what is outside of blocks stands before or after."""
+    names = reading.anatomy.layers
+    chosen = [names[column] for column in columns]
+    short = without_prefix(chosen)
+    depths = [depth_of(layer) for layer in chosen]
+    kinds = kinds_of(chosen)
+    if len(kinds) > MOST_LINES:
+        raise InspectionError(
+            f"{len(kinds)} kinds of layers cannot be told apart as lines: choose at most "
+            f"{MOST_LINES}, such as layers='*.mlp'."
+        )
+    known = [depth for depth in depths if depth is not None]
+    if not known:
+        return [(short[chosen[i]], [columns[i]], [float(i)]) for i in range(len(chosen))]
+    first = next(row for row, depth in enumerate(depths) if depth is not None)
+    places = [
+        float(depth if depth is not None else row - first if row < first else 0.0)
+        for row, depth in enumerate(depths)
+    ]
+    after = max(known) + 1
+    for row in range(first, len(chosen)):
+        if depths[row] is None:
+            places[row], after = float(after), after + 1
+    return [
+        (
+            star(short[chosen[rows[0]]]) if len(rows) > 1 else short[chosen[rows[0]]],
+            [columns[row] for row in rows],
+            [places[row] for row in rows],
+        )
+        for rows in kinds.values()
+    ]
+
+
+def _outside(reading: Reading, members: Sequence[int]) -> bool:
+    """Whether these are a layer outside of the numbered blocks."""
+    return depth_of(reading.anatomy.layers[members[0]]) is None
+
+
+def _name_layers(ax: Axes, reading: Reading, columns: Sequence[int]) -> None:
+    """Without numbered blocks the x axis counts layers."""
+    names = [reading.anatomy.layers[column] for column in columns]
+    if all(depth_of(name) is None for name in names):
+        ax.set_xlabel("layer, in model order")
+
+
+def _quantile(values: NDArray[np.floating[Any]], q: float) -> Doubles:
+    """Of each column's finite values over tokens; nan where there is none."""
+    found = np.full(values.shape[1], np.nan)
+    for column, numbers in enumerate(values.T):
+        finite = numbers[np.isfinite(numbers)]
+        if len(finite):
+            found[column] = np.quantile(finite, q)
+    return found
+
+
+def _part(name: str) -> str:
+    """The name of a voxel within its layer: "head 3", and units as they are cut, "[0:64]"."""
+    return name.strip("[]") if name[1:2].isalpha() else name
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+def _track(reading: Reading) -> TokenTrack:
+    tokens: Tokens = reading.sequence.tokens
+    return TokenTrack(tokens.pieces, tokens.surprisal, tokens.generated, tokens.special)
+
+
+def _model(reading: Reading) -> str:
+    return str(reading.meta.get("model") or "model")
+
+
+def _words(metric: str) -> str:
+    return metric if metric == DELTA else metric.replace("_", " ")
+
+
+def _subtitle(reading: Reading, metric: str, *, inside: bool = False) -> str:
+    """What a metric is, and which loss its gradients are of."""
+    loss = "" if metric == "activation" else _loss(reading)
+    return "\n".join(part for part in (_meaning(metric, inside=inside), loss) if part)
+
+
+def _meaning(metric: str, *, inside: bool) -> str:
+    return meaning(metric) + (
+        ", all that are inside the layer" if inside and metric == "learning_cost" else ""
+    )
+
+
+def _loss(reading: Reading) -> str:
+    """Which loss the gradients are of, and which gradients they are."""
+    loss, per = reading.meta.get("loss"), reading.meta.get("per")
+    return f"L: {loss}" + (f" (per={per!r})" if per else "") if loss else ""

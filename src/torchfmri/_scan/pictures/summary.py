@@ -1,0 +1,137 @@
+"""Tables of a scan: what the layers did over the tokens, and which sequences there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.record.blocks import kinds_of
+from torchfmri._scan.record.reading import Reading
+from torchfmri._scan.record.sequence import METRICS, ScannedSequence
+from torchfmri._text.columns import ASCII, BLOCKS, Column, output_style
+from torchfmri._text.grid import Grid
+from torchfmri._text.labels import layer_label, printable
+from torchfmri._text.rows import number_text, plural
+
+_TITLES = {
+    "activation": "activation rms",
+    "gradient": "gradient norm",
+    "learning_cost": "learning cost",
+}
+_LONGEST_LINE = 24
+_TEXT = 60
+_SUSPICIOUS = 0.05
+"""A relative difference that no rounding explains, in 16 bits neither."""
+
+
+def summary_grid(reading: Reading, title: str, *, fold: bool, notes: Sequence[str]) -> Grid:
+    """One line per layer, or per kind of layer: the median over tokens of each metric.
+
+    Args:
+        reading: The sequence.
+        title: Above the table.
+        fold: Whether layers whose names differ only in numbers make one line; their medians over
+            depth are drawn beside it.
+        notes: What else to say.
+    """
+    layers, types = reading.anatomy.layers, reading.anatomy.types
+    kinds = kinds_of(layers) if fold else {layer: [at] for at, layer in enumerate(layers)}
+    groups = list(kinds.values())
+    names = [kind if len(group) > 1 else layers[group[0]] for kind, group in kinds.items()]
+    folded = any(len(group) > 1 for group in groups)
+    columns = [Column("type", [_type_of(types, group) for group in groups], 1, right=False)]
+    if folded:
+        columns.append(Column("layers", [f"{len(group):,}" for group in groups], 4))
+    for place, metric in enumerate(each for each in METRICS if each in reading.sequence.layers):
+        table = reading.sequence.layers[metric]
+        medians = _medians(table)
+        cells = [number_text(_median(table[:, group])) for group in groups]
+        columns.append(Column(_TITLES[metric], cells, 9 - place))
+        if folded:
+            lines = [_sparkline(medians[group]) for group in groups]
+            columns.append(Column("over depth", lines, 3 - place, right=False))
+    return Grid(title, "layer", [printable(layer_label(name)) for name in names], columns, notes)
+
+
+def sequences_grid(
+    shown: Sequence[ScannedSequence], total: int, title: str, problems: Sequence[str]
+) -> Grid:
+    """One line per sequence: how long it is, its condition, how it begins."""
+    rest = total - len(shown)
+    notes = [f"{plural(rest, 'more sequence')}"] if rest else []
+    notes += [f"not read: {problem}" for problem in problems]
+    columns = [
+        Column("tokens", [f"{len(each):,}" for each in shown], 5),
+        Column("generated", [f"{int(each.tokens.generated.sum()):,}" for each in shown], 3),
+        Column("surprisal", [_mean_surprisal(each) for each in shown], 2),
+        Column("condition", [printable(each.condition) for each in shown], 4, right=False),
+        Column("text", [_beginning(each) for each in shown], 1, right=False),
+    ]
+    names = [printable(each.name) or "-" for each in shown]
+    return Grid(title, "sequence", names, columns, notes)
+
+
+def failed_checks(sequence: ScannedSequence) -> list[str]:
+    """What a sequence found wrong with itself, in words; rounding is far below the limit."""
+    checks, found = sequence.checks, []
+    if float(checks.get("live_difference") or 0.0) > _SUSPICIOUS:
+        found.append(
+            "check: activations while generating and those of the pass are "
+            f"{checks['live_difference']:.0%} apart: the model did not do the same in both (does "
+            "it look ahead, or go wrong with its cache or with padding?)"
+        )
+    if float(checks.get("gradient_residual") or 0.0) > _SUSPICIOUS:
+        found.append(
+            f"check: the tokens' gradients are {checks['gradient_residual']:.0%} off autograd's: "
+            "some gradient came through no token, or a learning cost is wrong"
+        )
+    if checks.get("tokens_identical") is False:
+        found.append("check: the tokens differ from those of generate without hooks")
+    return found
+
+
+def _type_of(types: Sequence[str], group: Sequence[int]) -> str:
+    found = list(dict.fromkeys(types[column] for column in group))
+    return printable(found[0]) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+
+
+def _medians(table: NDArray[np.floating]) -> NDArray[np.float64]:
+    """(s, layer) -> the median of each layer's finite values, nan where there is none."""
+    return np.array([_median(column) for column in table.T], dtype=np.float64)
+
+
+def _median(values: NDArray[np.floating]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else float("nan")
+
+
+def _sparkline(values: NDArray[np.float64]) -> str:
+    """The logarithms of values over depth, from the lowest to the highest; "" for fewer than 3."""
+    if len(values) < 3:
+        return ""
+    if len(values) > _LONGEST_LINE:
+        parts = np.array_split(values, _LONGEST_LINE)
+        values = np.array([_median(part) for part in parts])
+    known = np.isfinite(values) & (values > 0)
+    if not known.any():
+        return ""
+    logs = np.log10(np.where(known, values, 1.0))
+    low, high = float(logs[known].min()), float(logs[known].max())
+    bars = BLOCKS if output_style().unicode else ASCII
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        bars[round((value - low) * scale)] if seen else " "
+        for value, seen in zip(logs.tolist(), known.tolist(), strict=True)
+    )
+
+
+def _mean_surprisal(sequence: ScannedSequence) -> str:
+    finite = sequence.tokens.surprisal[np.isfinite(sequence.tokens.surprisal)]
+    return number_text(float(finite.mean())) if len(finite) else "-"
+
+
+def _beginning(sequence: ScannedSequence) -> str:
+    text = printable(" ".join(sequence.text[: 4 * _TEXT].split()))
+    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"

@@ -1,0 +1,1 @@
+"""One scanned sequence, and what can be read from it."""

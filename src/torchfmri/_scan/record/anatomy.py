@@ -1,0 +1,122 @@
+"""The anatomy of a scanned model: its layers in order, and the voxels that each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._model.patterns import nearest_names
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+
+KINDS = ("units", "head", "expert")
+"""What a voxel is: neighbouring units, an attention head, or an expert."""
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """Layers and voxels; the rows of a scan's tables are tokens, the columns are these.
+
+    A layer's voxels stand in a row. Those of kind "expert" belong to parameters that hold experts
+    as rows: they have a learning cost, and neither activation nor gradient.
+
+    Attributes:
+        layers: The names, in model order.
+        types: The type of each layer's module, such as "Linear".
+        layer: (v,) the index of the layer that each voxel belongs to, never falling.
+        start: (v,) its first unit there (its first expert).
+        count: (v,) how many units it has.
+        kind: (v,) an index into KINDS.
+
+    Example:
+        >>> anatomy = Anatomy.of_widths(["q_proj", "mlp"], ["Linear", "MLP"], [128, 100], [64, 64])
+        >>> anatomy.count.tolist()
+        [64, 64, 64, 36]
+        >>> anatomy.voxels_of("mlp")
+        slice(2, 4, None)
+    """
+
+    layers: tuple[str, ...]
+    types: tuple[str, ...]
+    layer: NDArray[np.int32]
+    start: NDArray[np.int32]
+    count: NDArray[np.int32]
+    kind: NDArray[np.uint8]
+
+    @classmethod
+    def of_widths(
+        cls,
+        layers: Sequence[str],
+        types: Sequence[str],
+        widths: Sequence[int],
+        sizes: Sequence[int],
+        kinds: Sequence[str] | None = None,
+        experts: Sequence[int] | None = None,
+    ) -> Anatomy:
+        """The anatomy of layers with so many units each, cut into voxels of the given size.
+
+        Args:
+            layers: Their names.
+            types: The types of their modules.
+            widths: How many units each has.
+            sizes: How many units a voxel of each has; the last one may have fewer.
+            kinds: What the voxels of each are, "units" by default.
+            experts: How many experts the parameters of each hold as rows.
+        """
+        rows: list[tuple[int, int, int, int]] = []
+        for index, (width, size) in enumerate(zip(widths, sizes, strict=True)):
+            kind = KINDS.index(kinds[index]) if kinds is not None else 0
+            rows += [(index, at, min(size, width - at), kind) for at in range(0, width, size)]
+            if experts is not None:
+                rows += [
+                    (index, expert, 1, KINDS.index("expert")) for expert in range(experts[index])
+                ]
+        table = np.array(rows, dtype=np.int32).reshape(-1, 4)
+        return cls(
+            tuple(layers),
+            tuple(types),
+            table[:, 0].copy(),
+            table[:, 1].copy(),
+            table[:, 2].copy(),
+            table[:, 3].astype(np.uint8),
+        )
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Layer -> its column."""
+        return {name: index for index, name in enumerate(self.layers)}
+
+    def column(self, layer: str) -> int:
+        """The column of a layer.
+
+        Raises:
+            LayerNotFoundError: There is no such layer in the scan.
+        """
+        if layer not in self.index:
+            raise LayerNotFoundError(
+                layer, nearest_names(layer, self.layers), len(self.layers), "scan.layers"
+            )
+        return self.index[layer]
+
+    def voxels_of(self, layer: str) -> slice:
+        """The columns of a layer's voxels."""
+        first, last = np.searchsorted(self.layer, [self.column(layer), self.column(layer) + 1])
+        return slice(int(first), int(last))
+
+    def check(self) -> None:
+        """Raise where the tables contradict each other."""
+        sizes = {len(each) for each in (self.layer, self.start, self.count, self.kind)}
+        if len(self.types) != len(self.layers) or len(sizes) > 1:
+            raise InspectionError("The layers and voxels of this scan have different lengths.")
+        if len(self.layer) and (
+            self.layer.min() < 0
+            or self.layer.max() >= len(self.layers)
+            or (np.diff(self.layer) < 0).any()
+            or self.kind.max() >= len(KINDS)
+            or self.count.min() < 1
+            or self.start.min() < 0
+        ):
+            raise InspectionError("The voxels of this scan point at layers that it does not have.")

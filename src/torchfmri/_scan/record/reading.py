@@ -1,0 +1,183 @@
+"""What a sequence of a scan says: its values by layer or voxel, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._scan.record.anatomy import KINDS, Anatomy
+from torchfmri._scan.record.blocks import inside_of, kinds_of
+from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers
+from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+
+DELTA = "delta_sc"
+BY = ("layer", "voxel")
+_ADVICE = {
+    "activation": "",
+    "gradient": " Gradients are measured with per='position', 'cached' or 'token_loss'.",
+    "learning_cost": " It is measured with per='position', 'cached' or 'token_loss'.",
+}
+
+
+class Values(NamedTuple):
+    """Values with the names of their columns.
+
+    Attributes:
+        names: One per column: layers, or voxels such as "layers.0.mlp[64:128]".
+        values: (s, name)
+    """
+
+    names: tuple[str, ...]
+    values: NDArray[np.floating]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One sequence of a scan, with the names of what was measured.
+
+    Attributes:
+        anatomy: The layers and voxels.
+        sequence: What was measured.
+        meta: How.
+    """
+
+    anatomy: Anatomy
+    sequence: ScannedSequence
+    meta: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What can be read per layer."""
+        return metrics_of(self.sequence, "layer")
+
+    def columns(self, pattern: str | Sequence[str]) -> list[int]:
+        """The layers whose names match one of the patterns.
+
+        Raises:
+            LayerNotFoundError: None does.
+        """
+        names = self.anatomy.layers
+        chosen: set[str] = set()
+        for each in [pattern] if isinstance(pattern, str) else pattern:
+            found = match_names(each, names)
+            if not found:
+                raise LayerNotFoundError(
+                    each, nearest_names(each, names), len(names), "scan.layers"
+                )
+            chosen.update(found)
+        return [column for column, name in enumerate(names) if name in chosen]
+
+    def table(self, metric: str, by: str) -> NDArray[np.floating]:
+        """(s, layer) or (s, voxel), all of them.
+
+        Raises:
+            InspectionError: There is no such metric in the scan.
+        """
+        if by not in BY:
+            raise InspectionError(f"by={by!r} is neither 'layer' nor 'voxel'.")
+        tables = self.sequence.layers if by == "layer" else self.sequence.voxels
+        if metric == DELTA:
+            parts = self.table("activation", by), self.table("gradient", by)
+            if by == "layer":
+                return delta_between_layers(*parts, kinds_of(self.anatomy.layers).values())
+            return delta_within_layers(*parts, self.anatomy.layer)
+        if metric in tables:
+            return tables[metric]
+        has = ", ".join(metrics_of(self.sequence, by)) or "nothing"
+        if metric not in METRICS:
+            raise InspectionError(f"There is no metric {metric!r}: this scan has {has} per {by}.")
+        raise InspectionError(f"This scan has no {metric} per {by}: it has {has}.{_ADVICE[metric]}")
+
+    def values(self, metric: str, by: str, pattern: str | Sequence[str]) -> Values:
+        """The values of the layers that match, or of their voxels."""
+        table, columns = self.table(metric, by), self.columns(pattern)
+        if by == "layer":
+            return Values(
+                tuple(self.anatomy.layers[column] for column in columns), table[:, columns]
+            )
+        voxels = np.flatnonzero(np.isin(self.anatomy.layer, columns)).tolist()
+        return Values(tuple(voxel_name(self.anatomy, voxel) for voxel in voxels), table[:, voxels])
+
+    def whole(self, metric: str) -> NDArray[np.floating]:
+        """(s, layer), where the learning cost of a layer is that of everything inside it.
+
+        Norms of different parameters add up as squares, so that a block gets a learning cost too.
+        A parameter that two layers share counts for both.
+        """
+        table = self.table(metric, "layer")
+        if metric != "learning_cost":
+            return table
+        result = np.full(table.shape, np.nan)
+        for column, members in enumerate(inside_of(self.anatomy.layers)):
+            parts = table[:, members].astype(np.float64)
+            known = ~np.isnan(parts)
+            total = np.sqrt(np.where(known, parts * parts, 0.0).sum(1))
+            result[:, column] = np.where(known.any(1), total, np.nan)
+        return result
+
+
+def metrics_of(sequence: ScannedSequence, by: str) -> tuple[str, ...]:
+    """What can be read of a sequence, delta_sc included."""
+    tables = sequence.layers if by == "layer" else sequence.voxels
+    stored = tuple(metric for metric in METRICS if metric in tables)
+    return (*stored, DELTA) if {"activation", "gradient"} <= set(stored) else stored
+
+
+def voxel_name(anatomy: Anatomy, voxel: int) -> str:
+    """What a voxel is called: its layer, and which head, expert or units of it.
+
+    Example:
+        >>> anatomy = Anatomy.of_widths(["q", "mlp"], ["Linear"] * 2, [128, 100], [64, 64],
+        ...                             ["head", "units"])
+        >>> [voxel_name(anatomy, voxel) for voxel in range(4)]
+        ['q[head 0]', 'q[head 1]', 'mlp[0:64]', 'mlp[64:100]']
+    """
+    layer = int(anatomy.layer[voxel])
+    start, count = int(anatomy.start[voxel]), int(anatomy.count[voxel])
+    kind = KINDS[int(anatomy.kind[voxel])]
+    if kind == "units":
+        return f"{anatomy.layers[layer]}[{start}:{start + count}]"
+    number = start if kind == "expert" else start // _head_size(anatomy, layer)
+    return f"{anatomy.layers[layer]}[{kind} {number}]"
+
+
+def _head_size(anatomy: Anatomy, layer: int) -> int:
+    """How many units a head of the layer has: as many as its first voxel."""
+    return int(anatomy.count[np.searchsorted(anatomy.layer, layer)])
+
+
+def merged_statistics(
+    sequences: Sequence[ScannedSequence], column: int
+) -> dict[str, dict[str, float]]:
+    """What was watched -> the statistics of one layer over several sequences.
+
+    Mean and standard deviation (that of the population) are of the finite values.
+    """
+    found: dict[str, list[NDArray[np.float64]]] = {}
+    for sequence in sequences:
+        for what, table in sequence.statistics.items():
+            found.setdefault(what, []).append(table[column])
+    return {what: _merge(np.stack(rows)) for what, rows in found.items()}
+
+
+def _merge(rows: NDArray[np.float64]) -> dict[str, float]:
+    """(sequence, STATISTICS) -> the statistics of all together."""
+    part = {name: rows[:, index] for index, name in enumerate(STATISTICS)}
+    finite = part["count"] - part["nan"] - part["inf"]
+    used = finite > 0
+    whole = {name: float(part[name].sum()) for name in ("count", "nan", "inf", "zero")}
+    total = float(finite[used].sum())
+    if not total:
+        return {name: whole.get(name, np.nan) for name in STATISTICS}
+    weight = finite[used] / total
+    mean = float((weight * part["mean"][used]).sum())
+    spread = part["std"][used] ** 2 + (part["mean"][used] - mean) ** 2
+    whole["mean"], whole["std"] = mean, float(np.sqrt((weight * spread).sum()))
+    whole["min"], whole["max"] = float(part["min"][used].min()), float(part["max"][used].max())
+    return {name: whole[name] for name in STATISTICS}

@@ -1,0 +1,186 @@
+"""WIRE: one batch of prompts: generated under watch, run once with gradients, cut into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchfmri._model.attachment import compiled_code_as_eager
+from torchfmri._model.snapshot import generators_restored
+from torchfmri._scan.run.batch_rows import BatchRow, Frame, cut_rows
+from torchfmri._scan.run.cached_pass import run_cached
+from torchfmri._scan.run.decoding import Decoding
+from torchfmri._scan.run.endings import Endings
+from torchfmri._scan.run.gradient_pass import Pass, Sequences, run_pass
+from torchfmri._scan.run.live import LiveRecording, Step
+from torchfmri._scan.run.live_token import LiveToken, live_tokens
+from torchfmri._scan.run.prompt import EncodedPrompt
+from torchfmri._scan.run.scan_loss import ScanLoss
+from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.spelling import Speller
+from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.token_loss_pass import run_token_losses
+
+
+@dataclass(eq=False)
+class BatchRun:
+    """One batch of prompts on its way through a model.
+
+    Attributes:
+        options: What to measure.
+        speller: Token ids -> bytes.
+        tensors: Layers that are kept in full.
+        subject: What is scanned.
+        prompt: The batch.
+        decoding: How the tokens are chosen.
+        loss: What is differentiated; None for activations alone.
+        seed: Of sampling.
+        on_token: Told of each token as it comes.
+        notes: What has to be known about the result.
+        missed: Layer -> what was not captured of it, and why.
+    """
+
+    options: ScanOptions
+    speller: Speller
+    tensors: frozenset[str]
+    subject: Subject
+    prompt: EncodedPrompt
+    decoding: Decoding
+    loss: ScanLoss | None
+    seed: int | None = None
+    on_token: Callable[[LiveToken], None] | None = None
+    notes: list[str] = field(default_factory=list)
+    missed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many sequences there will be."""
+        prompt = self._expanded() if self.decoding.max_new_tokens else self.prompt
+        return len(prompt.ids)
+
+    def run(self, generates: bool) -> list[BatchRow]:
+        """Generate, pass, and cut the batch into its sequences."""
+        options, model = self.options, self.subject.model
+        start = self.prompt.ids.shape[1]
+        ids, live, tokens_identical = self.prompt.ids, None, None
+        if generates:
+            reason = self.decoding.pass_only(model) if options.live else "live=False"
+            if reason and options.live:
+                self.notes.append(f"activations are from the pass alone: {reason}")
+            endings = self.decoding.endings(model, self._expanded())
+            ids, live = self._generate(endings, record=not reason)
+            if reason or self.decoding.decode is not None:
+                endings.look_through(ids)
+            if options.verify:
+                again, _ = self._generate(self.decoding.endings(model, self._expanded()))
+                tokens_identical = bool(torch.equal(ids, again))
+        else:
+            endings = Endings(start, frozenset())
+        sequences = self._sequences(ids, start, endings.lengths(ids))
+        found = None
+        if options.per is not None or live is None:
+            found = self._pass(sequences)
+        if live is None and self.on_token is not None and found is not None:
+            self._tell_all(sequences, found, start, endings)
+        checks = {"tokens_identical": tokens_identical} if tokens_identical is not None else {}
+        return cut_rows(self.frame(), sequences, found, live, checks)
+
+    def frame(self) -> Frame:
+        """What its rows have in common."""
+        likeliest = self.decoding.takes_the_likeliest(self.subject.model)
+        return Frame(self.subject, self.loss, self.options.per, self.speller, likeliest)
+
+    def _generate(
+        self, endings: Endings, record: bool = False
+    ) -> tuple[Tensor, LiveRecording | None]:
+        model, options = self.subject.model, self.options
+        with generators_restored(), torch.no_grad(), compiled_code_as_eager():
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            if not record:
+                return self.decoding.run(model, self.prompt, endings), None
+            prompt = self._expanded()
+            recording = LiveRecording(
+                self.subject,
+                prompt.ids,
+                prompt.ids.shape[1] + self.decoding.max_new_tokens,
+                mask=prompt.mask,
+                endings=endings,
+                statistics=options.per is None,
+                tensors=self.tensors if options.per is None else frozenset(),
+                on_step=self._tell(prompt, endings) if self.on_token is not None else None,
+            )
+            with recording:
+                ids = self.decoding.run(model, self.prompt, endings)
+            if not recording.seen:
+                self.notes.append(
+                    "activations are from the pass alone: the model was not run while decoding"
+                )
+                return ids, None
+            recording.finish(ids)
+            self.missed |= recording.missed
+            if recording.unseen:
+                self.notes.append(
+                    f"the first {recording.unseen} positions were in the cache that was given and "
+                    "were not run: they have no live activations"
+                )
+            return ids, recording
+
+    def _expanded(self) -> EncodedPrompt:
+        """The prompt once for each sequence that is returned."""
+        copies = int(self.decoding.setting(self.subject.model, "num_return_sequences") or 1)
+        if copies == 1:
+            return self.prompt
+        ids, mask = (
+            each.repeat_interleave(copies, 0) for each in (self.prompt.ids, self.prompt.mask)
+        )
+        return EncodedPrompt(ids, mask, single=False)
+
+    def _tell_all(self, sequences: Sequences, found: Pass, start: int, endings: Endings) -> None:
+        """Hand over all tokens after the pass, where none came while generating."""
+        prompt = EncodedPrompt(sequences.ids[:, :start], sequences.mask[:, :start], single=False)
+        nothing = torch.full(sequences.ids.shape, torch.nan)
+        surprisal = nothing if found.surprisal is None else found.surprisal
+        entropy = nothing if found.entropy is None else found.entropy
+        norms = found.activation.norms
+        self._tell(prompt, endings)(Step(0, sequences.ids, norms, surprisal, entropy))
+
+    def _tell(self, prompt: EncodedPrompt, endings: Endings) -> Callable[[Step], None]:
+        on_token = self.on_token
+        assert on_token is not None
+        tell = live_tokens(self.subject, prompt, self.speller, endings)
+
+        def act(step: Step) -> None:
+            for token in tell(step):
+                on_token(token)
+
+        return act
+
+    def _sequences(self, ids: Tensor, start: int, lengths: list[int]) -> Sequences:
+        copies = len(ids) // len(self.prompt.ids)
+        mask = torch.ones_like(ids)
+        mask[:, :start] = self.prompt.mask.repeat_interleave(copies, 0)
+        for row, length in enumerate(lengths):
+            mask[row, length:] = 0
+        width = max(lengths)
+        generated = torch.zeros_like(ids, dtype=torch.bool)
+        generated[:, start:] = True
+        return Sequences(ids[:, :width], mask[:, :width], (generated & mask.bool())[:, :width])
+
+    def _pass(self, sequences: Sequences) -> Pass:
+        options = self.options
+        runs: dict[str | None, Callable[..., Pass]] = {
+            "cached": run_cached,
+            "token_loss": run_token_losses,
+        }
+        run = runs.get(options.per, run_pass)
+        found = run(
+            self.subject, sequences, self.loss,
+            voxel=options.voxel, tensors=self.tensors,
+        )  # fmt: skip
+        self.notes += found.notes
+        self.missed |= found.missed
+        return found

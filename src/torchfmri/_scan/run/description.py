@@ -1,0 +1,108 @@
+"""What a scan says about itself: the model, what was measured, and how."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchfmri._model.layers import unwrap
+from torchfmri._scan.run.decoding import Decoding
+from torchfmri._scan.run.scan_loss import ScanLoss
+from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.subject import Subject
+
+_SAMPLES = 64
+"""Values of each parameter that go into the fingerprint of the weights."""
+
+
+def scan_meta(
+    model: nn.Module,
+    subject: Subject,
+    options: ScanOptions,
+    loss: ScanLoss | None,
+    decoding: Decoding,
+    chat: bool,
+) -> dict[str, Any]:
+    """Plain data, for JSON."""
+    model = unwrap(model)
+    first = next(iter(model.parameters()), None)
+    return {
+        "model": model_name(model),
+        "class": type(model).__name__,
+        "config_hash": config_hash(model),
+        "weights": fingerprint(model),
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "",
+        "device": str(first.device.type) if first is not None else "cpu",
+        "per": options.per,
+        "loss": loss.text if loss is not None else None,
+        "voxel": options.voxel,
+        "live": options.live,
+        "chat": chat,
+        "max_new_tokens": decoding.max_new_tokens,
+        "decoding": {key: _plain(value) for key, value in decoding.options.items()},
+        "missed": dict(subject.missed),
+        "layer_notes": dict(subject.notes),
+        "versions": _versions(),
+    }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A few digits that change when the weights do: a scan goes on with the same ones alone."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.is_meta or not parameter.numel() or hasattr(parameter, "to_local"):
+            continue
+        values = parameter.detach().reshape(-1)
+        some = values[:: -(-values.numel() // _SAMPLES)].to("cpu", torch.float32)
+        digest.update(some.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def model_name(model: nn.Module) -> str:
+    """The name that the model was loaded by, without folders; else its class."""
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    return name.rstrip("/").rpartition("/")[2] or type(model).__name__
+
+
+def config_hash(model: nn.Module) -> str:
+    """A hash of the configuration, or of the names and shapes of the parameters."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict"):
+        data = {
+            key: value for key, value in config.to_diff_dict().items()
+            if key not in ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+        }  # fmt: skip
+    else:
+        data = {name: list(each.shape) for name, each in model.named_parameters()}
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+
+
+def _versions() -> dict[str, str]:
+    names = [each for each in ("torchfmri", "torch", "transformers") if each in sys.modules]
+    found = {name: _version(name) for name in names}
+    return {
+        "python": platform.python_version(),
+        **{key: each for key, each in found.items() if each},
+    }
+
+
+@cache
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""  # run from its source, without being installed

@@ -1,0 +1,187 @@
+"""The door to scans: one prompt or a batch, at once or token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchfmri._model.layers import Pattern
+from torchfmri._scan.run.dataset import DatasetScan, scan_rows
+from torchfmri._scan.run.dataset_rows import rows_of
+from torchfmri._scan.run.decoding import Decode
+from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.run.prompt import Prompt
+from torchfmri._scan.run.scan_loss import OwnLoss
+from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.scanner import Scanner
+from torchfmri._scan.run.stream import ScanStream
+from torchfmri._scan.scan_record import Scan
+from torchfmri.exceptions import InspectionError
+
+
+def scan(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    max_new_tokens: int = 64,
+    per: Literal["position", "token_loss", "cached"] | None = "position",
+    layers: Pattern = "*",
+    *,
+    voxel: int = 64,
+    loss: str | OwnLoss | None = None,
+    tensors: Pattern | None = None,
+    chat: bool = False,
+    seed: int | None = None,
+    on_token: Callable[[LiveToken], None] | None = None,
+    decode: Decode | None = None,
+    live: bool = True,
+    verify: bool = False,
+    **generate: Any,
+) -> Scan:
+    """Let a language model answer, and return what every layer did at every token.
+
+    Activations are taken while it generates, with its KV cache as it is; gradients come from one
+    further pass over the finished sequence, forward and backward. The model, its `.grad`, its mode
+    and the random state are afterwards as they were.
+
+    Args:
+        model: A causal language model of transformers, or any module from token ids to logits.
+            Encoders can be read with `max_new_tokens=0`.
+        tokenizer: That of the model; None where the prompt is token ids.
+        prompt: A text (as it is), chat messages, token ids, or a list of these.
+        max_new_tokens: How many tokens to generate at most; 0 reads the text and writes nothing.
+        per: Which gradient: "position" (one backward pass, adds up to `.grad`), "token_loss" (of
+            each token's own loss, one backward pass per token), "cached" (with the KV cache held
+            constant), or None for activations alone.
+        layers: Which layers, as for `Inspector.layers`.
+        voxel: How many neighbouring units make a voxel, where no head or expert does.
+        loss: Of the "generated" tokens, of "all", or a function of output, ids and generated.
+        tensors: Layers whose activations are kept in full.
+        chat: Wrap a text as a user's message in the tokenizer's chat template.
+        seed: Of sampling; without one the present random state is used, and put back.
+        on_token: Called with each token as soon as the model has been run on it.
+        decode: Your own decoding loop: model and (b, s) ids -> all ids.
+        live: False takes activations from the pass alone.
+        verify: Also generate once more without any hook, and compare the tokens.
+        **generate: For the model's `generate`: do_sample, temperature, num_beams, ...
+
+    Returns:
+        The scan, with one sequence per prompt.
+
+    Raises:
+        LayerNotFoundError: The pattern matches no layer.
+        InspectionError: Something of this cannot be done; the message says what to do instead.
+    """
+    options = ScanOptions(per, layers, voxel, loss, tensors, live, verify)
+    return Scanner(model, tokenizer, options).scan(
+        prompt,
+        max_new_tokens,
+        chat=chat,
+        seed=seed,
+        on_token=on_token,
+        decode=decode,
+        generate=generate,
+    )
+
+
+def stream(
+    model: nn.Module, tokenizer: Any, prompt: Prompt, max_new_tokens: int = 64, **options: Any
+) -> ScanStream:
+    """The same as an iterator over the tokens, as they come; `.scan` is there after the last.
+
+    Args:
+        model: As for `scan`.
+        tokenizer: As for `scan`.
+        prompt: As for `scan`.
+        max_new_tokens: As for `scan`.
+        **options: The other arguments of `scan`, except `on_token`.
+    """
+    if "on_token" in options:
+        raise InspectionError(
+            "stream() hands over the tokens itself: for token in stream. on_token= is for scan()."
+        )
+
+    # Autocast belongs to the thread that turned it on; the model runs in another one.
+    outer = [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+    def run(on_token: Callable[[LiveToken], None]) -> Scan:
+        with ExitStack() as stack:
+            for each in outer:
+                stack.enter_context(each)
+            return scan(model, tokenizer, prompt, max_new_tokens, on_token=on_token, **options)
+
+    return ScanStream(run)
+
+
+def scan_dataset(
+    model: nn.Module,
+    tokenizer: Any,
+    dataset: Any,
+    out: str | PathLike[str],
+    max_new_tokens: int = 64,
+    *,
+    options: ScanOptions | None = None,
+    batch: int = 1,
+    chat: bool = False,
+    seed: int | None = None,
+    field: str | None = None,
+    condition_field: str = "condition",
+    on_row: Callable[[int, int, str], None] | None = None,
+    **generate: Any,
+) -> DatasetScan:
+    """Scan every row of a dataset into a folder, and say how it went; `load` reads the folder.
+
+    Sequences are committed as they come. Whatever interrupts it, calling it again goes on with what
+    is missing: what was committed stays, and nothing is scanned twice. A row that fails is named
+    and passed over. Among several processes (torchrun) each takes its share.
+
+    Args:
+        model: As for `scan`.
+        tokenizer: As for `scan`.
+        dataset: A .jsonl file, or anything with a length whose elements are records, texts,
+            messages or ids: a list, a dataset of Hugging Face.
+        out: The folder of the scan; it is created, or added to.
+        max_new_tokens: As for `scan`, for each row.
+        options: What to measure.
+        batch: How many rows are run at once.
+        chat: Wrap texts as a user's messages.
+        seed: Of sampling; each row has one of its own, made from it.
+        field: Where a record has its prompt; by default the first of prompt, messages, text, ids.
+        condition_field: Where it has its condition, the label for contrasts.
+        on_row: Told how many of how many are done, and the name of the next.
+        **generate: For the model's `generate`.
+
+    Raises:
+        LayerNotFoundError: The pattern matches no layer.
+        InspectionError: The dataset cannot be read, the folder holds another scan (the message says
+            what differs), or the first rows cannot be scanned.
+    """
+    misplaced = [each.name for each in fields(ScanOptions) if each.name in generate]
+    if misplaced:
+        name = misplaced[0]
+        raise InspectionError(
+            f"{name}= is one of the options of a scan: write "
+            f"options=torchfmri.ScanOptions({name}={generate[name]!r})."
+        )
+    rows = rows_of(dataset, field, condition_field)
+    return scan_rows(
+        Scanner(model, tokenizer, options),
+        rows,
+        out,
+        max_new_tokens,
+        batch=batch,
+        chat=chat,
+        seed=seed,
+        generate=generate,
+        on_row=on_row,
+    )

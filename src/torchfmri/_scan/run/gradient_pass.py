@@ -1,0 +1,347 @@
+"""One pass over a finished sequence with gradients: what every position did and should have done.
+
+`per="position"`: one forward and one backward pass. A new sequence is run without any cache, so
+that nothing is ever fed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._capture.taps import CallKey, Taps, Target
+from torchfmri._model.attachment import compiled_code_as_eager
+from torchfmri._model.backward_pass import acts_on_gradients, run_backward, spared_grad
+from torchfmri._scan.run.live import surprisal_and_entropy
+from torchfmri._scan.run.measurements import Measurements
+from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
+from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
+from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._tokens.algebra.parameter import ParameterInfo
+from torchfmri._tokens.calls.gradients import TokenGradients
+from torchfmri._torch.elements import Element
+from torchfmri.exceptions import InspectionError
+from torchfmri.statistics import Statistics, calculate_statistics
+
+
+@dataclass(eq=False)
+class Pass:
+    """What one pass over a batch of sequences brought.
+
+    Attributes:
+        activation: Norms by voxel.
+        gradient: Norms of dL/d output by voxel; None without a backward pass.
+        cost: Norms of the parameters' gradients by voxel, (b, s, voxel), and `layer_cost` by layer.
+        surprisal: (b, s), and `entropy`.
+        statistics: "activations" and "gradients" -> for each row, for each layer.
+        tensors: Layer -> (b, s, w).
+        residual: The largest difference between what the tokens add up to and the gradient that
+            autograd found, relative; None where nothing was compared.
+        missed: Layer -> why something is missing.
+        notes: What else has to be known.
+        best: (b, s - 1) the likeliest next token at each position.
+        gradient_positions: (b, s) which positions have a gradient at all.
+    """
+
+    activation: Measurements
+    gradient: Measurements | None = None
+    cost: Tensor | None = None
+    layer_cost: Tensor | None = None
+    surprisal: Tensor | None = None
+    entropy: Tensor | None = None
+    statistics: dict[str, list[list[Statistics]]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    residual: float | None = None
+    missed: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    best: Tensor | None = None
+    gradient_positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What was fed and written, as one padded batch.
+
+    Attributes:
+        ids: (b, s).
+        mask: (b, s), 0 for padding on either side.
+        generated: (b, s), what the model wrote.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    generated: Tensor
+
+
+def run_pass(
+    subject: Subject,
+    sequences: Sequences,
+    loss: ScanLoss | None,
+    *,
+    voxel: int,
+    tensors: frozenset[str] = frozenset(),
+) -> Pass:
+    """Run the sequences once, with a backward pass if there is a loss.
+
+    Args:
+        subject: What is scanned.
+        sequences: The batch.
+        loss: What to differentiate; None for activations alone.
+        voxel: Units of a voxel, for the parameters.
+        tensors: Layers whose activations are kept in full.
+    """
+    model = subject.model
+    like = like_parameters(model)
+    b, s = sequences.ids.shape
+    found = Pass(Measurements(subject, b, s, like))
+    sink = PassSink(subject, sequences, found, like, tensors, loss)
+    what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
+    targets = [
+        Target(each.name, each.module, what) for each in subject.layers if each.axis is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compiled_code_as_eager())
+        stack.enter_context(torch.set_grad_enabled(loss is not None))
+        tokens = None
+        if loss is not None:
+            stack.enter_context(trainable(model))
+            tokens = token_gradients_of(model, voxel, found)
+            if tokens is not None:
+                stack.enter_context(tokens)
+        stack.enter_context(Taps(targets, sink))
+        output = call_model(model, sequences.ids, sequences.mask)
+        logits = logits_of(output)
+        read_logits(found, logits, sequences)
+        if loss is not None:
+            losses = loss.losses(output, logits, sequences.ids, sequences.mask, sequences.generated)
+            del output, logits
+            backward(losses.sum(), model)
+    if tokens is not None:
+        read_costs(found, subject, tokens, lambda own: own if own.shape[:2] == (b, s) else None)
+    return found
+
+
+def backward(loss: Tensor, model: nn.Module) -> None:
+    """Run the backward pass; every `.grad` stays as it is."""
+    if acts_on_gradients(model.parameters()):
+        run_backward(loss, model.parameters())
+    else:
+        with spared_grad(model.parameters()):
+            torch.autograd.backward(loss)
+
+
+def token_gradients_of(model: nn.Module, voxel: int, found: Pass) -> TokenGradients | None:
+    """The token gradients of all parameters by voxel; None where there are no parameters."""
+    if not any(each.requires_grad for each in model.parameters()):
+        found.notes.append("the model has no parameters that could be trained: no learning cost")
+        return None
+    return TokenGradients(model, keep="voxels", voxel=voxel)
+
+
+@contextlib.contextmanager
+def trainable(model: nn.Module) -> Iterator[None]:
+    """Let every floating-point parameter require a gradient, as long as the block runs.
+
+    A frozen model and one in training are then scanned alike.
+    """
+    frozen = [
+        each
+        for each in model.parameters()
+        if not each.requires_grad and each.is_floating_point() and not each.is_inference()
+    ]
+    try:
+        for each in frozen:
+            each.requires_grad_(True)
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+
+
+def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> None:
+    """Surprisal and entropy of every token after the first."""
+    if logits is None or logits.shape[:2] != sequences.ids.shape or logits.shape[1] < 2:
+        return
+    with torch.no_grad():
+        before = logits[:, :-1].detach()
+        surprisal, entropy = surprisal_and_entropy(before, sequences.ids[:, 1:])
+        first = torch.full_like(surprisal[:, :1], torch.nan)
+        found.surprisal = torch.cat([first, surprisal], 1)
+        found.entropy = torch.cat([first, entropy], 1)
+        found.best = before.argmax(-1)
+
+
+class PassSink:
+    """What the taps of a pass call: reduces each tensor as it comes."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        sequences: Sequences,
+        found: Pass,
+        like: Tensor,
+        tensors: frozenset[str],
+        loss: ScanLoss | None,
+        own_step: bool = False,
+    ) -> None:
+        self._layers = {each.name: each for each in subject.layers}
+        self._found, self._tensors = found, tensors
+        self._b, self._s = sequences.ids.shape
+        self._kept = {"activations": sequences.mask.bool()}
+        if loss is not None:
+            found.gradient_positions = gradient_positions(
+                loss, own_step, sequences.ids, sequences.mask, sequences.generated
+            )
+            self._kept["gradients"] = found.gradient_positions
+        self._whole = {kind: bool(each.all()) for kind, each in self._kept.items()}
+        self._paths: dict[CallKey, str] = {}
+        self._first = 0
+        count = len(subject.layers)
+        found.statistics = {
+            kind: [[Statistics.empty() for _ in range(count)] for _ in range(self._b)]
+            for kind in self._kept
+        }
+        if loss is not None:
+            found.gradient = Measurements(subject, self._b, self._s, like)
+
+    def window(self, first: int, count: int) -> None:
+        """Expect `count` positions from `first` on in the passes that follow."""
+        self._first, self._s = first, count
+        self._paths.clear()
+
+    def _rows(self, layer: ScannedLayer, tensor: Tensor) -> Tensor | None:
+        assert layer.axis is not None
+        rows = layer.axis.rows(tensor, self._b, self._s)
+        if rows is None:
+            self._found.missed[layer.name] = (
+                f"its output has the shape {tuple(tensor.shape)}, where "
+                f"{layer.axis.expected(self._b, self._s)} was expected"
+            )
+        return rows
+
+    def _reduce(self, layer: ScannedLayer, rows: Tensor, kind: str, to: Measurements) -> None:
+        rows = rows.detach()
+        to.put(layer, rows, self._first)
+        where = slice(self._first, self._first + self._s)
+        for row, parts in enumerate(self._found.statistics[kind]):
+            own = rows[row] if self._whole[kind] else rows[row][self._kept[kind][row, where]]
+            parts[layer.index] += calculate_statistics(own, histogram=False)
+
+    def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
+        element = next((each for each in elements if each.tensor.is_floating_point()), None)
+        layer = self._layers[call.layer]
+        if element is None:
+            return
+        self._paths[call] = element.path
+        rows = self._rows(layer, element.tensor)
+        if rows is None:
+            return
+        self._reduce(layer, rows, "activations", self._found.activation)
+        if layer.name in self._tensors:
+            self._keep(layer, rows.detach())
+
+    def _keep(self, layer: ScannedLayer, rows: Tensor) -> None:
+        kept = self._found.tensors
+        if layer.name not in kept:
+            shape = (*self._kept["activations"].shape, rows.shape[-1])
+            kept[layer.name] = rows.new_full(shape, torch.nan)
+        kept[layer.name][:, self._first : self._first + self._s] = rows
+
+    def gradient(
+        self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
+    ) -> None:
+        layer = self._layers[call.layer]
+        if gradient is None or path != self._paths.get(call):
+            return
+        assert self._found.gradient is not None
+        assert layer.axis is not None
+        if layer.axis.is_shared(gradient, self._b):
+            self._found.missed[layer.name] = (
+                "its gradient: all sequences of the batch share its output"
+            )
+            return
+        rows = self._rows(layer, gradient)
+        if rows is not None:
+            self.reduce_gradient(layer, rows)
+
+    def reduce_gradient(self, layer: ScannedLayer, rows: Tensor) -> None:
+        """Take in dL/d output, (b, s, w)."""
+        assert self._found.gradient is not None
+        self._reduce(layer, rows, "gradients", self._found.gradient)
+
+    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
+        """Not watched."""
+
+    def missed(self, layer: str, what: str, reason: str) -> None:
+        self._found.missed[layer] = f"{what}: {reason}" if what else reason
+
+    def noted(self, layer: str, text: str) -> None:
+        self._found.notes.append(f"{layer}: {text}")
+
+    def failed(self, layer: str, error: Exception, backward: bool) -> None:
+        if not backward:
+            raise error
+        self._found.missed[layer] = f"its gradient could not be read: {error}"
+
+
+def read_costs(
+    found: Pass,
+    subject: Subject,
+    tokens: TokenGradients,
+    arrange: Callable[[Tensor], Tensor | None],
+) -> None:
+    """The learning cost of each layer and voxel, from its parameters' token gradients.
+
+    Args:
+        found: Takes the result.
+        subject: What was scanned.
+        tokens: The token gradients, of keep="voxels".
+        arrange: Brings what is per token of `tokens` to (b, s, ...); None where it does not fit.
+    """
+    norms = found.activation.norms
+    b, s = norms.shape[:2]
+    squares = torch.full_like(norms, torch.nan)
+    by_layer = norms.new_full((b, s, len(subject.layers)), torch.nan)
+    received = set(tokens.names)
+    for layer in subject.layers:
+        for info in layer.parameters:
+            if info.name not in received:
+                continue
+            try:
+                squared = tokens[info.name].norm(by="voxel").to(norms.dtype).square()
+            except InspectionError as error:
+                found.missed[layer.name] = f"the learning cost of {info.name}: {error}"
+                continue
+            own = arrange(squared)
+            if own is None:
+                found.missed[layer.name] = (
+                    f"the learning cost of {info.name}: its tokens are {squared.shape[0]} x "
+                    f"{squared.shape[1]}, those of the scan {b} x {s}"
+                )
+                continue
+            by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
+            columns = columns_of(layer, info)
+            if columns is not None:
+                squares[..., columns] = squares[..., columns].nan_to_num() + own
+    found.cost, found.layer_cost = squares.sqrt(), by_layer.sqrt()
+    coverage = tokens.coverage()
+    found.residual = (
+        coverage.residual if any(row.residual is not None for row in coverage) else None
+    )
+    for row in coverage.missing:
+        found.notes.append(f"no learning cost for {row.name}: {row.note}")
+
+
+def columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
+    """The columns that are a parameter's voxels; None where the layer's are others."""
+    if info.output.last - info.output.first == 2:
+        # A layer may have several such parameters, of which not all have as many rows.
+        rows = layer.experts.stop - layer.experts.start
+        return layer.experts if info.shape[info.output.first] == rows else None
+    units = info.output.length(info.shape)
+    same = layer.axis is None or units == layer.axis.width
+    return layer.voxels if info.voxel == layer.size and same else None

@@ -1,0 +1,79 @@
+"""A token as it comes while a model generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.run.endings import Endings
+from torchfmri._scan.run.live import Step
+from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
+from torchfmri._scan.run.prompt import EncodedPrompt
+from torchfmri._scan.run.spelling import Speller
+from torchfmri._scan.run.subject import Subject
+
+
+@dataclass(frozen=True, eq=False)
+class LiveToken:
+    """One token, right after the model has been run on it.
+
+    Attributes:
+        row: Of the batch.
+        position: In its sequence, counted from 0 without padding.
+        id: The token.
+        spelling: Its bytes.
+        generated: Whether the model wrote it.
+        surprisal: -log p in nats; nan where the model gave no logits for it.
+        entropy: Of the distribution that it was drawn from.
+        activation: (layer,) rms of each layer; nan for the last token of all, which is not run.
+        voxels: (voxel,) rms.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> said = []
+        >>> scan = torchfmri.scan(model, tokenizer, "Once upon", 2, on_token=said.append)
+        >>> said[0].generated, said[-1].generated
+        (False, True)
+        >>> said[-2].activation.shape == (len(scan.layers),)
+        True
+    """
+
+    row: int
+    position: int
+    id: int
+    spelling: bytes
+    generated: bool
+    surprisal: float
+    entropy: float
+    activation: NDArray[np.float32]
+    voxels: NDArray[np.float32]
+
+
+def live_tokens(
+    subject: Subject, prompt: EncodedPrompt, speller: Speller, endings: Endings
+) -> Callable[[Step], Iterator[LiveToken]]:
+    """A function from a step to its tokens, in order of position; padding is left out."""
+    start = prompt.ids.shape[1]
+    padding = (prompt.mask == 0).sum(1).tolist()
+
+    def tell(step: Step) -> Iterator[LiveToken]:
+        layers = rms_by_layer(step.activation, subject).float().cpu()
+        voxels = rms_by_voxel(step.activation, subject).float().cpu()
+        surprisal, entropy = step.surprisal.tolist(), step.entropy.tolist()
+        for column, tokens in enumerate(zip(*step.ids.tolist(), strict=True)):
+            position = step.first + column
+            for row, token in enumerate(tokens):
+                if position < padding[row] or endings.has_ended(row, position):
+                    continue
+                generated = position >= start
+                yield LiveToken(
+                    row, position - padding[row], token, speller.spell([token])[0], generated,
+                    surprisal[row][column], entropy[row][column],
+                    layers[row, column].numpy(), voxels[row, column].numpy(),
+                )  # fmt: skip
+
+    return tell

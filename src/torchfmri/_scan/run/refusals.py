@@ -1,0 +1,200 @@
+"""What cannot be scanned, said before the model runs: by its name, with what to do instead."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model.layers import unwrap
+from torchfmri._scan.run.live import fed_twice
+from torchfmri._scan.run.model_call import takes
+from torchfmri._scan.run.prompt import EncodedPrompt
+from torchfmri.exceptions import InspectionError
+
+_NO_INPUTS = frozenset(
+    {"use_cache", "past_key_values", "cache_params", "cache_position", "logits_to_keep"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
+)
+"""What a forward takes beside its inputs; without them it computes the same."""
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def refuse_two_stacks(model: nn.Module) -> None:
+    """Raise for encoder-decoder models, whose two stacks have different tokens."""
+    model = unwrap(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise InspectionError(
+            f"{type(model).__name__} has an encoder and a decoder, with different tokens each: a "
+            "scan has one token axis. Scan its encoder or decoder by itself, or use "
+            "torchfmri.token_gradients, which keeps the two apart."
+        )
+
+
+def refuse_virtual_tokens(model: nn.Module) -> None:
+    """Raise where PEFT puts virtual tokens before the text: they are no tokens of the sequence."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return
+    if getattr(model, "_adapters_disabled", False):
+        return
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    raise InspectionError(
+        f"The adapter of this model ({kind}) puts {config.num_virtual_tokens} virtual tokens "
+        "before the text, which have no ids and no place in a scan. Scan the model without it: "
+        "with model.disable_adapter(): torchfmri.scan(model, ...)."
+    )
+
+
+def refuse_shards(model: nn.Module, per: str | None) -> None:
+    """Raise for a model of which each process runs a part; FSDP gathers what a layer needs."""
+    kinds = {each.__name__ for module in model.modules() for each in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        raise InspectionError(
+            "FullyShardedDataParallel gathers its parameters around its own forward, and generate "
+            "runs the module inside. Shard the model with torch.distributed.fsdp.fully_shard, or "
+            "scan it whole."
+        )
+    shards = _shards(model)
+    several = [each for each in shards if len(_shard_axes(each)) > 1]
+    if shards and ("FSDPModule" not in kinds or several):
+        raise InspectionError(
+            "The model is tensor-parallel: each process computes a part of a layer's output, and a "
+            "scan needs it whole. Scan the model on one device, or sharded with "
+            "torch.distributed.fsdp.fully_shard."
+        )
+    if shards and per == "token_loss":
+        raise InspectionError(
+            "per='token_loss' differentiates by the parameters again and again, and those of a "
+            "sharded model (fully_shard) are put away in between. Use per='position', or scan it "
+            "whole."
+        )
+
+
+def refuse_shared_work(model: nn.Module) -> None:
+    """Raise where processes would scan rows of their own with a model that they share."""
+    if _shards(model):
+        raise InspectionError(
+            "The model is sharded (fully_shard), so every pass needs all processes, and a dataset "
+            "gives each process rows of its own. Load the whole model in each process, or call "
+            "torchfmri.scan for one prompt after the other, in all processes alike."
+        )
+
+
+# -- the prompt ----------------------------------------------------------------------------------
+
+
+def refuse_padding(model: nn.Module, mask: Tensor) -> None:
+    """Raise where sequences are padded and the model would take the padding for text."""
+    if not bool(mask.all()) and not takes(model, "attention_mask"):
+        raise InspectionError(
+            f"{type(unwrap(model)).__name__}.forward takes no attention_mask, so prompts of "
+            "different lengths cannot be run together. Scan them one by one."
+        )
+
+
+def refuse_unknown_ids(model: nn.Module, ids: Tensor) -> None:
+    """Raise for ids that the model has no embedding for: on a GPU they would end the process."""
+    count = _count_embeddings(unwrap(model))
+    wrong = ids < 0
+    if count is not None:
+        wrong |= ids >= count
+    if bool(wrong.any()):
+        row, position = wrong.nonzero()[0].tolist()
+        known = "never negative" if count is None else f"from 0 to {count - 1}"
+        raise InspectionError(
+            f"Token id {int(ids[row, position])} at position {position} of prompt {row} is none of "
+            f"{type(unwrap(model)).__name__}'s, which are {known}. Is the tokenizer that of the "
+            "model?"
+        )
+
+
+def _count_embeddings(model: nn.Module) -> int | None:
+    """How many tokens a model of transformers knows; None where it does not say."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        count = getattr(find() if callable(find) else None, "num_embeddings", None)
+    except NotImplementedError:  # it has embeddings of another kind
+        return None
+    return count if isinstance(count, int) else None
+
+
+def refuse_other_prompts(model: nn.Module, ids: Tensor, seed: int | None, samples: bool) -> None:
+    """Raise where the processes of a sharded model were given different prompts: they would hang.
+
+    All of them must come here, as they must for each pass.
+    """
+    shards = _shards(model)
+    if not shards:
+        return
+    if samples and seed is None:
+        raise InspectionError(
+            "The model is sharded (fully_shard), so all processes must draw the same tokens: give "
+            "a seed=, the same in all of them."
+        )
+    text = f"{tuple(ids.shape)} {ids.tolist()} {seed}"
+    own = hashlib.sha256(text.encode()).hexdigest()
+    mesh: Any = shards[0].device_mesh  # type: ignore[attr-defined]
+    group = mesh.get_group(_shard_axes(shards[0])[0])
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, own, group=group)
+    if len(set(found)) > 1:
+        raise InspectionError(
+            "The model is sharded (fully_shard), so every pass needs all processes, and they were "
+            "given different prompts or seeds. Scan the same one in all of them."
+        )
+
+
+# -- the options of generate ---------------------------------------------------------------------
+
+
+def refuse_options(options: Mapping[str, Any], prompt: EncodedPrompt, max_new_tokens: int) -> None:
+    """Raise where an option of `generate` is said elsewhere, or cannot be followed by the pass."""
+    length = getattr(options.get("generation_config"), "max_new_tokens", None)
+    if length is not None and length != max_new_tokens:
+        raise InspectionError(
+            f"generation_config has max_new_tokens={length}, and the scan has {max_new_tokens}. "
+            f"Give it to the scan: max_new_tokens={length}."
+        )
+    own = sorted({"input_ids", "inputs", "inputs_embeds", "attention_mask"} & set(options))
+    if own:
+        raise InspectionError(
+            f"{own[0]}= is a matter of the prompt: scan(model, tokenizer, prompt), where the "
+            "prompt may be token ids, or what a tokenizer returns with its attention_mask."
+        )
+    if "adapter_names" in options:
+        raise InspectionError(
+            "adapter_names= chooses adapters row by row for generate() alone; the pass for "
+            "gradients cannot follow. Use model.set_adapter(name), and a scan for each adapter."
+        )
+    count = getattr(options.get("past_key_values"), "get_seq_length", None)
+    held = int(count()) if callable(count) else 0
+    if held >= prompt.ids.shape[1]:
+        raise fed_twice(held, prompt.ids.shape[1], prompt.ids.shape[1])
+
+
+def refuse_inputs(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise for inputs beside the ids, such as images: the pass would run without them."""
+    extra = sorted(name for name in options if takes(model, name) and name not in _NO_INPUTS)
+    if extra:
+        raise InspectionError(
+            f"{extra[0]}= is an input of {type(unwrap(model)).__name__}.forward, which the pass "
+            "over the finished sequence would not have. Scan the activations while it generates: "
+            "per=None."
+        )
+
+
+def _shards(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of which this process holds a part."""
+    return [each for each in model.parameters() if _shard_axes(each)]
+
+
+def _shard_axes(parameter: Tensor) -> list[int]:
+    """The axes of the processes' mesh over which a parameter is cut."""
+    placements: Any = getattr(parameter, "placements", ())
+    return [axis for axis, each in enumerate(placements) if each.is_shard()]

@@ -1,0 +1,60 @@
+"""What a scan measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchfmri._model.layers import Pattern
+from torchfmri._scan.run.scan_loss import OwnLoss
+from torchfmri.exceptions import InspectionError
+
+PER = ("position", "cached", "token_loss", None)
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """What to measure.
+
+    Attributes:
+        per: Which gradient: "position", "token_loss", "cached", or None for activations alone.
+        layers: Which layers, by pattern.
+        voxel: How many neighbouring units are one voxel, where no head or expert says otherwise.
+        loss: Over the "generated" tokens, over "all", or a function of output, ids and generated;
+            by default over what was generated, and over all tokens where nothing was.
+        tensors: Layers whose activations are kept in full, by pattern.
+        live: Take the activations while the model generates; False: from the pass alone.
+        verify: Also run `generate` once more without any hook, and compare the tokens.
+
+    Example:
+        >>> from torchfmri import ScanOptions
+        >>> ScanOptions(per="token_loss", layers="*.mlp").voxel
+        64
+    """
+
+    per: str | None = "position"
+    layers: Pattern = "*"
+    voxel: int = 64
+    loss: str | OwnLoss | None = None
+    tensors: Pattern | None = None
+    live: bool = True
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if self.per not in PER:
+            known = "'position', 'token_loss', 'cached' or None"
+            raise InspectionError(f"per={self.per!r}: choose {known}.")
+        check_number("voxel", self.voxel, 1, "the number of units of a voxel, such as 64")
+        for name, value in (("live", self.live), ("verify", self.verify)):
+            if not isinstance(value, bool):
+                raise InspectionError(f"{name}={value!r}: choose True or False.")
+
+
+def check_number(name: str, value: object, least: int | None, meaning: str) -> None:
+    """Raise where an argument is no whole number, too small, or beyond 64 bits.
+
+    Raises:
+        InspectionError: With the argument, its value, and what it means.
+    """
+    lowest = -(2**63) if least is None else least
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < 2**63:
+        raise InspectionError(f"{name}={value!r}: {meaning}.")

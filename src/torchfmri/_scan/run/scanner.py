@@ -1,0 +1,254 @@
+"""WIRE: scan a language model: let it generate under watch, run the result once with gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model.attachment import switched_off
+from torchfmri._model.layers import find_layers, named_layers, runnable, unwrap
+from torchfmri._model.snapshot import unchanged
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.run.batch_rows import BatchRow
+from torchfmri._scan.run.batch_run import BatchRun
+from torchfmri._scan.run.cached_pass import check_cached
+from torchfmri._scan.run.decoding import Decode, Decoding
+from torchfmri._scan.run.description import scan_meta
+from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.run.model_call import device_of, is_causal
+from torchfmri._scan.run.prompt import Prompt, encode
+from torchfmri._scan.run.refusals import (
+    refuse_inputs,
+    refuse_options,
+    refuse_other_prompts,
+    refuse_padding,
+    refuse_shards,
+    refuse_two_stacks,
+    refuse_unknown_ids,
+    refuse_virtual_tokens,
+)
+from torchfmri._scan.run.scan_loss import ScanLoss, check_loss
+from torchfmri._scan.run.scan_options import ScanOptions, check_number
+from torchfmri._scan.run.spelling import Speller
+from torchfmri._scan.run.subject import Subject, find_subject
+from torchfmri._scan.scan_record import Scan
+from torchfmri._text.rows import plural
+from torchfmri.exceptions import InspectionError
+
+
+class Scanner:
+    """Scans one model, prompt by prompt; what is found out about the model is found out once.
+
+    Args:
+        model: Left as it was after each scan.
+        tokenizer: Of the model; None where prompts are token ids.
+        options: What to measure.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> scanner = torchfmri.Scanner(model, tokenizer, torchfmri.ScanOptions(per=None))
+        >>> scan = scanner.scan("Once upon a time", max_new_tokens=4)
+        >>> len(scan)
+        1
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any = None, options: ScanOptions | None = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InspectionError(
+                f"scan takes an nn.Module, not {type(model).__name__}. For a model by name: "
+                "model, tokenizer = torchfmri.load_model('tiny')."
+            )
+        refuse_two_stacks(model)
+        if options is not None and not isinstance(options, ScanOptions):
+            raise InspectionError(
+                f"options is a {type(options).__name__}. Write options=torchfmri.ScanOptions(...)."
+            )
+        self.options = options or ScanOptions()
+        refuse_shards(model, self.options.per)
+        self._model, self._tokenizer = runnable(model), tokenizer
+        self._speller = Speller(tokenizer)
+        self._subject: Subject | None = None
+        layers = named_layers(model)
+        wanted = self.options.tensors
+        self._tensors = (
+            frozenset(find_layers(layers, wanted)) if wanted is not None else frozenset()
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is scanned."""
+        return self._model
+
+    def samples(self, generate: Mapping[str, Any]) -> bool:
+        """Whether tokens are drawn, by these options or by the model's own settings."""
+        return bool(Decoding(0, generate).setting(self._model, "do_sample"))
+
+    def scan(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        *,
+        chat: bool = False,
+        seed: int | None = None,
+        on_token: Callable[[LiveToken], None] | None = None,
+        decode: Decode | None = None,
+        names: Sequence[str] | None = None,
+        conditions: Sequence[str] | None = None,
+        generate: Mapping[str, Any] | None = None,
+    ) -> Scan:
+        """Let the model answer, and return what it did.
+
+        Args:
+            prompt: A text, chat messages, token ids, or a list of these.
+            max_new_tokens: How many tokens to generate at most; 0 only reads.
+            chat: Wrap a text as a user's message in the tokenizer's template.
+            seed: Of sampling; without it the present random state is used (and put back).
+            on_token: Called with each token as soon as the model has been run on it.
+            decode: Your own loop, called with the model and (b, s) ids; returns all ids.
+            names: What to call the sequences.
+            conditions: Their labels, for contrasts.
+            generate: Options for the model's `generate`.
+
+        Raises:
+            InspectionError: Something of this cannot be done; the message says what to do.
+        """
+        if on_token is not None and not callable(on_token):
+            raise InspectionError(f"on_token={on_token!r} is no function of a token.")
+        if seed is not None:
+            check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
+        started = time.perf_counter()
+        with torch.inference_mode(False):
+            run = self._prepare(prompt, max_new_tokens, chat, generate or {}, decode)
+            run.seed, run.on_token = seed, on_token
+            samples = max_new_tokens > 0 and self.samples(generate or {})
+            refuse_other_prompts(self._model, run.prompt.ids, seed, samples)
+            if decode is None:  # whose sequences are counted when they are there
+                _check_labels(run.count, names, conditions)
+            written: list[str] = []
+            with unchanged(self._model, written.append):
+                self._model.eval()
+                rows = run.run(max_new_tokens > 0)
+        if written:
+            run.notes.append(f"the model wrote into its parameters: {', '.join(written[:3])}")
+        _check_labels(len(rows), names, conditions)
+        names = names if names is not None else _names(rows)
+        conditions = conditions if conditions is not None else [""] * len(rows)
+        sequences = [
+            row.sequence(name, condition)
+            for row, name, condition in zip(rows, names, conditions, strict=True)
+        ]
+        subject = run.subject
+        meta = scan_meta(self._model, subject, self.options, run.loss, run.decoding, chat)
+        meta["notes"] = list(dict.fromkeys(run.notes))
+        meta["missed"] |= run.missed
+        meta["run"] = {"seconds": time.perf_counter() - started, "seed": seed}
+        return Scan(subject.anatomy, sequences, meta)
+
+    def describe(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        *,
+        chat: bool = False,
+        generate: Mapping[str, Any] | None = None,
+    ) -> tuple[Anatomy, dict[str, Any]]:
+        """The anatomy and the meta that scans of such prompts have, without scanning one."""
+        run = self._prepare(prompt, max_new_tokens, chat, generate or {}, None)
+        meta = scan_meta(self._model, run.subject, self.options, run.loss, run.decoding, chat)
+        return run.subject.anatomy, meta
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        chat: bool,
+        generate: Mapping[str, Any],
+        decode: Decode | None,
+    ) -> BatchRun:
+        """Everything that can be wrong, before the model runs."""
+        _check_possible(self._model, max_new_tokens)
+        if decode is not None and not callable(decode):
+            raise InspectionError(f"decode={decode!r} is no function of model and ids.")
+        if self.options.per is not None and any(p.is_inference() for p in self._model.parameters()):
+            raise InspectionError(
+                "The model was made inside torch.inference_mode(), so nothing can be "
+                "differentiated through it. Make it outside, or scan activations: per=None."
+            )
+        side = "left" if is_causal(self._model) else "right"
+        encoded = encode(prompt, self._tokenizer, chat, side).to(device_of(self._model))
+        refuse_unknown_ids(self._model, encoded.ids)
+        refuse_padding(self._model, encoded.mask)
+        if decode is not None and not bool(encoded.mask.all()):
+            raise InspectionError(
+                "decode= is handed token ids without a mask, so prompts of different lengths "
+                "cannot be padded for it. Scan them one by one."
+            )
+        refuse_options(generate, encoded, max_new_tokens)
+        if self.options.per is not None or not self.options.live:
+            refuse_inputs(self._model, generate)
+        loss = self._loss(max_new_tokens > 0)
+        decoding = Decoding(max_new_tokens, generate, decode, self._tokenizer)
+        subject = self._find_subject(encoded.ids)
+        return BatchRun(
+            self.options, self._speller, self._tensors, subject, encoded, decoding, loss
+        )
+
+    def _loss(self, generates: bool) -> ScanLoss | None:
+        if self.options.per is None:
+            return None
+        loss = check_loss(self.options.loss, generates, is_causal(self._model))
+        if self.options.per == "cached":
+            check_cached(self._model, loss)
+        return loss
+
+    def _find_subject(self, ids: Tensor) -> Subject:
+        if self._subject is None:
+            subject = find_subject(self._model, self.options.layers, ids, self.options.voxel)
+            absent = sorted(self._tensors - set(subject.anatomy.layers))
+            if absent:
+                raise InspectionError(
+                    f"tensors={self.options.tensors!r} asks for {absent[0]!r}, which "
+                    f"layers={self.options.layers!r} leaves out or which has no tokens."
+                )
+            self._subject = subject
+        return self._subject
+
+
+def _check_labels(
+    count: int, names: Sequence[str] | None, conditions: Sequence[str] | None
+) -> None:
+    """Raise where sequences have not a name and a condition each, if these were given."""
+    for what, given in (("names", names), ("conditions", conditions)):
+        if given is not None and (isinstance(given, str) or len(given) != count):
+            number = "one text" if isinstance(given, str) else str(len(given))
+            raise InspectionError(
+                f"{plural(count, 'sequence')} and {number} for {what}=: give a list with one for "
+                "each sequence."
+            )
+
+
+def _names(rows: Sequence[BatchRow]) -> list[str]:
+    """Place and content."""
+    return [f"{index:06d}-{row.fingerprint}" for index, row in enumerate(rows)]
+
+
+def _check_possible(model: nn.Module, max_new_tokens: int) -> None:
+    if switched_off():
+        raise InspectionError(
+            "TORCHFMRI=off in the environment switches every attachment off, and a scan is "
+            "nothing else. Unset it to scan."
+        )
+    check_number("max_new_tokens", max_new_tokens, 0, "how many tokens to generate, 0 for none")
+    refuse_virtual_tokens(model)
+    if max_new_tokens and not is_causal(model):
+        raise InspectionError(
+            f"{type(unwrap(model)).__name__} is no causal language model and cannot go on writing. "
+            "Read the text with max_new_tokens=0."
+        )

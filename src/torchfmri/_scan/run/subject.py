@@ -1,0 +1,297 @@
+"""The model as a scan sees it: which layers have tokens, and how their units make voxels.
+
+Two short passes of different length, without gradients, tell which axis of each layer's output is
+the token axis. What a layer does later is only looked at where it has the shape expected from them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model.attachment import compiled_code_as_eager
+from torchfmri._model.layers import Pattern, find_layers, named_layers, runnable, unwrap
+from torchfmri._model.snapshot import unchanged
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.run.model_call import call_model
+from torchfmri._scan.run.token_axis import Resolved, Shape, resolve
+from torchfmri._tokens.algebra.parameter import ParameterInfo, describe, head_size
+from torchfmri._torch.elements import flatten
+from torchfmri._torch.hooks import Hook
+from torchfmri.exceptions import InspectionError
+
+_PROBES = ((2, 5), (2, 7))
+"""(b, s) of the two passes: no size of a layer is likely to be both lengths."""
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "block_size")
+"""What configurations call the longest sequence that a model takes."""
+_PLACES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, eq=False)
+class ScannedLayer:
+    """One column of a scan.
+
+    Attributes:
+        name: The layer.
+        index: Its column.
+        module: Its module.
+        axis: Where its tokens are; None for a module that is never called, though parameters of
+            it are used: it has a learning cost alone.
+        calls: How often it is called in one pass.
+        size: How many units a voxel has.
+        voxels: The columns of its voxels of units.
+        experts: The columns of its voxels that are experts.
+        parameters: Its own, each under its first name.
+    """
+
+    name: str
+    index: int
+    module: nn.Module
+    axis: Resolved | None
+    calls: int
+    size: int
+    voxels: slice
+    experts: slice
+    parameters: tuple[ParameterInfo, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What of a model is scanned.
+
+    Attributes:
+        model: The module to run.
+        layers: In model order.
+        anatomy: The same as a record, without the modules.
+        missed: Layers that were asked for and are not scanned -> why.
+        notes: What has to be known about some layers.
+    """
+
+    model: nn.Module
+    layers: tuple[ScannedLayer, ...]
+    anatomy: Anatomy
+    missed: dict[str, str]
+    notes: dict[str, str]
+
+
+class _Found(NamedTuple):
+    """A layer before it has its columns."""
+
+    name: str
+    module: nn.Module
+    axis: Resolved | None
+    calls: int
+    own: tuple[ParameterInfo, ...]
+
+
+def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) -> Subject:
+    """Run two short passes and say what can be scanned.
+
+    Args:
+        model: The model.
+        pattern: The layers that are wanted.
+        ids: Token ids to run on, of any shape, at least one.
+        voxel: How many neighbouring units are one voxel where no head or expert says otherwise.
+
+    Raises:
+        LayerNotFoundError: The pattern matches no layer.
+        InspectionError: None of the layers has tokens.
+    """
+    layers = named_layers(model)
+    names = find_layers(layers, pattern)
+    modules = {name: layers[name] for name in _first_names(layers, names)}
+    shapes = _probe(runnable(model), modules, ids)
+    head = head_size(getattr(unwrap(model), "config", None))
+    parameters = _own_parameters(layers, head, voxel)
+    found: list[_Found] = []
+    missed: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    for name, module in modules.items():
+        own = tuple(parameters.get(name, ()))
+        calls = shapes[name]
+        first = [each[0] for each in calls if each]
+        axis = resolve(first) if len(first) == len(_PROBES) else None
+        if len({len(each) for each in calls}) > 1:
+            counts = " and ".join(str(len(each)) for each in calls)
+            axis = f"it is not called equally often in two passes, but {counts} times"
+        if isinstance(axis, str) or (axis is None and not own):
+            if not isinstance(module, _PLACES):
+                missed[name] = axis if isinstance(axis, str) else "it is never called as a module"
+            continue
+        if axis is None:
+            notes[name] = "it is never called as a module: its learning cost is all there is"
+        if tied := _tied_elsewhere(name, module, parameters):
+            notes[name] = f"{tied}: its learning cost stands there"
+        if len(calls[0]) > 1:
+            notes[name] = f"it is called {len(calls[0])} times per pass: values are over all calls"
+        found.append(_Found(name, module, axis, len(calls[0]), own))
+    if not found:
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
+        raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
+    for alias, name in _aliases(layers, names).items():
+        missed[alias] = f"it is the same module as {name!r}"
+    return _assemble(runnable(model), found, head, voxel, missed, notes)
+
+
+def _assemble(
+    model: nn.Module,
+    found: list[_Found],
+    head: int | None,
+    voxel: int,
+    missed: dict[str, str],
+    notes: dict[str, str],
+) -> Subject:
+    cuts = [_voxels_of(each.name, each.axis, each.own, head, voxel) for each in found]
+    widths, sizes, kinds = zip(*cuts, strict=True)
+    experts = [max((_experts(info) for info in each.own), default=0) for each in found]
+    names = [each.name for each in found]
+    types = [type(each.module).__name__ for each in found]
+    anatomy = Anatomy.of_widths(names, types, widths, sizes, kinds, experts)
+    layers = []
+    for index, each in enumerate(found):
+        columns = anatomy.voxels_of(each.name)
+        middle = columns.stop - experts[index]
+        voxels, rows = slice(columns.start, middle), slice(middle, columns.stop)
+        layers.append(
+            ScannedLayer(
+                each.name, index, each.module, each.axis, each.calls, sizes[index], voxels, rows,
+                each.own,
+            )
+        )  # fmt: skip
+    return Subject(model, tuple(layers), anatomy, missed, notes)
+
+
+def _voxels_of(
+    name: str, axis: Resolved | None, own: tuple[ParameterInfo, ...], head: int | None, voxel: int
+) -> tuple[int, int, str]:
+    """Units, units in a voxel, and what a voxel is."""
+    sizes = [info for info in own if info.output.last - info.output.first == 1]
+    if axis is None:
+        if not sizes:
+            return 0, voxel, "units"
+        widest = max(sizes, key=lambda info: info.output.length(info.shape))
+        return widest.output.length(widest.shape), widest.voxel, "units"
+    width = axis.width
+    if head and len(axis.inside) == 2 and head in axis.inside[-1:]:
+        return width, head, "head"  # (heads, d): norms of queries and keys
+    for info in sizes:
+        if info.output.length(info.shape) == width:
+            same = head is not None and info.voxel == head and head != min(voxel, width)
+            return width, info.voxel, "head" if same or _is_projection(name) else "units"
+    return width, min(voxel, width), "units"
+
+
+def _is_projection(name: str) -> bool:
+    last = name.rpartition(".")[2].lower()
+    return last in ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
+
+
+def _experts(info: ParameterInfo) -> int:
+    """How many experts a parameter holds as rows."""
+    return info.shape[info.output.first] if info.output.last - info.output.first == 2 else 0
+
+
+def _first_names(layers: dict[str, nn.Module], names: list[str]) -> list[str]:
+    """Each module once, under its first name among those asked for."""
+    seen: dict[int, str] = {}
+    for name in names:
+        seen.setdefault(id(layers[name]), name)
+    return list(seen.values())
+
+
+def _aliases(layers: dict[str, nn.Module], names: list[str]) -> dict[str, str]:
+    seen: dict[int, str] = {}
+    return {
+        name: seen[id(layers[name])]
+        for name in names
+        if seen.setdefault(id(layers[name]), name) != name
+    }
+
+
+def _own_parameters(
+    layers: dict[str, nn.Module], head: int | None, voxel: int
+) -> dict[str, list[ParameterInfo]]:
+    """Layer -> its own parameters; a tied one belongs to the layer that has it first."""
+    found: dict[str, list[ParameterInfo]] = defaultdict(list)
+    seen: set[int] = set()
+    for layer, module in layers.items():
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or not parameter.is_floating_point():
+                continue
+            seen.add(id(parameter))
+            name = f"{layer}.{key}" if layer else key
+            found[layer].append(describe(name, module, parameter, head, voxel))
+    return found
+
+
+def _tied_elsewhere(
+    layer: str, module: nn.Module, parameters: dict[str, list[ParameterInfo]]
+) -> str:
+    """Which of a module's parameters belong to another layer, in words; "" for none."""
+    own = {info.key for info in parameters.get(layer, ())}
+    tied = [
+        key for key, each in module._parameters.items()
+        if each is not None and each.is_floating_point() and key not in own
+    ]  # fmt: skip
+    return f"its {' and '.join(tied)} is shared with an earlier layer" if tied else ""
+
+
+def _probe(
+    model: nn.Module, modules: dict[str, nn.Module], ids: Tensor
+) -> dict[str, list[list[tuple[Shape, int, int]]]]:
+    """Layer -> for each of the two passes, the shapes of its outputs with b and s."""
+    shapes: dict[str, list[list[tuple[Shape, int, int]]]] = {name: [] for name in modules}
+    handles: list[Any] = []
+    size = (0, 0)
+
+    def listen(name: str, module: nn.Module) -> None:
+        def called(_: nn.Module, __: object, output: object) -> None:
+            tensor = first_tensor(output)
+            if tensor is not None:
+                shapes[name][-1].append((tuple(tensor.shape), *size))
+
+        if not isinstance(module, torch.jit.ScriptModule):
+            handles.append(module.register_forward_hook(Hook(called, module)))
+
+    try:
+        for name, module in modules.items():
+            listen(name, module)
+        with unchanged(model), torch.no_grad(), compiled_code_as_eager():
+            model.eval()
+            for size in _probes(model):
+                for each in shapes.values():
+                    each.append([])
+                count = size[0] * size[1]
+                some = ids.reshape(-1)[:count]
+                tokens = some.repeat(-(-count // some.numel()))[:count].view(size)
+                call_model(model, tokens, torch.ones_like(tokens))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
+
+
+def _probes(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """The sizes of the two passes, shorter where the model takes no more."""
+    config = getattr(unwrap(model), "config", None)
+    limits = [getattr(config, name, None) for name in _CONTEXT]
+    longest = min([each for each in limits if isinstance(each, int) and each > 0], default=7)
+    if longest >= _PROBES[-1][1]:
+        return _PROBES
+    return tuple((2, max(1, longest - less)) for less in (1, 0))
+
+
+def first_tensor(output: object) -> Tensor | None:
+    """The output itself, or element 0 of a tuple or of a mapping; None where that is no number."""
+    if type(output) is tuple and output and type(output[0]) is Tensor:
+        output = output[0]
+    elif not isinstance(output, Tensor):
+        elements = flatten(output)
+        if not elements:
+            return None
+        output = elements[0].tensor
+    return output if output.is_floating_point() and not output.is_nested else None

@@ -1,0 +1,437 @@
+"""A scan: tokens x voxels, in memory or on disk; the one record that leaves the model behind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchfmri._scan.pictures import figures as pictures
+from torchfmri._scan.pictures import page
+from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.reading import Reading, Values, merged_statistics
+from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
+from torchfmri._scan.store.export import export
+from torchfmri._scan.store.saving import save
+from torchfmri._scan.store.stored_sequences import StoredSequences
+from torchfmri._scan.store.variables import to_xarray
+from torchfmri._text.grid import Grid
+from torchfmri._text.rows import group_reasons, plural
+from torchfmri.exceptions import InspectionError, ScanFormatError
+
+if TYPE_CHECKING:
+    import xarray
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LINES_BEFORE_FOLDING = 40
+_SEQUENCES_SHOWN = 20
+Pattern = str | Sequence[str]
+
+
+class Scan:
+    """What a model did while it read and wrote, token by token; see `scan` and `load`.
+
+    It is a sequence of `ScannedSequence`s. Column t of everything is token t: its surprisal is
+    -log p(token t | those before it). delta_sc, z(activation) - z(gradient norm), is computed when
+    it is read.
+
+    Args:
+        anatomy: The layers and voxels.
+        sequences: One or more; those of a stored scan are read when they are asked for.
+        meta: What was measured and how: the model, its configuration's hash, versions, `per`, the
+            loss, what was not captured and why (`missed`).
+        problems: What could not be read, where it comes from a folder.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
+        >>> two = np.zeros(2, np.float32)
+        >>> tokens = Tokens(np.array([7, 8]), (b"Hello", b" you"), two, two, two > 0, two > 0)
+        >>> anatomy = Anatomy.of_widths(["embed", "mlp"], ["Embedding", "MLP"], [4, 4], [2, 2])
+        >>> sizes = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
+        >>> sequence = ScannedSequence("0", tokens, {"activation": sizes}, {})
+        >>> scan = Scan(anatomy, [sequence], {"model": "tiny"})
+        >>> scan
+        <Scan: 1 sequence of tiny; 2 tokens, 0 generated; 2 layers, 4 voxels; activation>
+        >>> scan.text
+        'Hello you'
+        >>> names, values = scan.values("activation", pattern="mlp")
+        >>> names, values.tolist()
+        (('mlp',), [[2.0], [5.0]])
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        sequences: Sequence[ScannedSequence],
+        meta: Mapping[str, Any],
+        problems: Sequence[str] = (),
+    ) -> None:
+        self.anatomy, self.meta = anatomy, meta
+        self._sequences, self._problems = sequences, tuple(problems)
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers, in model order."""
+        return self.anatomy.layers
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[ScannedSequence]:
+        return iter(self._sequences)
+
+    def __getitem__(self, index: int) -> ScannedSequence:
+        return self._sequences[index]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the sequences; those of a stored scan are known without reading it."""
+        if isinstance(self._sequences, StoredSequences):
+            return tuple(entry.name for entry in self._sequences.entries)
+        return tuple(sequence.name for sequence in self._sequences)
+
+    @property
+    def only(self) -> ScannedSequence:
+        """The sequence of a scan that has just one.
+
+        Raises:
+            InspectionError: There are several, or none.
+        """
+        if len(self) != 1:
+            raise InspectionError(
+                f"This scan has {plural(len(self), 'sequence')}: choose one, as in scan[0]."
+                if len(self)
+                else "This scan has no sequences."
+            )
+        return self[0]
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of the only sequence."""
+        return self.only.tokens
+
+    @property
+    def text(self) -> str:
+        """The text of the only sequence."""
+        return self.only.text
+
+    # -- values ----------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What can be read and drawn per layer, of the first sequence."""
+        return self._reading(0).metrics if len(self) else ()
+
+    def values(
+        self, metric: str = "activation", by: str = "layer", pattern: Pattern = "*",
+        *, sequence: int = 0,
+    ) -> Values:  # fmt: skip
+        """The values of a metric, token by token, with the names of their columns.
+
+        Args:
+            metric: "activation" (root mean square), "gradient" (norm of dL/d output),
+                "learning_cost" (norm of the gradient of the layer's own parameters) or "delta_sc".
+            by: "layer", or "voxel" for the parts of the layers that match.
+            pattern: A pattern for layers, or several.
+            sequence: Which sequence.
+
+        Returns:
+            names: One per column.
+            values: (s, name)
+
+        Raises:
+            LayerNotFoundError: No layer matches.
+            InspectionError: The scan has no such metric, or no such sequence.
+        """
+        return self._reading(sequence).values(metric, by, pattern)
+
+    def delta_sc(self, by: str = "layer", pattern: Pattern = "*", *, sequence: int = 0) -> Values:
+        """z(activation) - z(gradient norm): where a model is loud without need, or the reverse.
+
+        By voxel it is a contrast within a layer, z over the layer's voxels. By layer it compares
+        layers of one kind (`layers.*.mlp`), z of log10 values over them. nan where the standard
+        deviation is 0: a layer with one voxel, a kind with one layer.
+
+        Args:
+            by: "layer" or "voxel".
+            pattern: A pattern for layers, or several. What is compared does not depend on it.
+            sequence: Which sequence.
+        """
+        return self.values("delta_sc", by, pattern, sequence=sequence)
+
+    def statistics(self, layer: str, *, sequence: int | None = None) -> dict[str, dict[str, float]]:
+        """What was watched -> count, mean, std, min, max, nan, inf and zero of a layer's values.
+
+        Args:
+            layer: Its name.
+            sequence: Which sequence; all of them together by default.
+
+        Raises:
+            LayerNotFoundError: There is no such layer in the scan.
+        """
+        column = self.anatomy.column(layer)
+        chosen = list(self) if sequence is None else [self._reading(sequence).sequence]
+        return merged_statistics(chosen, column)
+
+    def _reading(self, sequence: int) -> Reading:
+        if not hasattr(sequence, "__index__") or not -len(self) <= sequence < len(self):
+            number = plural(len(self), "sequence")
+            raise InspectionError(
+                f"There is no sequence {sequence!r}: this scan has {number}, counted from 0."
+            )
+        return Reading(self.anatomy, self[sequence], self.meta)
+
+    # -- tables ----------------------------------------------------------------------------------
+
+    def table(
+        self, *, sequence: int = 0, fold: bool | None = None, width: int | None = None
+    ) -> str:
+        """One line per layer: the median over tokens of each metric.
+
+        Args:
+            sequence: Which sequence.
+            fold: Make one line of the layers whose names differ only in numbers, with a sparkline
+                of their medians over depth (logarithmic); by default from 40 layers on.
+            width: In characters; that of the terminal by default.
+        """
+        return self._grid(sequence, fold).text(width)
+
+    def _grid(self, sequence: int, fold: bool | None) -> Grid:
+        reading = self._reading(sequence)
+        which = f"sequence {sequence} of {self!r}" if len(self) > 1 else repr(self)
+        title = f"{which[1:-1] if which[0] == '<' else which}; medians over tokens"
+        folded = len(self.layers) > _LINES_BEFORE_FOLDING if fold is None else fold
+        return summary_grid(reading, title, fold=folded, notes=self._notes(reading.sequence))
+
+    def _notes(self, sequence: ScannedSequence) -> list[str]:
+        """What was not measured or not read, padding, and checks that failed."""
+        notes = [
+            f"not captured: {layer or 'the model'} ({plural(number, 'layer')}): {why}"
+            for layer, number, why in group_reasons(dict(self.meta.get("missed") or {}))
+        ]
+        if sequence.padding:
+            notes.append(f"padding is left out: {plural(sequence.padding, 'position')}")
+        notes += failed_checks(sequence)
+        return [*notes, *(f"not read: {problem}" for problem in self.problems)]
+
+    def _first(self) -> ScannedSequence | None:
+        """The first sequence; None where there is none, or it cannot be read (see `problems`)."""
+        try:
+            return self[0] if len(self) else None
+        except ScanFormatError:
+            return None
+
+    def __repr__(self) -> str:
+        first = self._first()
+        parts = [f"{plural(len(self), 'sequence')} of {self.meta.get('model') or 'a model'}"]
+        if first is not None and len(self) == 1:
+            generated = int(first.tokens.generated.sum())
+            parts.append(f"{plural(len(first), 'token')}, {generated} generated")
+        voxels = plural(len(self.anatomy.layer), "voxel")
+        parts.append(f"{plural(len(self.layers), 'layer')}, {voxels}")
+        if first is not None:
+            parts.append(", ".join(metric for metric in METRICS if metric in first.layers))
+        if self.problems:
+            parts.append(plural(len(self.problems), "problem"))
+        return f"<Scan: {'; '.join(part for part in parts if part)}>"
+
+    def _repr_html_(self) -> str:
+        if len(self) == 1 and self._first() is not None:
+            return self._grid(0, None).html()
+        shown = list(islice(self, _SEQUENCES_SHOWN))
+        return sequences_grid(shown, len(self), repr(self)[1:-1], self.problems).html()
+
+    # -- pictures --------------------------------------------------------------------------------
+
+    def plot_brain(
+        self, metric: str = "activation", *, sequence: int = 0, layers: Pattern | None = None,
+        normalise: str = "layer", by: str = "layer", order: str = "kind", ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """Layers down, tokens across, the text below and its surprisal above.
+
+        Colours follow the value divided by the 99.5th percentile of its row: linear for
+        activations, over two powers of ten for gradients and learning costs. What has no value is
+        hatched.
+
+        Args:
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            sequence: Which sequence.
+            layers: A pattern, or several; "*" for all. By default those that give an overview: the
+                numbered blocks, their parts that have parts (attention, MLP), and what is outside
+                of blocks; the learning cost of a block is then that of everything inside it.
+            normalise: "layer" for each row by itself, "global" for one scale.
+            by: "layer", or "voxel" for a row per voxel.
+            order: "kind" for layers of one kind together, "depth" for the order of the model.
+            ax: Where to draw.
+
+        Raises:
+            LayerNotFoundError: No layer matches.
+            InspectionError: The scan has no such metric.
+        """
+        reading = self._reading(sequence)
+        return pictures.plot_brain(
+            reading, metric, layers=layers, normalise=normalise, by=by, order=order, ax=ax
+        )
+
+    def plot_layers(
+        self, metric: str = "activation", *, sequence: int = 0, layers: Pattern | None = None,
+        ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """A metric over depth, a line for each kind of layer: the median and 80% of the tokens.
+
+        Args:
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            sequence: Which sequence.
+            layers: A pattern, or several; those that give an overview by default.
+            ax: Where to draw.
+        """
+        return pictures.plot_layers(self._reading(sequence), metric, layers=layers, ax=ax)
+
+    def plot_token(
+        self, index: int, metric: str = "activation", *, sequence: int = 0,
+        layers: Pattern | None = None, ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """What each layer did at one token against the others: z of log10 values over tokens.
+
+        Args:
+            index: Which token.
+            metric: "activation", "gradient", "learning_cost" or "delta_sc" (without log10).
+            sequence: Which sequence.
+            layers: A pattern, or several; those that give an overview by default.
+            ax: Where to draw.
+        """
+        return pictures.plot_token(self._reading(sequence), index, metric, layers=layers, ax=ax)
+
+    def plot_voxels(
+        self, layer: str, metric: str = "activation", *, sequence: int = 0,
+        normalise: str = "layer", ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """The voxels of one layer down, tokens across.
+
+        Args:
+            layer: Its name.
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            sequence: Which sequence.
+            normalise: "layer" for each voxel by itself, "global" for one scale.
+            ax: Where to draw.
+        """
+        reading = self._reading(sequence)
+        return pictures.plot_voxels(reading, layer, metric, normalise=normalise, ax=ax)
+
+    def draw(
+        self, path: str | Path | None = None, *, sequence: int = 0, title: str | None = None
+    ) -> Figure:
+        """Activation, gradient and learning cost over the same tokens, as one figure.
+
+        Args:
+            path: Where to save it too; the ending says in which format.
+            sequence: Which sequence.
+            title: Above it; the name of the model by default.
+        """
+        return pictures.draw_scan(self._reading(sequence), path, title)
+
+    def save_html(self, path: str | Path, *, sequence: int = 0, layers: Pattern = "*") -> None:
+        """Write a page to look at a sequence in: one file that needs nothing else.
+
+        Args:
+            path: Where to.
+            sequence: Which sequence.
+            layers: A pattern, or several.
+        """
+        Path(path).write_text(page.scan_page(self._reading(sequence), layers), encoding="utf-8")
+
+    # -- on disk ---------------------------------------------------------------------------------
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be read: each damaged file of a stored scan, as far as it is known.
+
+        Missing and truncated ones are known when the scan is opened, others when they are read.
+        """
+        if isinstance(self._sequences, StoredSequences):
+            return (*self._problems, *self._sequences.problems)
+        return self._problems
+
+    def refresh(self) -> int:
+        """How many sequences were added to the stored scan since it was opened, or refreshed.
+
+        They stand at the end. A scan in memory has none.
+        """
+        return self._sequences.refresh() if isinstance(self._sequences, StoredSequences) else 0
+
+    def verify(self) -> tuple[str, ...]:
+        """All problems of a stored scan, after comparing every checksum; it reads everything."""
+        if isinstance(self._sequences, StoredSequences):
+            self._sequences.verify()
+        return self.problems
+
+    def save(
+        self, path: str | PathLike[str], *, overwrite: bool = False, append: bool = False
+    ) -> None:
+        """Write the scan into a folder: completely, or not at all. `load` reads it.
+
+        Args:
+            path: The folder; its name usually ends in `.fmri`.
+            overwrite: Whether a scan that is there is replaced.
+            append: Whether the sequences are added to the scan that is there, part by part: those
+                committed stay when a later one fails.
+
+        Raises:
+            InspectionError: There is something already; with `append`, a scan that was measured
+                otherwise or has a sequence of the same name; with `overwrite`, something that is
+                no scan.
+            ScanFormatError: A sequence of this scan is stored and damaged. Save the others:
+                `Scan(scan.anatomy, list(scan), scan.meta).save(path)`.
+            OSError: The disk is full, or the like.
+        """
+        sequences = (self[index] for index in range(len(self)))  # iterating would pass over damage
+        save(path, self.anatomy, sequences, self.meta, overwrite=overwrite, append=append)
+
+    def to_xarray(self) -> xarray.Dataset:
+        """The scan as a labelled Dataset in memory, all tokens of all sequences in a row.
+
+        Metrics are (token, voxel), and (token, layer) with `layer_` before their names; `sequence`
+        and `position` say which token it is. Needs the extra `export`.
+
+        Raises:
+            InspectionError: xarray is not installed.
+        """
+        dataset = to_xarray(self.anatomy, self, self.meta)
+        self._warn_of_problems()
+        return dataset
+
+    def export(
+        self, path: str | PathLike[str], *, exact: bool = False, overwrite: bool = False
+    ) -> None:
+        """Write the scan for other programs; the ending of the path says how.
+
+        `.zarr` is what `to_xarray` gives, as a sharded Zarr v3 store (`xarray.open_zarr`).
+        `.parquet` is the table of layers: a row for each token and layer.
+
+        Args:
+            path: Where to.
+            exact: Keep every bit in `.zarr` too. By default float32 metrics and tensors are rounded
+                there to 10 bits after the leading one, a relative error of at most 4.9e-4, which
+                halves the size.
+            overwrite: Whether an export that is there is replaced.
+
+        Raises:
+            InspectionError: The ending is none of these, a package is missing (extras `export` and
+                `parquet`), or there is something already.
+        """
+        export(path, self.anatomy, self, self.meta, exact=exact, overwrite=overwrite)
+        self._warn_of_problems()
+
+    def _warn_of_problems(self) -> None:
+        if self.problems:
+            found = plural(len(self.problems), "problem")
+            text = f"The scan has {found}, and what could not be read is left out: "
+            warnings.warn(text + "; ".join(self.problems[:5]), stacklevel=3)

@@ -1,0 +1,216 @@
+"""A scan in formats that other programs read: Zarr and Parquet."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import METRICS, Floats, ScannedSequence
+from torchfmri._scan.store.variables import Variable, find_variables, labels
+from torchfmri.exceptions import InspectionError
+
+CHUNK = (128, 1024)
+"""Tokens and columns that are compressed together."""
+SHARD_BYTES = 16 << 20
+"""About how large a file of a Zarr store is, before compression."""
+
+Writer = Callable[[Path, Anatomy, Iterable[ScannedSequence], Mapping[str, Any], bool], None]
+
+
+def export(
+    path: str | os.PathLike[str],
+    anatomy: Anatomy,
+    sequences: Iterable[ScannedSequence],
+    meta: Mapping[str, Any],
+    *,
+    exact: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write a scan as Zarr or Parquet; see `Scan.export`."""
+    target = Path(path)
+    writers: dict[str, Writer] = {".zarr": _write_zarr, ".parquet": _write_parquet}
+    if target.suffix not in writers:
+        raise InspectionError(
+            f"Cannot export to {target.name!r}: the ending is one of {', '.join(writers)}. "
+            "To keep the scan itself, use scan.save."
+        )
+    _require_free(target, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_name(f".exporting-{secrets.token_hex(8)}{target.suffix}")
+    try:
+        writers[target.suffix](new, anatomy, sequences, meta, exact)
+        _require_free(target, overwrite)
+        if target.is_dir():
+            shutil.rmtree(target)
+        new.replace(target)
+    finally:
+        if new.is_dir():
+            shutil.rmtree(new)
+        new.unlink(missing_ok=True)
+
+
+def _require_free(path: Path, overwrite: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise InspectionError(
+            f"{str(path)!r} exists. Write overwrite=True to replace it, or choose another name."
+        )
+    ours = (path / "zarr.json").is_file() if path.suffix == ".zarr" else path.is_file()
+    if path.is_symlink() or not ours:
+        raise InspectionError(
+            f"{str(path)!r} is no {path.suffix[1:]} that could be replaced. Choose another name."
+        )
+
+
+def bit_round(values: Floats, bits: int = 10) -> Floats:
+    """The values with so many bits after the leading one, which compress to half the size.
+
+    The error is at most 2**-(bits + 1) of the value: 4.9e-4 with 10 bits (of a subnormal number,
+    below 1.2e-38, it may be more). Ties go to the even neighbour; NaN and infinities stay.
+    """
+    dropped = 23 - bits
+    pattern = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    kept = pattern + ((pattern >> dropped) & 1) + np.uint32((1 << (dropped - 1)) - 1)
+    kept &= np.uint32(0xFFFFFFFF << dropped & 0xFFFFFFFF)
+    rounded: Floats = kept.view(np.float32)
+    return np.where(np.isfinite(values) & np.isfinite(rounded), rounded, values)
+
+
+def _write_zarr(
+    path: Path,
+    anatomy: Anatomy,
+    sequences: Iterable[ScannedSequence],
+    meta: Mapping[str, Any],
+    exact: bool,
+) -> None:
+    try:
+        import zarr
+        from zarr.codecs import BloscCodec
+    except ImportError as error:
+        raise InspectionError(
+            "Zarr needs xarray and zarr: pip install 'torchfmri[export]'."
+        ) from error
+    dataset = labels(anatomy, sequences, meta)
+    dataset.to_zarr(path, zarr_format=3, consolidated=False)
+    group = zarr.open_group(path, mode="r+", use_consolidated=False)
+    tokens = dataset.sizes["token"]
+    for name, variable in find_variables(anatomy, sequences).items():
+        rounds = not exact and variable.dtype == np.float32
+        chunks, shards = _layout(tokens, variable)
+        array = group.create_array(
+            name,
+            shape=(tokens, variable.width),
+            dtype=variable.dtype,
+            chunks=chunks,
+            shards=shards,
+            compressors=BloscCodec(cname="zstd", clevel=3, shuffle="shuffle"),
+            fill_value=np.nan if variable.dtype.kind == "f" else 0,
+            dimension_names=variable.dimensions,
+            attributes={
+                "long_name": variable.note,
+                "rounding": "BitRound(10): relative error at most 4.9e-4" if rounds else "none",
+            },
+        )
+        _fill(array, variable, shards[0], rounds)
+    with warnings.catch_warnings():  # it is beyond the standard, but xarray complains without it
+        warnings.simplefilter("ignore", UserWarning)
+        zarr.consolidate_metadata(path)
+
+
+def _layout(tokens: int, variable: Variable) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The chunks and shards of an array; a shard is as wide as the array."""
+    columns = max(1, min(CHUNK[1], variable.width))
+    width = columns * max(1, -(-variable.width // columns))
+    rows = max(1, min(CHUNK[0], tokens))
+    many = max(1, SHARD_BYTES // (rows * width * variable.dtype.itemsize))
+    return (rows, columns), (rows * min(many, max(1, -(-tokens // rows))), width)
+
+
+def _fill(array: Any, variable: Variable, rows: int, rounds: bool) -> None:
+    """Write all parts, a shard at a time, so that none is written twice."""
+    at, waiting = 0, np.empty((0, variable.width), variable.dtype)
+    for part in variable.parts():
+        waiting = np.concatenate([waiting, part], dtype=variable.dtype)
+        whole = len(waiting) - len(waiting) % rows
+        for first in range(0, whole, rows):
+            _put(array, at, waiting[first : first + rows], rounds)
+            at += rows
+        waiting = waiting[whole:]
+    _put(array, at, waiting, rounds)
+    if at + len(waiting) != array.shape[0]:
+        raise InspectionError("The scan changed while it was exported. Export it again.")
+
+
+def _put(array: Any, at: int, values: NDArray[Any], rounds: bool) -> None:
+    if values.size:
+        array[at : at + len(values)] = bit_round(values) if rounds else values
+
+
+def _write_parquet(
+    path: Path,
+    anatomy: Anatomy,
+    sequences: Iterable[ScannedSequence],
+    meta: Mapping[str, Any],
+    exact: bool,
+) -> None:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise InspectionError("Parquet needs pyarrow: pip install 'torchfmri[parquet]'.") from error
+    word = pa.dictionary(pa.int32(), pa.string())
+    columns = {
+        "sequence": word,
+        "condition": word,
+        "position": pa.int64(),
+        "id": pa.int64(),
+        "text": word,
+        "surprisal": pa.float32(),
+        "entropy": pa.float32(),
+        "generated": pa.bool_(),
+        "special": pa.bool_(),
+        "layer": word,
+        "type": word,
+    }
+    metrics = [
+        *METRICS,
+        *sorted({m for each in sequences for m in each.layers}.difference(METRICS)),
+    ]
+    schema = pa.schema([*columns.items(), *((metric, pa.float32()) for metric in metrics)])
+    count = len(anatomy.layers)
+
+    def words(values: list[str], indices: NDArray[Any]) -> Any:
+        return pa.DictionaryArray.from_arrays(
+            indices.astype(np.int32), pa.array(values, pa.string())
+        )
+
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for sequence in sequences:
+            tokens, s = sequence.tokens, len(sequence)
+            token, layer = np.repeat(np.arange(s), count), np.tile(np.arange(count), s)
+            row = {
+                "sequence": words([sequence.name], np.zeros_like(token)),
+                "condition": words([sequence.condition], np.zeros_like(token)),
+                "position": token,
+                "id": tokens.ids[token],
+                "text": words(tokens.pieces, token),
+                "layer": words(list(anatomy.layers), layer),
+                "type": words(list(anatomy.types), layer),
+            }
+            for key in ("surprisal", "entropy", "generated", "special"):
+                row[key] = getattr(tokens, key)[token]
+            absent = np.full((s, count), np.nan, np.float32)
+            for metric in metrics:
+                values = sequence.layers.get(metric, absent)
+                row[metric] = np.asarray(values).reshape(-1)
+            writer.write_table(pa.table({name: row[name] for name in schema.names}, schema))

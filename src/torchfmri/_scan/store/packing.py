@@ -1,0 +1,226 @@
+"""Sequences as the tensors of a segment, and back: those of a segment follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence, Tokens
+from torchfmri._scan.store.manifest import SequenceEntry
+from torchfmri._scan.store.segment import DTYPES, TAGS, Column, Tensor
+from torchfmri.exceptions import InspectionError, ScanFormatError
+
+Packed = Mapping[str, tuple[str, NDArray[Any]]]
+"""Name of a tensor -> its type and the part of one sequence."""
+
+TOKENS = {
+    "ids": "I64",
+    "lengths": "I64",
+    "surprisal": "F32",
+    "entropy": "F32",
+    "generated": "BOOL",
+    "special": "BOOL",
+}
+"""What a token has; `lengths` are those of its bytes, which follow each other in tokens/bytes."""
+
+
+def pack(sequence: ScannedSequence, anatomy: Anatomy) -> Packed:
+    """The arrays of a sequence by the names that they have in a segment.
+
+    They are not copied where they are contiguous already.
+
+    Raises:
+        InspectionError: One has another shape or type than the scan's anatomy demands.
+    """
+    tokens, s = sequence.tokens, len(sequence.tokens)
+    lengths = np.array([len(each) for each in tokens.spelling], dtype=np.int64)
+    text = np.frombuffer(b"".join(tokens.spelling), dtype=np.uint8)
+    arrays: dict[str, tuple[Any, str, tuple[int, ...]]] = {
+        "tokens/bytes": (text, "U8", text.shape),
+        "tokens/lengths": (lengths, "I64", (s,)),
+    }
+    for name, tag in TOKENS.items():
+        if name != "lengths":
+            arrays[f"tokens/{name}"] = (getattr(tokens, name), tag, (s,))
+    for kind, table, width in (
+        ("layers", sequence.layers, len(anatomy.layers)),
+        ("voxels", sequence.voxels, len(anatomy.layer)),
+    ):
+        arrays |= {f"{kind}/{metric}": (each, "F32", (s, width)) for metric, each in table.items()}
+    for what, each in sequence.statistics.items():
+        shape = (len(anatomy.layers), len(STATISTICS))
+        arrays[f"statistics/{what}"] = (each, "F64", shape)
+    packed = {
+        name: (tag, _contiguous(each, tag, shape, f"{name} of {sequence.name!r}"))
+        for name, (each, tag, shape) in arrays.items()
+    }
+    for what in sequence.statistics:
+        tag, each = packed[f"statistics/{what}"]
+        packed[f"statistics/{what}"] = (tag, each[None])
+    for layer, each in sequence.tensors.items():
+        packed[f"tensors/{layer}"] = _pack_tensor(each, s, f"The tensor {layer!r}")
+    return packed
+
+
+def _contiguous(values: Any, tag: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+    dtype = DTYPES[tag]
+    if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != dtype:
+        found = f"{getattr(values, 'dtype', type(values))} {getattr(values, 'shape', '')}"
+        raise InspectionError(
+            f"{where} is {found}, but the scan's layers, voxels and tokens make it {dtype} {shape}."
+        )
+    return np.ascontiguousarray(values, dtype)
+
+
+def _pack_tensor(values: NDArray[Any], s: int, where: str) -> tuple[str, NDArray[Any]]:
+    if not isinstance(values, np.ndarray) or values.ndim != 2 or len(values) != s:
+        raise InspectionError(f"{where} is {getattr(values, 'shape', '?')}, not ({s}, units).")
+    dtype = values.dtype.newbyteorder("<")
+    if dtype not in TAGS:
+        raise InspectionError(f"{where} has type {values.dtype}; one of {list(map(str, TAGS))}.")
+    values = np.ascontiguousarray(values, dtype)
+    if dtype == DTYPES["F32"]:
+        bits = values.view("<u4")
+        if not (bits & 0xFFFF).any():  # it was bfloat16: half the size, and exact
+            return "BF16", (bits >> 16).astype("<u2")
+    return TAGS[dtype], values
+
+
+def signature(packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What two sequences must have in common to share a segment."""
+    return {name: (tag, values.shape[1:]) for name, (tag, values) in packed.items()}
+
+
+def join(sequences: Sequence[Packed]) -> dict[str, Column]:
+    """The tensors of a segment that holds these sequences, which share a signature."""
+    return {
+        name: Column(tag, [packed[name][1] for packed in sequences])
+        for name, (tag, _) in sequences[0].items()
+    }
+
+
+class PackedSegment:
+    """The sequences of a segment, read.
+
+    Args:
+        tensors: Its tensors by name.
+        sequences: What the manifest says of the sequences in it.
+        anatomy: That of the scan.
+        where: The name of the file.
+
+    Raises:
+        ScanFormatError: They contradict each other.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        sequences: Sequence[SequenceEntry],
+        anatomy: Anatomy,
+        where: str,
+    ) -> None:
+        self.sequences, self.anatomy = sequences, anatomy
+        self.ends = np.cumsum([0, *(each.tokens for each in sequences)])
+        tokens, layers = int(self.ends[-1]), len(anatomy.layers)
+        self.groups: dict[str, dict[str, NDArray[Any]]] = {
+            "tokens": {},
+            "layers": {},
+            "voxels": {},
+            "statistics": {},
+            "tensors": {},
+        }
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            "layers": ("F32", (tokens, layers)),
+            "voxels": ("F32", (tokens, len(anatomy.layer))),
+            "statistics": ("F64", (len(sequences), layers, len(STATISTICS))),
+        }
+        for name, tensor in tensors.items():
+            group, _, key = name.partition("/")
+            if group not in self.groups:
+                continue  # a later version may have more
+            tag, shape = shapes.get(group, (tensor.tag, tensor.values.shape))
+            if group == "tokens" and key in TOKENS:
+                tag, shape = TOKENS[key], (tokens,)
+            if group == "tensors":
+                shape = (tokens, *(tensor.values.shape[1:] or (1,))[:1])
+            if (tensor.tag, tensor.values.shape) != (tag, shape):
+                found = f"{tensor.tag} {tensor.values.shape} instead of {tag} {shape}"
+                raise ScanFormatError(where, f"{name[:100]!r} is {found}")
+            self.groups[group][key] = tensor.values
+        self.bits = {
+            name.partition("/")[2]
+            for name, tensor in tensors.items()
+            if name.startswith("tensors/") and tensor.tag == "BF16"
+        }
+        self._check_tokens(tensors, where)
+        self.text_ends = np.concatenate(([0], np.cumsum(self.groups["tokens"]["lengths"])))
+
+    def _check_tokens(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        tokens = self.groups["tokens"]
+        absent = [name for name in ("bytes", *TOKENS) if name not in tokens]
+        if absent:
+            raise ScanFormatError(where, f"it has no tokens/{absent[0]}")
+        text, lengths = tensors["tokens/bytes"], tokens["lengths"]
+        if text.tag != "U8" or text.values.ndim != 1:
+            raise ScanFormatError(where, "tokens/bytes are not bytes in a row")
+        if len(lengths) and (lengths.min() < 0 or lengths.max() > len(text.values)):
+            raise ScanFormatError(where, "the lengths of the tokens are wrong")
+        if int(lengths.sum()) != len(text.values):
+            raise ScanFormatError(where, "the lengths of the tokens do not add up to their bytes")
+        for name in ("generated", "special"):
+            if tokens[name].view(np.uint8).max(initial=0) > 1:
+                raise ScanFormatError(where, f"tokens/{name} is neither true nor false")
+
+    def sequence(self, index: int) -> ScannedSequence:
+        """One of the sequences; its arrays are views of the file."""
+        entry = self.sequences[index]
+        rows = slice(int(self.ends[index]), int(self.ends[index + 1]))
+        layers, voxels = self.groups["layers"], self.groups["voxels"]
+        return ScannedSequence(
+            name=entry.name,
+            tokens=self._tokens(rows),
+            layers={metric: layers[metric][rows] for metric in _ordered(layers, METRICS)},
+            voxels={metric: voxels[metric][rows] for metric in _ordered(voxels, METRICS)},
+            statistics={
+                what: self.groups["statistics"][what][index]
+                for what in _ordered(self.groups["statistics"], ())
+            },
+            tensors={
+                layer: self._tensor(layer, rows)
+                for layer in _ordered(self.groups["tensors"], self.anatomy.layers)
+            },
+            condition=entry.condition,
+            padding=entry.padding,
+            checks=entry.checks,
+        )
+
+    def _tokens(self, rows: slice) -> Tokens:
+        tokens = self.groups["tokens"]
+        ends = self.text_ends[rows.start : rows.stop + 1].tolist()
+        text = tokens["bytes"][ends[0] : ends[-1]].tobytes()
+        spelling = tuple(text[first - ends[0] : last - ends[0]] for first, last in pairwise(ends))
+        return Tokens(
+            tokens["ids"][rows],
+            spelling,
+            tokens["surprisal"][rows],
+            tokens["entropy"][rows],
+            tokens["generated"][rows],
+            tokens["special"][rows],
+        )
+
+    def _tensor(self, layer: str, rows: slice) -> NDArray[Any]:
+        values = self.groups["tensors"][layer][rows]
+        if layer in self.bits:
+            return (values.astype("<u4") << 16).view("<f4")
+        return values
+
+
+def _ordered(names: Iterable[str], first: Sequence[str]) -> list[str]:
+    """The names, those in `first` in that order, then the others by alphabet."""
+    found = set(names)
+    return [name for name in first if name in found] + sorted(found.difference(first))

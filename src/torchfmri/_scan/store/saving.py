@@ -1,0 +1,90 @@
+"""Saving a whole scan: into a new folder, in place of another, or added to one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import ScannedSequence
+from torchfmri._scan.store.folder import META, is_ours, list_names, sync_folder
+from torchfmri._scan.store.writer import ScanWriter
+from torchfmri.exceptions import InspectionError
+
+
+def save(
+    path: str | os.PathLike[str],
+    anatomy: Anatomy,
+    sequences: Iterable[ScannedSequence],
+    meta: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    append: bool = False,
+) -> None:
+    """Write a scan into a folder: completely, or not at all.
+
+    Args:
+        path: The folder.
+        anatomy: That of the scanned model.
+        sequences: What to write.
+        meta: What was measured and how.
+        overwrite: Whether a scan that is there is replaced.
+        append: Whether the sequences are added to a scan that is there.
+
+    Raises:
+        InspectionError: There is something already, and neither was asked for; or it is no scan.
+        OSError: The disk is full, or the like.
+    """
+    target = Path(path)
+    target = target.resolve() if target.is_symlink() else target
+    if append:
+        with ScanWriter(target, anatomy, meta, commit_seconds=float("inf")) as writer:
+            for sequence in sequences:
+                writer.append(sequence)
+        return
+    _require_replaceable(target, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.parent / f".saving-{secrets.token_hex(8)}"
+    try:
+        with ScanWriter(new, anatomy, meta, commit_seconds=float("inf")) as writer:
+            for sequence in sequences:
+                writer.append(sequence)
+        _move(new, target, overwrite)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _move(new: Path, target: Path, overwrite: bool) -> None:
+    old = new.with_name(f".replaced-{new.name.rpartition('-')[2]}")
+    _require_replaceable(target, overwrite)
+    if os.path.lexists(target):
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _require_replaceable(path: Path, overwrite: bool) -> None:
+    if not os.path.lexists(path) or (path.is_dir() and not list_names(path)):
+        return
+    if not overwrite:
+        raise InspectionError(
+            f"{str(path)!r} exists. Write overwrite=True to replace it, append=True to add to it, "
+            "or choose another folder."
+        )
+    foreign = [name for name in list_names(path) if not is_ours(name)]
+    if foreign or not (path / META).is_file():
+        reason = f"has {foreign[0]!r} in it" if foreign else "has no meta.json"
+        raise InspectionError(
+            f"{str(path)!r} {reason}: it is no scan that torchfmri has written, so it is not "
+            "replaced. Choose another folder."
+        )

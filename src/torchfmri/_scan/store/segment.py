@@ -1,0 +1,221 @@
+"""A segment: one safetensors file, written by hand and read as a memory map.
+
+https://github.com/huggingface/safetensors describes the format: eight bytes that hold the length of
+the header, the header in JSON, the tensors without gaps. It is small enough to do without the
+library, which neither calls fsync nor computes a checksum on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.store.folder import open_regular
+from torchfmri._scan.store.sealed import parse
+from torchfmri.exceptions import InspectionError, ScanFormatError
+
+DTYPES = {
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),  # numpy has no bfloat16: its bits
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
+}
+"""The types of values, smallest first: tensors are written in the opposite order, so that each is
+aligned; the order is that of the safetensors library."""
+TAGS = {dtype: tag for tag, dtype in DTYPES.items() if tag != "BF16"}
+HEADER_BYTES = 16 << 20
+MAPPINGS = 256
+"""Files mapped at once where each mapping holds a file descriptor; further ones are read."""
+
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+class Column(NamedTuple):
+    """One tensor of a segment, in parts that follow each other along its first axis."""
+
+    tag: str
+    parts: Sequence[NDArray[Any]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parts together."""
+        return (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor of a segment that was read: a view of the file."""
+
+    tag: str
+    values: NDArray[Any]
+
+
+def write_segment(path: Path, columns: Mapping[str, Column]) -> tuple[int, int]:
+    """The size and CRC-32 of the new file, which is on the disk; its name in the folder may not be.
+
+    Args:
+        path: Where to; nothing may be there.
+        columns: Name -> tensor; its parts are contiguous arrays of the type of its tag.
+
+    Raises:
+        InspectionError: There are too many tensors for one file.
+        OSError: The disk is full, or the like. The file is removed.
+    """
+    order = list(DTYPES)
+    names = sorted(columns, key=lambda name: (-order.index(columns[name].tag), name))
+    header = _header(names, columns)
+    size, check = len(header), zlib.crc32(header)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
+            file.write(header)
+            for part in (part for name in names for part in columns[name].parts if part.size):
+                data = part.reshape(-1).view(np.uint8).data
+                file.write(data)
+                size, check = size + len(data), zlib.crc32(data, check)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return size, check
+
+
+def _header(names: Sequence[str], columns: Mapping[str, Column]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "torchfmri-segment"}}
+    at = 0
+    for name in names:
+        tag, shape = columns[name].tag, columns[name].shape
+        end = at + math.prod(shape) * DTYPES[tag].itemsize
+        entries[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(text) > HEADER_BYTES:
+        raise InspectionError(
+            f"The names of {len(names):,} tensors take {len(text):,} bytes, and {HEADER_BYTES:,} "
+            "are allowed. Keep the full tensors of fewer layers."
+        )
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_segment(path: Path, size: int, check: int) -> dict[str, Tensor]:
+    """The tensors of a segment by name, as views of the file that cannot be written to.
+
+    Args:
+        path: The file.
+        size: How many bytes it must have.
+        check: Their CRC-32.
+
+    Raises:
+        ScanFormatError: The file is missing or damaged.
+    """
+    data = map_file(path, size)
+    if zlib.crc32(data) != check:
+        raise ScanFormatError(path.name, "its checksum is wrong: the file was changed or damaged")
+    return parse_segment(data, path.name)
+
+
+def map_file(path: Path, size: int) -> mmap.mmap | bytes:
+    """The bytes of a regular file of this size, without reading them where that is possible.
+
+    Raises:
+        ScanFormatError: It has another size, or cannot be read.
+    """
+    descriptor = open_regular(path)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise ScanFormatError(
+                path.name, f"it has {found:,} bytes instead of {size:,}: it is not complete"
+            )
+        if not size:
+            return b""
+        if sys.version_info >= (3, 13):
+            return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ, trackfd=False)
+        if len(_mappings) >= MAPPINGS:
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                return file.read(size)
+        mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+        _mappings.add(mapping)
+        return mapping
+    finally:
+        os.close(descriptor)
+
+
+def parse_segment(data: mmap.mmap | bytes, where: str) -> dict[str, Tensor]:
+    """The tensors in the bytes of a safetensors file; nothing is copied or allocated for them.
+
+    Raises:
+        ScanFormatError: The header is wrong, or the tensors do not fill the file without gaps.
+    """
+    if len(data) < 8:
+        raise ScanFormatError(where, "it is too short")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > min(HEADER_BYTES, len(data) - 8):
+        raise ScanFormatError(where, f"its header claims {length:,} bytes")
+    entries = parse(data[8 : 8 + length], where)
+    if not isinstance(entries, dict):
+        raise ScanFormatError(where, "its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    room = len(data) - 8 - length
+    spans = []
+    found = {}
+    for name, entry in entries.items():
+        tag, shape, first, last = _checked(entry, f"{where}, tensor {name[:100]!r}", room)
+        count = math.prod(shape)
+        spans.append((first, last))
+        values = np.frombuffer(data, DTYPES[tag], count, 8 + length + first) if count else None
+        found[name] = Tensor(
+            tag, np.empty(shape, DTYPES[tag]) if values is None else values.reshape(shape)
+        )
+    at = 0
+    for first, last in sorted(spans):
+        if first != at:
+            raise ScanFormatError(where, "its tensors overlap or leave gaps")
+        at = last
+    if at != room:
+        raise ScanFormatError(where, "its tensors do not fill the file")
+    return found
+
+
+def _checked(entry: Any, where: str, room: int) -> tuple[str, tuple[int, ...], int, int]:
+    """The type, shape, first and last byte of a tensor, which lie in the file and agree."""
+    try:
+        tag, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ScanFormatError(where, "it has no dtype, shape and two data_offsets") from error
+    if not isinstance(tag, str) or tag not in DTYPES:
+        raise ScanFormatError(where, f"its dtype is {str(tag)[:40]!r}, not one of {list(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > 8:
+        raise ScanFormatError(where, "its shape is not a list of at most 8 numbers")
+    for number in (*shape, first, last):
+        if type(number) is not int or not 0 <= number < 1 << 40:
+            raise ScanFormatError(where, f"{str(number)[:40]!r} is no size")
+    if math.prod(max(number, 1) for number in shape) >= 1 << 40:
+        raise ScanFormatError(where, "its shape is absurd")  # even where one of the sizes is 0
+    if not first <= last <= room or last - first != math.prod(shape) * DTYPES[tag].itemsize:
+        raise ScanFormatError(where, "its shape and place do not agree, or lie outside the file")
+    return tag, tuple(shape), first, last

@@ -1,0 +1,129 @@
+"""The sequences of a scan on disk, read when they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, overload
+
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import ScannedSequence
+from torchfmri._scan.store.manifest import SegmentEntry, SequenceEntry, read_committed
+from torchfmri._scan.store.packing import PackedSegment
+from torchfmri._scan.store.segment import read_segment
+from torchfmri.exceptions import ScanFormatError
+
+KEPT = 8
+"""Segments that stay open."""
+
+
+class _Place(NamedTuple):
+    segment: SegmentEntry
+    number: int
+
+    @property
+    def entry(self) -> SequenceEntry:
+        return self.segment.sequences[self.number]
+
+
+class StoredSequences(Sequence[ScannedSequence]):
+    """The committed sequences of a folder, those of each writer in the order of their commits.
+
+    At opening the manifests are read and the sizes of the segments compared. The checksum of a
+    segment is compared when one of its sequences is read for the first time. A damaged one is
+    entered in `problems`; `[]` raises for its sequences and iterating passes over them.
+
+    Args:
+        folder: The scan.
+        anatomy: Its anatomy.
+    """
+
+    def __init__(self, folder: Path, anatomy: Anatomy) -> None:
+        self.folder, self.anatomy = folder, anatomy
+        self._places: list[_Place] = []
+        self._opening_problems: list[str] = []
+        self._damaged: dict[str, ScanFormatError] = {}
+        self._open: OrderedDict[str, PackedSegment] = OrderedDict()
+        self._lock = threading.Lock()
+        self.refresh()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be read, as far as it is known."""
+        return (*self._opening_problems, *(str(error) for error in self._damaged.values()))
+
+    @property
+    def entries(self) -> list[SequenceEntry]:
+        """Name, length and condition of each sequence, without reading its segment."""
+        return [place.entry for place in self._places]
+
+    def refresh(self) -> int:
+        """How many sequences have been committed since the last time; they stand at the end."""
+        segments, problems = read_committed(self.folder)
+        known = {place.entry.name: place for place in self._places}
+        added = 0
+        for segment in segments:
+            for number, entry in enumerate(segment.sequences):
+                place = _Place(segment, number)
+                other = known.setdefault(entry.name, place)
+                if other is place:
+                    self._places.append(place)
+                    added += 1
+                elif (other.segment.name, other.number) != (segment.name, number):
+                    problems.append(
+                        f"{segment.name!r} has {entry.name!r} again, which is in "
+                        f"{other.segment.name!r} already; the first one counts."
+                    )
+        self._opening_problems = problems
+        return added
+
+    def verify(self) -> tuple[str, ...]:
+        """All problems, after comparing the checksum of every segment; it reads the whole scan."""
+        for segment in {place.segment.name: place.segment for place in self._places}.values():
+            try:
+                self._segment(segment)
+            except ScanFormatError:
+                continue  # it has been entered
+        return self.problems
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> ScannedSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ScannedSequence]: ...
+    def __getitem__(self, index: int | slice) -> ScannedSequence | list[ScannedSequence]:
+        if isinstance(index, slice):
+            return [self._read(place) for place in self._places[index]]
+        return self._read(self._places[index])
+
+    def __iter__(self) -> Iterator[ScannedSequence]:
+        for place in tuple(self._places):
+            try:
+                sequence = self._read(place)
+            except ScanFormatError:
+                continue  # it has been entered in the problems
+            yield sequence
+
+    def _read(self, place: _Place) -> ScannedSequence:
+        return self._segment(place.segment).sequence(place.number)
+
+    def _segment(self, entry: SegmentEntry) -> PackedSegment:
+        with self._lock:
+            if entry.name in self._damaged:
+                raise self._damaged[entry.name]
+            if entry.name not in self._open:
+                try:
+                    tensors = read_segment(self.folder / entry.name, entry.size, entry.check)
+                    read = PackedSegment(tensors, entry.sequences, self.anatomy, entry.name)
+                except ScanFormatError as error:
+                    self._damaged[entry.name] = error
+                    raise
+                self._open[entry.name] = read
+            self._open.move_to_end(entry.name)
+            while len(self._open) > KEPT:
+                self._open.popitem(last=False)
+            return self._open[entry.name]

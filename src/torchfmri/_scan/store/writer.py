@@ -1,0 +1,304 @@
+"""Writing a scan into a folder, so that what is committed stays, whatever happens next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import ScannedSequence
+from torchfmri._scan.store.folder import (
+    META,
+    SEGMENT,
+    is_ours,
+    list_names,
+    manifest_name,
+    open_regular,
+    segment_name,
+    sync_folder,
+)
+from torchfmri._scan.store.manifest import (
+    LINE_BYTES,
+    Manifest,
+    SegmentEntry,
+    SequenceEntry,
+    read_committed,
+    read_manifest,
+    require_readable,
+)
+from torchfmri._scan.store.meta import read_meta, require_same, sealed_meta, write_meta
+from torchfmri._scan.store.packing import Packed, join, pack, signature
+from torchfmri._scan.store.segment import write_segment
+from torchfmri.exceptions import InspectionError, ScanFormatError
+
+SEGMENT_SEQUENCES = 1024
+"""Sequences of one segment at most, however short they are."""
+
+
+class ScanWriter:
+    """Adds sequences to a scan's folder, which it creates where there is none.
+
+    Sequences are collected until they fill a segment. Then the segment is written and flushed to
+    the disk, and after it one line of the manifest: the mark that they are committed. Whatever
+    interrupts this, a reader sees the sequences of the lines that are whole, and no others.
+
+    Args:
+        path: The folder.
+        anatomy: That of the scanned model.
+        meta: What was measured and how; what is in `meta.VOLATILE` may differ from that of an
+            existing scan, everything else must agree.
+        rank: Which of several writers this is; each has a manifest and segments of its own.
+        segment_bytes: How much is collected before it is committed.
+        commit_seconds: How long a sequence waits at most until the next `append` or
+            `commit_when_due` commits it; 0 commits each at once.
+
+    Attributes:
+        names: The sequences that were committed when this writer was opened, by all writers. Those
+            of segments that are missing or too short are not among them, so that resuming scans
+            them again.
+
+    Raises:
+        InspectionError: The folder holds something else, or another process writes it.
+        ScanFormatError: The folder holds a scan that is damaged so that nothing may be added.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from torchfmri._scan.record.sequence import Tokens
+        >>> folder = tempfile.mkdtemp()
+        >>> anatomy = Anatomy.of_widths(["mlp"], ["Linear"], [4], [2])
+        >>> nan, no = np.full(1, np.nan, np.float32), np.zeros(1, bool)
+        >>> tokens = Tokens(np.array([7]), (b"Hi",), nan, nan, no, no)
+        >>> with ScanWriter(folder, anatomy, {"model": "tiny"}) as writer:
+        ...     writer.append(ScannedSequence("first", tokens, {}, {}))
+        >>> ScanWriter(folder, anatomy, {"model": "tiny"}).names
+        frozenset({'first'})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        anatomy: Anatomy,
+        meta: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        segment_bytes: int = 4 << 20,
+        commit_seconds: float = 5.0,
+    ) -> None:
+        if not 0 <= rank < 1_000_000:
+            raise InspectionError(f"rank is {rank}; it is a number from 0 to 999,999.")
+        self.path, self.anatomy, self.rank = Path(path), anatomy, rank
+        self.segment_bytes, self.commit_seconds = segment_bytes, commit_seconds
+        self._pending: list[tuple[SequenceEntry, Packed]] = []
+        self._pending_bytes, self._line_bytes, self._oldest = 0, 0, 0.0
+        self._failed = False
+        anatomy.check()
+        sealed_meta(anatomy, meta)  # refuse before anything is made
+        _make_folder(self.path)
+        name = manifest_name(rank)
+        self._manifest: int | None = open_regular(self.path / name, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock(self._manifest, self.path / name)
+            if not write_meta_once(self.path, anatomy, meta, rank):
+                require_same(read_meta(self.path), anatomy, meta, self.path)
+            committed, _ = read_committed(self.path)
+            self.names = frozenset(e.name for segment in committed for e in segment.sequences)
+            self._names = set(self.names)
+            own = read_manifest(self.path / name)
+            self._number = self._clean(own)
+            self._size = own.size
+            self._end_line(own)
+            sync_folder(self.path)
+        except BaseException:
+            self._release()
+            raise
+
+    def append(self, sequence: ScannedSequence) -> None:
+        """Add a sequence; it is committed when a segment is full or is due.
+
+        Its arrays are kept as they are until then: do not write to them.
+
+        Raises:
+            InspectionError: The scan has a sequence of this name, or the sequence does not fit the
+                anatomy.
+            OSError: The disk is full, or the like; see `commit`.
+        """
+        self._require_open()
+        if sequence.name in self._names:
+            raise InspectionError(
+                f"{str(self.path)!r} has a sequence {sequence.name!r} already. Leave out those in "
+                "writer.names, or give this one another name."
+            )
+        entry = SequenceEntry(
+            sequence.name,
+            len(sequence),
+            sequence.condition,
+            sequence.padding,
+            dict(sequence.checks),
+        )
+        packed = pack(sequence, self.anatomy)
+        line_bytes = require_readable(entry, manifest_name(self.rank))  # refuse now, not later
+        if self._pending and (
+            signature(packed) != signature(self._pending[0][1])
+            or self._line_bytes + line_bytes > LINE_BYTES // 2
+        ):
+            self.commit()
+        if not self._pending:
+            self._oldest = time.monotonic()
+        self._pending.append((entry, packed))
+        self._names.add(sequence.name)
+        self._line_bytes += line_bytes
+        self._pending_bytes += sum(values.nbytes for _, values in packed.values())
+        if self._pending_bytes >= self.segment_bytes or len(self._pending) >= SEGMENT_SEQUENCES:
+            self.commit()
+        self.commit_when_due()
+
+    def commit_when_due(self) -> None:
+        """Commit if a sequence has waited for `commit_seconds`; call it at every token if you like.
+
+        Raises:
+            OSError: As in `commit`.
+        """
+        if self._pending and time.monotonic() - self._oldest >= self.commit_seconds:
+            self.commit()
+
+    def commit(self) -> None:
+        """Put everything that was appended on the disk, so that it survives whatever comes.
+
+        Raises:
+            OSError: The disk is full, or the like. What was committed before is intact; the rest is
+                still here, and `commit` can be tried again.
+        """
+        if not self._pending:
+            return
+        manifest = self._require_open()
+        name = segment_name(self.rank, self._number)
+        self._number += 1
+        try:
+            os.ftruncate(manifest, self._size)  # a line that an interruption left half written
+            entries, packed = zip(*self._pending, strict=True)
+            size, check = write_segment(self.path / name, join(packed))
+            sync_folder(self.path)
+            line = SegmentEntry(name, size, check, entries).line()
+            _write(manifest, line, self._size)
+        except OSError as error:
+            self._failed = True
+            with contextlib.suppress(OSError):
+                os.ftruncate(manifest, self._size)
+                (self.path / name).unlink(missing_ok=True)
+            raise OSError(
+                error.errno,
+                f"{error.strerror or error}: {len(self._pending)} sequences of {str(self.path)!r} "
+                f"could not be written (first: {self._pending[0][0].name!r}). Those committed "
+                "before are intact. Make room and call commit() again, or scan again: it resumes",
+            ) from error
+        self._size += len(line)
+        self._pending, self._failed = [], False
+        self._pending_bytes = self._line_bytes = 0
+
+    def close(self) -> None:
+        """Commit, and let go of the folder.
+
+        Raises:
+            OSError: As in `commit`; the folder is let go nevertheless.
+        """
+        try:
+            if self._manifest is not None:
+                self.commit()
+        finally:
+            self._release()
+
+    def __enter__(self) -> ScanWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._failed:
+            self._release()  # it is on its way up already; another attempt would fail the same way
+        else:
+            self.close()
+
+    def _require_open(self) -> int:
+        if self._manifest is None:
+            raise InspectionError(f"The writer of {str(self.path)!r} is closed. Open a new one.")
+        return self._manifest
+
+    def _release(self) -> None:
+        if self._manifest is not None:
+            os.close(self._manifest)  # this unlocks it too
+            self._manifest = None
+
+    def _clean(self, own: Manifest) -> int:
+        """The number of the next segment; segments that were never committed are removed."""
+        committed = {each.name for each in own.segments}
+        found = {name for name in list_names(self.path) if _number(name, self.rank) >= 0}
+        if not own.problems:  # else it may be a damaged line's segment, and worth keeping
+            for name in found - committed:
+                (self.path / name).unlink()
+        return 1 + max((_number(name, self.rank) for name in found | committed), default=-1)
+
+    def _end_line(self, own: Manifest) -> None:
+        """Cut off a line that was never finished, end one that lacks its end."""
+        manifest = self._require_open()
+        os.ftruncate(manifest, own.size)
+        if not own.ended:
+            _write(manifest, b"\n", own.size)
+            self._size += 1
+        os.fsync(manifest)
+
+
+def _number(segment: str, rank: int) -> int:
+    matched = SEGMENT.fullmatch(segment)
+    return int(matched[2]) if matched and matched[1] == f"{rank:03d}" else -1
+
+
+def _make_folder(path: Path) -> None:
+    if not path.exists():
+        path.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent)
+    foreign = [name for name in list_names(path) if not is_ours(name)]
+    if foreign and not (path / META).exists():
+        raise InspectionError(
+            f"{str(path)!r} is no scan, and not empty ({foreign[0]!r}). Choose another folder."
+        )
+
+
+def _lock(manifest: int, path: Path) -> None:
+    """Refuse a second writer of the same rank; the system lets go when the process ends."""
+    if os.fstat(manifest).st_nlink > 1:
+        raise ScanFormatError(path.name, "it has a second name elsewhere; copy the scan first")
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InspectionError(
+            f"Another process, or another writer of this one, is writing {str(path)!r}. Close it, "
+            "or give each writer a rank of its own."
+        ) from error
+    except OSError:
+        return  # a file system without locks
+
+
+def _write(descriptor: int, data: bytes, at: int) -> None:
+    os.lseek(descriptor, at, os.SEEK_SET)
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
+    os.fsync(descriptor)
+
+
+def write_meta_once(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: int) -> bool:
+    """Whether meta.json was written by this call; False where there is one."""
+    return not os.path.lexists(folder / META) and write_meta(folder, anatomy, meta, rank)

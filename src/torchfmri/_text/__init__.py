@@ -1,0 +1,1 @@
+"""Tables and words for terminals and notebooks."""

@@ -1,0 +1,110 @@
+"""A table of names and columns, for terminals and for notebooks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from torchfmri._text.columns import (
+    BOLD,
+    DIM,
+    WIDTH_OFF_TERMINAL,
+    Column,
+    encodable,
+    fit,
+    output_style,
+    paragraph,
+)
+from torchfmri._text.html_table import MAX_CHARACTERS, STYLE
+from torchfmri._text.labels import display_width, shorten_apart, wrap
+
+_NARROWEST_NAME = 24
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Lines with a name each, and columns beside it.
+
+    Attributes:
+        title: What it is about, in a sentence.
+        heading: Of the names.
+        names: One per line.
+        columns: Their cells by line.
+        notes: Reservations, below.
+        emphasised: The numbers of the lines that stand out.
+    """
+
+    title: str
+    heading: str
+    names: Sequence[str]
+    columns: Sequence[Column]
+    notes: Sequence[str] = ()
+    emphasised: frozenset[int] = frozenset()
+
+    def text(self, width: int | None = None) -> str:
+        """For the terminal, as wide as that, or as `width`; columns that do not fit are named."""
+        width = width or shutil.get_terminal_size((WIDTH_OFF_TERMINAL, 24)).columns
+        style = output_style()
+        wanted = max(map(display_width, [self.heading, *self.names]))
+        columns, dropped = fit(list(self.columns), width - min(wanted, _NARROWEST_NAME))
+        room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
+        labels = shorten_apart(self.names, room, style.ellipsis)
+
+        def draw(name: str, cells: Sequence[str], code: str) -> str:
+            padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
+            text = "  ".join([name + " " * (room - display_width(name)), *padded]).rstrip()
+            return style.paint(text, code) if code else text
+
+        lines = [*wrap(self.title, width), ""]
+        lines.append(draw(self.heading[:room], [column.title for column in columns], BOLD))
+        for index, name in enumerate(self.names):
+            code = BOLD if index in self.emphasised else ""
+            lines.append(draw(labels[name], [column.cells[index] for column in columns], code))
+        if dropped:
+            text = f"no room for {', '.join(dropped)} in {width} columns"
+            lines += [style.paint(part, DIM) for part in wrap(text, width)]
+        if self.notes:
+            lines += ["", style.paint("notes", BOLD)]
+            lines += [paragraph(note, width) for note in self.notes]
+        return encodable("\n".join(lines))
+
+    def html(self) -> str:
+        """For a notebook: self-contained, escaped, without scripts, below 200 kB."""
+        head = "".join(
+            f'<th scope="col"{_left(not column.right)}>{escape(column.title)}</th>'
+            for column in self.columns
+        )
+        head = f'<th scope="col" class="t">{escape(self.heading)}</th>{head}'
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        before = (
+            f'{STYLE}<div class="torchfmri"><p><strong>{escape(self.title)}</strong></p>'
+            f'<div class="w"><table><thead><tr>{head}</tr></thead><tbody>'
+        )
+        after = f"</tbody></table></div>{f'<ul>{notes}</ul>' if notes else ''}"
+        room = MAX_CHARACTERS - len((before + after).encode())
+        rows: list[str] = []
+        for index in range(len(self.names)):
+            row = self._html_row(index)
+            room -= len(row.encode())
+            if room < 0:
+                left_out = len(self.names) - index
+                after += f"<p>{left_out:,} more lines.</p>"
+                break
+            rows.append(row)
+        return f"{before}{''.join(rows)}{after}</div>"
+
+    def _html_row(self, index: int) -> str:
+        name = escape(self.names[index])
+        if index in self.emphasised:
+            name = f"<strong>{name}</strong>"
+        cells = "".join(
+            f"<td{_left(not column.right)}>{escape(column.cells[index])}</td>"
+            for column in self.columns
+        )
+        return f'<tr><th scope="row">{name}</th>{cells}</tr>'
+
+
+def _left(left: bool) -> str:
+    return ' class="t"' if left else ""

@@ -1,0 +1,81 @@
+"""A progress bar on standard error, where somebody is looking."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from types import TracebackType
+
+from torchfmri._text.labels import display_width, layer_label, shorten
+
+_BAR = 20
+
+
+class Progress:
+    """How far a long piece of work has come: a bar, where standard error is a terminal.
+
+    Args:
+        title: What is being done.
+        total: How many steps there are.
+        log_seconds: Where it is no terminal, write a line every so many seconds; without it,
+            nothing.
+    """
+
+    def __init__(self, title: str, total: int, log_seconds: float | None = None) -> None:
+        self._title, self._total, self._done = title, total, 0
+        self._log_seconds, self._logged = log_seconds, time.monotonic()
+        self._visible = bool(getattr(sys.stderr, "isatty", lambda: False)())
+        self._start = time.monotonic()
+        self._width = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._show("")
+
+    def at(self, done: int, total: int, name: str) -> None:
+        """Begin the step called `name`, with so many done of so many."""
+        self._done, self._total = done, total
+        self.step(name)
+
+    def step(self, name: str) -> None:
+        """Begin the next step, called `name`."""
+        filled = _BAR * self._done // max(self._total, 1)
+        elapsed = time.monotonic() - self._start
+        left = elapsed / self._done * (self._total - self._done) if self._done else None
+        rest = f", {_duration(left)} left" if left is not None else ""
+        self._log(f"{self._title}: {self._done}/{self._total}{rest}")
+        text = f"{self._title} [{'#' * filled}{'.' * (_BAR - filled)}] {self._done}/{self._total}"
+        text += rest
+        room = shutil.get_terminal_size().columns - display_width(text) - 4
+        self._show(f"{text}, {shorten(layer_label(name), room, '~')}" if room > 8 else text)
+        self._done += 1
+
+    def _log(self, text: str) -> None:
+        now = time.monotonic()
+        if self._log_seconds is None or self._visible or now - self._logged < self._log_seconds:
+            return
+        self._logged = now
+        print(text, file=sys.stderr, flush=True)
+
+    def _show(self, text: str) -> None:
+        if self._visible:
+            padding = " " * max(self._width - display_width(text), 0)
+            end = "" if text else "\r"
+            print(f"\r{text}{padding}{end}", end="", file=sys.stderr, flush=True)
+            self._width = display_width(text)
+
+
+def _duration(seconds: float) -> str:
+    """`48 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,1 @@
+"""The algebra of per-token parameter gradients, which are never formed."""

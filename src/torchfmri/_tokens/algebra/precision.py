@@ -1,0 +1,44 @@
+"""Arithmetic in the precision of what is kept, whatever autocast the caller is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchfmri._torch.private import may_autocast
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """No autocast for what is computed of a tensor in a hook, which may run inside the user's."""
+    return _switched_off(tensor.device.type)
+
+
+def in_full(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function without autocast: somebody may read results inside of theirs."""
+
+    @wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if not may_autocast():
+            return function(*arguments, **keywords)
+        accelerator = torch.accelerator.current_accelerator()
+        with ExitStack() as stack:
+            stack.enter_context(_switched_off("cpu"))
+            if accelerator is not None:
+                stack.enter_context(_switched_off(accelerator.type))
+            return function(*arguments, **keywords)
+
+    return call
+
+
+def _switched_off(kind: str) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()

@@ -1,0 +1,1 @@
+"""The calls of a model, watched: one backward pass, every token."""

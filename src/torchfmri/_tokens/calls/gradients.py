@@ -1,0 +1,379 @@
+"""WIRE: token gradients of a model: attach, let the user's passes run, detach, read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._capture.padding import Padding
+from torchfmri._capture.taps import Taps
+from torchfmri._model.attachment import compiled_code_as_eager, switched_off
+from torchfmri._model.layers import Pattern
+from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
+from torchfmri._tokens.algebra.gradient import TokenGradient
+from torchfmri._tokens.algebra.parameter import VOXEL
+from torchfmri._tokens.algebra.precision import in_full
+from torchfmri._tokens.algebra.reduced import summed_squares
+from torchfmri._tokens.algebra.selection import TokenSelection
+from torchfmri._tokens.calls.capture import Capture, target_of
+from torchfmri._tokens.calls.plans import plan_of
+from torchfmri._tokens.calls.runs import Masks, joined
+from torchfmri._tokens.rules.record import Axis
+from torchfmri._torch.hooks import Hook
+from torchfmri._torch.private import HookSet
+from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
+
+
+class TokenGradients:
+    """The gradients of a model's parameters, token by token; see `token_gradients`.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> x = torch.randn(2, 5, 4)
+        >>> with torchfmri.token_gradients(model) as tokens:
+        ...     model(x).mean().backward()
+        >>> tokens.names
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> tokens.norm().shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pattern: Pattern = "*",
+        *,
+        keep: str = "factors",
+        max_bytes: int = 1 << 34,
+        voxel: int = VOXEL,
+    ) -> None:
+        if keep not in ("factors", "norms", "voxels"):
+            raise InspectionError(f"keep={keep!r}: choose 'factors', 'norms' or 'voxels'.")
+        if not isinstance(voxel, int) or voxel < 1:
+            raise InspectionError(f"voxel={voxel!r}: give a number of units, 1 or more.")
+        plan = self._plan = plan_of(model, pattern, voxel)
+        self._keep = keep
+        self._parameters, self._aliases, self._infos = plan.parameters, plan.aliases, plan.infos
+        self._padding = Padding(plan.masked)
+        self._capture = Capture(plan, self._padding, keep, max_bytes)
+        self._handles: list[Any] = []
+        self._hooks = HookSet()
+        self._stack: contextlib.ExitStack | None = None
+        self._found: dict[str, dict[Axis, TokenGradient]] = {}
+        self._masks: Masks = {}
+        self._had_gradients: set[str] = set()
+
+    # -- attaching ---------------------------------------------------------------------------
+
+    def __enter__(self) -> TokenGradients:
+        if switched_off():
+            return self
+        self._had_gradients = {
+            name for name, each in self._parameters.items() if each.grad is not None
+        }
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._capture.forget)
+            stack.callback(self._capture.passes.broadcasts.detach)
+            stack.enter_context(compiled_code_as_eager())
+            stack.callback(self._remove_handles)
+            self._add_handles()
+            stack.enter_context(self._tapped())
+            stack.callback(self._padding.detach)
+            self._padding.attach()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _tapped(self) -> Taps:
+        """The taps of a block, made for it: what listens and what is told form a cycle."""
+        capture, plan = self._capture, self._plan
+        targets = [target_of(each) for each in plan.owners]
+        short = capture.short_way(plan)
+        taps = Taps(targets, capture, capture.wants, short, capture.called)
+        capture.listen(taps.at_end_of_backward)
+        return taps
+
+    def _add_handles(self) -> None:
+        capture, handles = self._capture, self._handles
+        model, stacks = self._plan.model, self._plan.stacks
+        if not isinstance(model, torch.jit.ScriptModule):
+            hook = Hook(capture.passes.model_is_called, model)
+            handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            after = Hook(capture.passes.model_returns, model)
+            handles.append(model.register_forward_hook(after, always_call=True))
+        capture.account.checks.attach(self._parameters, self._hooks, capture.failed)
+        for owner in self._plan.owners:
+            hook = Hook(partial(capture.owners.begins, owner.layer))
+            self._hooks.before((owner.module,), hook, first=True)
+        passes = capture.passes
+        passes.parts.watch(passes, self._plan.parts, self._plan.by_module)
+        for name, module in stacks.items():
+            stack = name.rpartition(".")[2]
+            if stack == "encoder":
+                hook = Hook(passes.encoder_has_run, module)
+                handles.append(module.register_forward_hook(hook))
+            begins = Hook(partial(passes.stack_begins, stack))
+            handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+
+    def _remove_handles(self) -> None:
+        self._capture.passes.parts.forget()
+        self._hooks.remove()
+        for handles in (self._handles, self._capture.arrivals.handles):
+            while handles:
+                handles.pop().remove()
+
+    # -- reading -----------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that received a gradient, in model order."""
+        return self._capture.account.received(self._parameters)
+
+    @property
+    def notes(self) -> dict[str, list[str]]:
+        """Reservations about what was captured, each with the layers that it concerns."""
+        return {text: list(layers) for text, layers in self._capture.account.notes.items()}
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenGradients({len(self.names)} of {len(self._parameters)} parameters, "
+            f"keep={self._keep!r})"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return self._aliases.get(str(name), name) in self.names
+
+    def __getitem__(self, name: str) -> TokenGradient:
+        """The token gradients of one parameter.
+
+        Raises:
+            LayerNotFoundError: There is no such parameter.
+            UnsupportedLayerError: They cannot be had exactly; the error says why.
+            InspectionError: No gradient reached it, or its tokens are on several axes.
+        """
+        found = self._gradients(self._known(name))
+        if len(found) > 1:
+            axes = ", ".join(repr(str(axis)) for axis in found)
+            raise InspectionError(
+                f"{name!r} is used on {len(found)} token axes: {axes}. Choose one: "
+                f"tokens.on({str(next(iter(found)))!r})[{name!r}]."
+            )
+        return next(iter(found.values()))
+
+    def _gradients(self, name: str) -> dict[Axis, TokenGradient]:
+        """The token gradients of one parameter, by its first name, on each of its token axes."""
+        if name in self._found:
+            return self._found[name]
+        capture = self._capture
+        if name in capture.account.reasons:
+            raise capture.account.reason(name)
+        parts = capture.arrivals.parts(name)
+        if not parts and not capture.account.received([name]):
+            raise InspectionError(
+                f"No gradient reached {name!r}: run forward and backward inside the `with` block, "
+                "and check that the loss depends on it."
+            )
+        if not parts:
+            raise UnsupportedLayerError(
+                name,
+                self._infos[name].layer,
+                "its gradient came through no call of a layer (a weight penalty in the loss, or a "
+                "use outside of the model): it is unattributed.",
+            )
+        found = joined(self._infos[name], parts, self._masks)
+        if self._stack is None:  # else more may come
+            self._found[name] = found
+        return found
+
+    def _known(self, name: str) -> str:
+        found = self._aliases.get(name) if isinstance(name, str) else None
+        if found is None:
+            names = list(self._parameters)
+            raise LayerNotFoundError(name, nearest_names(name, names), len(names))
+        return found
+
+    # -- over parameters ---------------------------------------------------------------------
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The token axes by name, such as "2 x 128", each with its parameters."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.names:
+            try:
+                axes = self._gradients(name)
+            except InspectionError:
+                continue  # it has no tokens; coverage() says why
+            for axis in axes:
+                found[str(axis)].append(name)
+        return dict(found)
+
+    def on(self, axis: str) -> TokenSelection:
+        """The token gradients on one token axis, by its name in `axes`."""
+        axes = self.axes
+        if axis not in axes:
+            known = ", ".join(repr(each) for each in axes)
+            raise InspectionError(f"There is no token axis {axis!r}; there are {known}.")
+        found = {name: self._gradients(name) for name in axes[axis]}
+        chosen = {
+            name: next(each for where, each in several.items() if str(where) == axis)
+            for name, several in found.items()
+        }
+        return TokenSelection(axis, chosen)
+
+    def select(self, pattern: str = "*") -> TokenSelection:
+        """The token gradients of the parameters that match, which must share their tokens.
+
+        Raises:
+            InspectionError: They have different token axes; the error names them.
+        """
+        known = self.names
+        names = match_names(pattern, known)
+        if not names:
+            raise LayerNotFoundError(pattern, nearest_names(pattern, known), len(known))
+        by_axis: dict[Axis, dict[str, TokenGradient]] = defaultdict(dict)
+        for name in names:
+            for axis, each in self._gradients(name).items():
+                by_axis[axis][name] = each
+        found = {str(axis): several for axis, several in by_axis.items()}
+        if len(found) == 1:
+            return TokenSelection(*next(iter(found.items())))
+        text = "; ".join(
+            f"{axis!r} ({len(several)} parameters, such as {next(iter(several))!r})"
+            for axis, several in found.items()
+        )
+        first = max(found, key=lambda axis: len(found[axis]))
+        raise InspectionError(
+            f"These parameters have different token axes, which cannot be added: {text}. Choose "
+            f"one, as in tokens.on({first!r}).norm(), or a narrower pattern."
+        )
+
+    @in_full
+    def norm(self, pattern: str = "*") -> Tensor:
+        """The norm of each token's gradient over all parameters that match, (b, s)."""
+        found = self._norm_of_calls(pattern)
+        return self.select(pattern).norm() if found is None else found
+
+    def _norm_of_calls(self, pattern: str) -> Tensor | None:
+        """The same where every parameter has the numbers of one call, all on the same tokens."""
+        names = frozenset(match_names(pattern, self.names))
+        if not self._capture.account.reasons.keys().isdisjoint(names):
+            return None
+        found = self._capture.arrivals.numbers_on(names)
+        if found is None or len(found) != 1:
+            return None
+        ((axis, numbers),) = found.items()
+        total, dtype = summed_squares(numbers)
+        return total.sqrt_().to(dtype).view(axis.grid)
+
+    def gram(self, pattern: str = "*") -> Tensor:
+        """The inner product of every two tokens' gradients over them, (b * s, b * s)."""
+        return self.select(pattern).gram()
+
+    def project(self, k: int, seed: int = 0, pattern: str = "*") -> Tensor:
+        """Each token's gradient over them under a random linear map to k numbers, (b, s, k)."""
+        return self.select(pattern).project(k, seed)
+
+    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """The inner product of each token's gradient with a direction per parameter, (b, s)."""
+        gradients = {name: self[name] for name in direction}
+        shapes = {each.shape[:2] for each in gradients.values()}
+        if len(shapes) > 1:
+            raise InspectionError(f"These parameters have different token axes: {sorted(shapes)}.")
+        return TokenSelection("", gradients).dot(direction)
+
+    # -- proof -------------------------------------------------------------------------------
+
+    @in_full
+    def coverage(self) -> Coverage:
+        """Every parameter that received a gradient: by which rule, and how well it adds up."""
+        return Coverage([self._covered(name) for name in self.names])
+
+    def _covered(self, name: str) -> CoverageRow:
+        try:
+            found = self._gradients(name)
+        except Exception as error:
+            return CoverageRow(name, "none", note=str(error))
+        rule = " + ".join(dict.fromkeys(each.rule for each in found.values()))
+        axes = tuple(str(axis) for axis in found)
+        residual, check = self._residual(name, list(found.values()))
+        note = self._capture.account.checks.unread.get(name, "")
+        if residual is None and not note:
+            note = "nothing to compare with: the gradient reached the parameter unseen (sharded?)"
+        if residual is not None and residual > self._tolerance(name):
+            note = f"{residual:.1%} of its gradient is unattributed: it came through no layer call"
+        return CoverageRow(name, rule, axes, residual, check, note)
+
+    def _residual(self, name: str, found: list[TokenGradient]) -> tuple[float | None, str]:
+        """How far the tokens' sum is from autograd's gradient, and how that was compared."""
+        brought = self._capture.account.checks.brought(name)
+        gradient = self._whole_gradient(name) if self._keep == "factors" else None
+        if gradient is not None:
+            total = sum((each.total() for each in found), start=torch.zeros_like(gradient))
+            # Where tokens cancel, rounding is of the order of theirs, not of their sum.
+            sizes = torch.cat([each.norm().flatten() for each in found])
+            scale = max(_length(gradient), _length(sizes), torch.finfo(torch.float32).tiny)
+            return _length(total.to(gradient) - gradient) / scale, "sum"
+        if brought is None:
+            return None, ""
+        vectors = self._capture.account.checks.vectors(name, found[0].norm())
+        probes = torch.cat([each.probes(vectors).double() for each in found])
+        # Of the same part of the parameter: of a head over many words the probe sees a sliver. In
+        # 16 bits that sliver is rounded as the whole is, so there the whole is what counts.
+        sizes = probes
+        if self._is_narrow(name):
+            sizes = torch.cat([probes, *(each.norm().flatten().to(probes) for each in found)])
+        scale = max(float(brought.abs()), _length(sizes), torch.finfo(torch.float32).tiny)
+        return float((probes.sum() - brought).abs()) / scale, "probe"
+
+    def _whole_gradient(self, name: str) -> Tensor | None:
+        """`.grad`, if it holds what the block brought and nothing else."""
+        gradient = self._parameters[name].grad
+        brought = self._capture.account.checks.brought(name)
+        if gradient is None or brought is None or name in self._had_gradients or gradient.is_sparse:
+            return None
+        if self._capture.arrivals.versions.get(name) != gradient._version:
+            return None
+        # DDP has averaged it over the processes: then it is not what this one brought.
+        here = float(self._capture.account.checks.between(name, gradient.detach()))
+        rounding = 1e-2 if gradient.itemsize < 4 else 1e-4
+        near = abs(here - float(brought)) <= rounding * max(abs(here), abs(float(brought)))
+        return gradient.detach() if near else None
+
+    def _is_narrow(self, name: str) -> bool:
+        """Whether a parameter or its gradients have 16 bits."""
+        return self._infos[name].dtype.itemsize < 4 or self._capture.account.is_narrow(name)
+
+    def _tolerance(self, name: str) -> float:
+        """Above this a residual is more than rounding."""
+        if self._is_narrow(name):
+            return 5e-2
+        return 1e-6 if self._infos[name].dtype == torch.float64 else 1e-3
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()))

@@ -1,0 +1,1 @@
+"""The gradient of every token's own loss."""

@@ -1,0 +1,1 @@
+"""From one call of a layer to the terms of its parameters."""

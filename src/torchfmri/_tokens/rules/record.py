@@ -1,0 +1,272 @@
+"""One call of a layer that has a rule: what it read, what came back, or numbers made of both."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._capture.padding import TokenMask
+from torchfmri._tokens.algebra.factors import Term
+from torchfmri._tokens.algebra.reduced import Reduced
+from torchfmri._tokens.rules import layer_rules as rules
+from torchfmri._tokens.rules.axes import Grid, features_last, features_second
+from torchfmri._tokens.rules.layer_rules import Rule
+from torchfmri._torch.private import NO_BACKWARD, may_autocast
+from torchfmri.exceptions import InspectionError
+
+
+@dataclass(slots=True)
+class Watched:
+    """A module whose calls are captured.
+
+    Attributes:
+        layer: Its name.
+        reference: To the module, weakly: plans outlive blocks, and must not keep models alive.
+        rule: What its parameters' terms are; None for an owner, which is run again.
+        parameters: Its own parameters that are watched: name in the module -> full name.
+        below: Modules below whose weights it may use without calling them, by layer.
+        reads_weights: Its code reads weights of modules below it, called or not.
+        only_calls: It has no parameters of its own, and uses those below by calling their modules.
+        is_shared: One of its parameters belongs to another module as well.
+        stack: "encoder" or "decoder" where the model has both.
+        is_plain: A call of it is described by what it read: there is no stack, and no state.
+    """
+
+    layer: str
+    reference: weakref.ref[nn.Module]
+    rule: Rule | None
+    parameters: dict[str, str]
+    below: dict[str, Watched] = field(default_factory=dict)
+    is_shared: bool = False
+    stack: str = ""
+    reads_weights: bool = False
+    only_calls: bool = False
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_plain = not self.stack and self.rule not in rules.STATEFUL
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which whoever reads this keeps alive."""
+        module = self.reference()
+        assert module is not None
+        return module
+
+
+class Pass:
+    """One pass of the model.
+
+    Attributes:
+        number: From 1; 0 before the first one.
+        calls: How often each layer was called, as far as they were counted.
+    """
+
+    __slots__ = ("calls", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.calls: dict[str, int] = defaultdict(int)
+
+
+class Axis(NamedTuple):
+    """Which tokens: the pass of the model, encoder or decoder, and how many there are."""
+
+    run: int
+    stack: str
+    grid: tuple[int, int]
+
+    def __str__(self) -> str:
+        text = f"{self.grid[0]} x {self.grid[1]}"
+        return f"{self.stack} {text}" if self.stack else text
+
+
+class Part(NamedTuple):
+    """What one call, or one re-run, adds to the token gradients of one parameter.
+
+    Attributes:
+        axis: Which tokens.
+        rule: How it was found.
+        mask: Which positions are padding.
+        terms: The factors; None where numbers alone were kept.
+        reduced: Those numbers; None where the factors were kept.
+    """
+
+    axis: Axis
+    rule: str
+    mask: TokenMask | None
+    terms: list[Term] | None
+    reduced: Reduced | None = None
+
+
+class Record:
+    """One call of a layer with a rule.
+
+    Attributes:
+        watched: The layer.
+        within: The pass; `model` is what the model, or this stack of it, was handed, (b, s).
+        mask: Which positions are padding.
+        stack: Whose tokens they are, the encoder's or the decoder's.
+        x: What the call read, at this `version` (None: it cannot change) and with these `strides`
+            (where they matter).
+        is_replayed: A checkpoint computes the call again, and brings x then.
+        settings: What the rule asks the module for.
+        spread_gradient: That of the addition which spread the output over the batch.
+        g: The gradient of the output, of this `shape`, from this `backward` pass.
+        reduced: Numbers instead of both, by the parameter's name in the module.
+    """
+
+    __slots__ = (
+        "__weakref__", "backward", "g", "is_replayed", "mask", "model", "reduced", "settings",
+        "shape", "spread_gradient", "stack", "strides", "version", "watched", "within", "x",
+    )  # fmt: skip
+
+    def __init__(self, watched: Watched, within: Pass, model: tuple[int, int] | None) -> None:
+        self.watched, self.within, self.model = watched, within, model
+        self.mask: TokenMask | None = None
+        self.stack = ""
+        self.x: Any = None
+        self.version: int | None = None
+        self.strides: tuple[int, ...] = ()
+        self.is_replayed = False
+        self.settings: Any = None
+        self.spread_gradient: Tensor | None = None
+        self.g: Tensor | None = None
+        self.shape: tuple[int, ...] | None = None  # None: no gradient has come
+        self.backward = NO_BACKWARD
+        self.reduced: dict[str, Reduced] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other call of the pass read the same parameters."""
+        watched = self.watched
+        return not watched.is_shared and self.within.calls.get(watched.layer, 0) <= 1
+
+    def let_go_of_graph(self) -> None:
+        """Keep what the call read without what it was computed from."""
+        x = self.x
+        if type(x) is tuple:
+            self.x = tuple(each.detach() for each in x)
+        elif x is not None and x.requires_grad:
+            self.x = x.detach()
+
+    def spread(self, gradient: Tensor) -> None:
+        """Take the gradient of the addition that spread this output over the batch."""
+        self.spread_gradient = gradient.detach()
+
+    def before_broadcast(self, gradient: Tensor) -> Tensor:
+        """The gradient of the output for each batch element, where that was seen."""
+        spread, self.spread_gradient = self.spread_gradient, None
+        if spread is None or not sums_to(spread, gradient):
+            return gradient
+        if self.x is not None:
+            self.x = self._spread_input(spread)
+        return spread
+
+    def _spread_input(self, spread: Tensor) -> Tensor:
+        """The input repeated for every batch element."""
+        x: Tensor = self.x
+        whole = x.ndim == spread.ndim - 1 or x.is_floating_point()
+        x = x if whole else x[None]
+        return x.expand(spread.shape[0], *x.shape[1:])
+
+    def without_tail(self, gradient: Tensor) -> Tensor:
+        """The gradient of a causal convolution without what it computed beyond the sequence."""
+        model = self.model
+        if model is None or gradient.ndim != 3:
+            return gradient
+        b, _, length = gradient.shape
+        if b != model[0] or length <= model[1] or bool(gradient[..., model[1] :].any()):
+            return gradient
+        return gradient[..., : model[1]]
+
+    # -- tokens ------------------------------------------------------------------------------
+
+    def grid(self) -> Grid:
+        """The tokens of this call."""
+        watched, shape = self.watched, self.shape
+        rule = watched.rule
+        assert shape is not None
+        if rule in rules.CHANNELS_SECOND:
+            return features_second(shape, rules.spatial_axes(watched.module))
+        if rule is rules.embedding and "relative" in watched.layer:
+            return Grid(1, shape[0], (0, 1))  # (query, key, heads): the query's position
+        features = 1
+        if rule is rules.layer_norm or rule is rules.rms_norm:
+            features = len(watched.module.normalized_shape)  # type: ignore[arg-type]
+        return features_last(tuple(shape[: len(shape) - features]), self.model, self.strides)
+
+    # -- factors -----------------------------------------------------------------------------
+
+    def terms(self) -> dict[str, Term]:
+        """The factors of its parameters, by their names in the module."""
+        rule = self.watched.rule
+        assert rule is not None
+        assert self.g is not None
+        self.check_input()
+        settings = self.watched.module if self.settings is None else self.settings
+        kind = self.g.device.type
+        plain = torch.autocast(kind, enabled=False) if may_autocast() else nullcontext()
+        with torch.no_grad(), plain:
+            found = rule(settings, self.x, self.g, self.grid())
+        return {key: found[key] for key in self.watched.parameters if key in found}
+
+    def check_input(self) -> None:
+        """Refuse an input that is not there, or that somebody has written into since."""
+        layer = self.watched.layer
+        if self.x is None:
+            raise InspectionError(
+                f"The input of {layer!r} was not kept: it ran inside a checkpoint whose second "
+                "pass did not bring it back. Write token_gradients(..., keep='factors')."
+            )
+        first = self.x[0] if type(self.x) is tuple else self.x
+        if self.version is not None and first._version != self.version:
+            raise InspectionError(
+                f"The input of {layer!r} was written in place after the call, so its values are "
+                "gone. Let the model write into a copy."
+            )
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def parts(self, keys: Iterable[str]) -> dict[str, Part]:
+        """What the call adds to parameters of its module, by their names there."""
+        assert self.watched.rule is not None
+        name = self.watched.rule.__name__
+        grid = self.grid()
+        found: dict[str, Part] = {}
+        if self.reduced is not None:
+            for key in keys:
+                if key in self.reduced:
+                    each = self.reduced[key]
+                    axis = self.axis(each.tokens, grid)
+                    found[key] = Part(axis, name, self.mask, None, each)
+            return found
+        terms = self.terms()
+        for key in keys:
+            if key in terms:
+                term = terms[key]
+                found[key] = Part(self.axis(term.tokens, grid), name, self.mask, [term])
+        return found
+
+    def axis(self, tokens: int, grid: Grid) -> Axis:
+        """The tokens of a parameter: those of the call, or as many as it has of its own."""
+        b, s = grid.b, grid.s
+        run = self.within.number
+        return Axis(run, self.stack, (b, s) if tokens == b * s else (b, tokens // max(1, b)))
+
+
+def sums_to(spread: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient is the sum of another one over the batch: nobody else read the output."""
+    total = spread.sum(0) if gradient.ndim == spread.ndim - 1 else spread.sum(0, keepdim=True)
+    if total.shape != gradient.shape:
+        return False
+    precision = 1e-9 if gradient.dtype == torch.float64 else 1e-3 if gradient.itemsize > 2 else 0.05
+    scale = float(spread.abs().amax()) * len(spread) if spread.numel() else 1.0
+    return torch.allclose(total, gradient, rtol=precision, atol=precision * scale)

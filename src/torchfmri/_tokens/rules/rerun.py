@@ -1,0 +1,517 @@
+"""WIRE: a layer that has no rule, run again by itself, so that its own graph can be read.
+
+The user's graph is never opened: under checkpointing that would make the user's backward fail.
+What the layer was called with, its random numbers and its autocast state are restored; its
+parameters are replaced by copies in name only (the same memory), its buffers by real copies, and
+no hook of anybody fires.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
+
+from torchfmri._capture.padding import TokenMask
+from torchfmri._tokens.algebra.factors import Term, squares, total
+from torchfmri._tokens.rules.axes import features_last
+from torchfmri._tokens.rules.positions import position_terms
+from torchfmri._tokens.rules.record import Axis, Part, sums_to
+from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_terms
+from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
+from torchfmri._tokens.rules.uses import NotUnderstoodError, scattered, term_of
+from torchfmri._torch.elements import flatten, map_tensors
+from torchfmri._torch.private import may_autocast, node_sequence_number
+from torchfmri.exceptions import UnsupportedLayerError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a call depends on beside its arguments."""
+
+    random: Tensor
+    device_random: dict[int, tuple[int, int]]  # seed and offset of each CUDA device
+    autocast: dict[str, tuple[bool, torch.dtype]]  # of kinds of device; off for others
+
+    @staticmethod
+    def now(kinds: Iterable[str], cuda: Sequence[torch.device]) -> RunState:
+        """The state that a call starts from, on these kinds of device."""
+        generators = torch.cuda.default_generators if cuda else ()
+        random = {
+            each.index: (generators[each.index].initial_seed(), generators[each.index].get_offset())
+            for each in cuda
+        }
+        autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in (kinds if may_autocast() else ())
+        }
+        return RunState(torch.default_generator.get_state(), random, autocast)
+
+
+@dataclass(slots=True)
+class OwnerParts:
+    """What a re-run found, by parameter, and what it could not find."""
+
+    parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    unsupported: dict[str, Exception] = field(default_factory=dict)
+
+
+class OwnerCall:
+    """One call of a layer that is run again when the backward pass is over."""
+
+    def __init__(
+        self,
+        layer: str,
+        module: nn.Module,
+        modules: Mapping[int, Mapping[str, str]],
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+        output: object,
+        state: RunState | None,
+        axis: Axis,
+        model: tuple[int, int] | None,
+        mask: TokenMask | None,
+        memories: Sequence[Any] = (),
+        suspects: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
+        self.layer, self.module, self._modules = layer, module, modules
+        self.names = _names(modules)
+        self._suspects = dict(suspects or {})
+        self.suspects = _names(self._suspects)
+        self.axis, self._model, self._mask = axis, model, mask
+        self.gradients: dict[str, Tensor | None] = {}
+        self._spread: Tensor | None = None
+        self._stacks: dict[int, str] = {}
+        self._memories = memories
+        self.take_arguments(arguments, keywords, state)
+        self._versions = [each._version for each in module.parameters()]
+        self._training = module.training
+        self._outputs = {each.path: _Seen(each.tensor) for each in flatten(output)}
+
+    @property
+    def stack(self) -> str:
+        """Encoder or decoder, where the model has both."""
+        return self.axis.stack
+
+    @property
+    def has_no_arguments(self) -> bool:
+        """Whether the arguments are still to come, from a checkpoint's replay."""
+        return not self._arguments and not self._keywords
+
+    def take_arguments(
+        self, arguments: tuple[object, ...], keywords: Mapping[str, object], state: RunState | None
+    ) -> None:
+        """Keep what the call was given, without its graph, and the state it started from."""
+        self._arguments = self._kept(arguments, self._memories)
+        self._keywords = self._kept(dict(keywords), self._memories)
+        self._state = state
+
+    def _kept(self, value: Any, memories: Sequence[Any]) -> Any:
+        """The arguments without their graph; a KV cache is left out, it is full already."""
+        if isinstance(value, Tensor):
+            kept = value.detach()
+            if any(each() is value for each in memories):
+                self._stacks[id(kept)] = "encoder"
+            return kept
+        if isinstance(value, PackedSequence):
+            return value._replace(data=value.data.detach())
+        if type(value) in (tuple, list):
+            return type(value)(self._kept(each, memories) for each in value)
+        if isinstance(value, dict):
+            return {key: self._kept(each, memories) for key, each in value.items()}
+        return None if hasattr(value, "get_seq_length") else value
+
+    def grid_of(self, output: Tensor) -> tuple[int, int]:
+        """The tokens of an output of this layer."""
+        return features_last(tuple(output.shape[:-1]), self._model).shape
+
+    def works_by_position(self, output: Tensor) -> bool:
+        """Whether each position of the output depends on that position of the inputs alone.
+
+        Found out by changing the inputs of half of the positions: every two positions are on
+        different sides once, because their numbers differ in some binary digit.
+        """
+        count = self.grid_of(output)[0] * self.grid_of(output)[1]
+        numbers = torch.arange(count, device=output.device)
+        rows = output.detach().reshape(count, -1)
+        for digit in range(max(1, (count - 1).bit_length())):
+            for side in (0, 1):
+                changed = (numbers >> digit & 1) == side
+                again = self._with_noise(changed)
+                if again is None or not torch.equal(
+                    again.reshape(count, -1)[~changed], rows[~changed]
+                ):
+                    return False
+        return True
+
+    def _with_noise(self, changed: Tensor) -> Tensor | None:
+        """The output for inputs that are changed at some positions."""
+        change = partial(self._changed, changed)
+        arguments, keywords = (
+            map_tensors(each, change) for each in (self._arguments, self._keywords)
+        )
+        buffers = {key: each.clone() for key, each in self.module.named_buffers()}
+        with torch.no_grad(), self._restored():
+            made = flatten(functional_call(self.module, buffers, arguments, keywords))
+        return made[0].tensor if made else None
+
+    def _changed(self, changed: Tensor, value: Tensor) -> Tensor:
+        """An input that is changed at some positions."""
+        tags = self._tags_of(value)
+        if tags is None or not value.is_floating_point():
+            return value
+        if math.prod(tags.grid) != len(changed):
+            raise NotUnderstoodError("what it returns is not at the positions of its input")
+        return torch.where(changed[tags.numbers], value.flip(-1) + 1, value)
+
+    def spread(self, gradient: Tensor) -> None:
+        """Take the gradient of the addition that spread the output over the batch."""
+        self._spread = gradient.detach()
+
+    # -- the re-run --------------------------------------------------------------------------
+
+    def parts(self, wanted: Mapping[str, nn.Parameter], beside_calls: bool = False) -> OwnerParts:
+        """The parts of these parameters, found by running the layer again.
+
+        Args:
+            wanted: The parameters.
+            beside_calls: Look for uses of weights of modules that are also called, beside those
+                calls, which are counted already.
+
+        Raises:
+            UnsupportedLayerError: The layer cannot be run again as it was.
+        """
+        if [each._version for each in self.module.parameters()] != self._versions:
+            raise self._refused(wanted, "its weights were changed before the backward pass ended")
+        found = OwnerParts()
+        leaves = {name: each.detach().requires_grad_() for name, each in wanted.items()}
+        with _quiet(self.module), self._restored(), torch.enable_grad():
+            if isinstance(self.module, RECURRENT):
+                self._recurrent(wanted, found)
+                return found
+            tracker = Tracker(leaves, self._inputs())
+            modules = self._suspects if beside_calls else self._modules
+            with tracker, self._without_calls(tracker, beside_calls):
+                output = self._called(modules, leaves)
+            tracker.settle()
+            outputs = self._checked(flatten(output), wanted)
+            self._collect(tracker, outputs, leaves, found, beside_calls)
+        return found
+
+    def _called(
+        self, modules: Mapping[int, Mapping[str, str]], leaves: Mapping[str, Tensor]
+    ) -> Any:
+        """The layer's output, computed with the leaves in place of its parameters."""
+        tensors: dict[str, Tensor] = {}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            own = modules.get(id(module), {})  # elsewhere it is counted already
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    leaf = leaves.get(own.get(key, ""))
+                    path = f"{prefix}.{key}" if prefix else key
+                    tensors[path] = parameter.detach() if leaf is None else leaf
+        for key, buffer in self.module.named_buffers(remove_duplicate=False):
+            tensors[key] = buffer.clone()
+        return functional_call(
+            self.module, tensors, self._arguments, self._keywords, tie_weights=False
+        )
+
+    @contextlib.contextmanager
+    def _without_calls(self, tracker: Tracker, beside_calls: bool) -> Iterator[None]:
+        """While a module below is called, whose calls are counted already, nothing is a use."""
+        handles = []
+        for module in self.module.modules():
+            if beside_calls and id(module) in self._suspects:
+                handles.append(module.register_forward_pre_hook(tracker.pause))
+                handles.append(module.register_forward_hook(tracker.resume))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _inputs(self) -> Iterator[tuple[Tensor, Tags | None]]:
+        for each in flatten((self._arguments, self._keywords)):
+            yield each.tensor, self._tags_of(each.tensor)
+
+    def _tags_of(self, tensor: Tensor) -> Tags | None:
+        """The tokens of an argument, read off its shape."""
+        features = 1 if tensor.is_floating_point() or tensor.ndim > 2 else 0
+        if not features and self._model is not None and tuple(tensor.shape) != self._model:
+            features = 1  # integers per token, such as the experts it is sent to
+        if (tensor.ndim == 4 and self._model is None) or tensor.ndim - features not in (1, 2, 3):
+            return None
+        grid = features_last(tuple(tensor.shape[: tensor.ndim - features]), self._model)
+        numbers = torch.arange(grid.b * grid.s, device=tensor.device).view(grid.shape)
+        lead = tensor.ndim - features
+        if grid.leading < lead or len(grid.order) != lead:
+            return None
+        if lead == 1:
+            numbers = numbers.reshape(-1)
+        elif lead > 2:
+            if grid.order[:2] != (0, 1):
+                numbers = numbers.view(
+                    grid.b, *[1] * (grid.order[1] - 1), grid.s, *[1] * (lead - 1 - grid.order[1])
+                )
+            elif grid.shape != tuple(tensor.shape[:2]):
+                numbers = numbers.view(tensor.shape[:lead])
+            else:
+                numbers = numbers[(..., *[None] * (lead - 2))]
+        numbers = numbers[(..., *[None] * features)].expand(tensor.shape)
+        return Tags(grid.shape, numbers, self._stacks.get(id(tensor), self.axis.stack))
+
+    def _checked(self, outputs: list[Any], wanted: Mapping[str, object]) -> list[Any]:
+        """The outputs of the re-run, if they are those of the call."""
+        for each in outputs:
+            seen = self._outputs.get(each.path)
+            if seen is not None and not seen.equals(each.tensor):
+                raise self._refused(
+                    wanted,
+                    "run again it gave another output (random numbers of its own, a state that it "
+                    "keeps, or a hook that changes it)",
+                )
+        return outputs
+
+    def _collect(
+        self,
+        tracker: Tracker,
+        outputs: list[Any],
+        leaves: Mapping[str, Tensor],
+        found: OwnerParts,
+        beside_calls: bool,
+    ) -> None:
+        """The terms of all uses, from one backward pass through the graph of the re-run."""
+        distinct = {id(each.tensor): each for each in reversed(outputs)}  # returned twice: once
+        pairs: list[tuple[Tensor, Tensor]] = [
+            (each.tensor, g)
+            for each in distinct.values()
+            if (g := self.gradients.get(each.path)) is not None and each.tensor.requires_grad
+        ]
+        uses = [use for use in tracker.uses if use.edge is not None]
+        if not pairs:
+            return
+        pairs = _from_outside(pairs)
+        ends = [each for each, _ in pairs]
+        gradients = [each.clone() for _, each in pairs]  # a fused kernel may write into them
+        brought: Sequence[Tensor | None] = torch.autograd.grad(
+            ends,
+            [*(use.edge for use in uses), *leaves.values()],
+            gradients,
+            allow_unused=True,
+            retain_graph=True,
+        )
+        failed = dict(tracker.unknown)
+        terms: dict[str, list[tuple[Tags, Term]]] = defaultdict(list)
+        for use, g in zip(uses, brought, strict=False):
+            if g is None:
+                continue
+            for name in use.derived.leaves:
+                try:
+                    terms[name].append(term_of(use, g, leaves[name]))
+                except (NotUnderstoodError, RuntimeError, IndexError) as reason:
+                    failed.setdefault(name, str(reason) or type(reason).__name__)
+        self._add_returned(tracker, outputs, leaves, terms)
+        for name, whole in zip(leaves, brought[len(uses) :], strict=True):
+            if beside_calls:
+                break  # the gradient in this graph holds the calls as well
+            if whole is not None and name not in failed and not _adds_up(terms[name], whole):
+                failed[name] = "an operation that was not understood"
+        if not beside_calls:
+            self._fall_back(failed, pairs, leaves, found)
+        for name, several in terms.items():
+            if name not in failed:
+                for tags, term in several:
+                    axis = Axis(self.axis.run, tags.stack, tags.grid)
+                    rule = f"re-run of {type(self.module).__name__}"
+                    found.parts[name].append(Part(axis, rule, self._mask, [term]))
+
+    def _add_returned(
+        self,
+        tracker: Tracker,
+        outputs: list[Any],
+        leaves: Mapping[str, Tensor],
+        terms: dict[str, list[tuple[Tags, Term]]],
+    ) -> None:
+        """A layer that returns rows of its parameter: the tokens are where they are added."""
+        for each in outputs:
+            derived, g = tracker.derived(each.tensor), self.gradients.get(each.path)
+            if derived is None or derived.places is None or g is None:
+                continue
+            spread = self._spread
+            if spread is not None and len(outputs) == 1 and sums_to(spread, g):
+                g = spread
+            tags = derived.tags
+            if tags is None:
+                g = g if g.ndim > 2 else g[None]
+                tags = fresh_tags(g)
+            if tags is not None:
+                (name,) = derived.leaves
+                shape = tuple(leaves[name].shape)
+                term = scattered(tags, derived.places.expand(g.shape), g, shape)
+                terms[name].append((Tags(tags.grid, tags.numbers, self.axis.stack), term))
+
+    def _fall_back(
+        self,
+        failed: Mapping[str, str],
+        pairs: list[tuple[Tensor, Any]],
+        leaves: Mapping[str, Tensor],
+        found: OwnerParts,
+    ) -> None:
+        """Parameters used in operations without a rule: a pass per position, if that is exact."""
+        if not failed:
+            return
+        names = list(failed)
+        try:
+            grid, terms = position_terms(self, pairs, [leaves[name] for name in names])
+        except NotUnderstoodError as reason:
+            for name in names:
+                found.unsupported[name] = UnsupportedLayerError(
+                    name, self.layer,
+                    f"it is used in {failed[name]}, which has no rule, and {reason}: it is "
+                    "unattributed. Exclude it from the pattern, or ask for per='token_loss', which "
+                    "needs no rule.",
+                )  # fmt: skip
+            return
+        for name, term in zip(names, terms, strict=True):
+            axis = Axis(self.axis.run, self.axis.stack, grid)
+            rule = f"position by position in {type(self.module).__name__}"
+            found.parts[name].append(Part(axis, rule, self._mask, [term]))
+
+    def _recurrent(self, wanted: Mapping[str, nn.Parameter], found: OwnerParts) -> None:
+        """An RNN, GRU or LSTM: computed again step by step."""
+        try:
+            grid, terms = recurrent_terms(
+                self.module, self._arguments, self._keywords, self.gradients, self._outputs
+            )
+        except NotUnderstoodError as reason:
+            raise self._refused(wanted, str(reason)) from reason
+        keys = {id(each): key for key, each in self.module._parameters.items()}
+        for name, parameter in wanted.items():
+            axis = Axis(self.axis.run, self.axis.stack, grid)
+            part = Part(
+                axis, f"unrolled {self.module.mode}", self._mask, [terms[keys[id(parameter)]]]
+            )
+            found.parts[name].append(part)
+
+    def _refused(self, wanted: Mapping[str, object], reason: str) -> UnsupportedLayerError:
+        name = next(iter(wanted))
+        return UnsupportedLayerError(
+            name, self.layer,
+            f"{reason}. Exclude it from the pattern, or ask for per='token_loss', which runs "
+            "nothing again.",
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """The random numbers and the autocast state of the call, while the block runs."""
+        state = self._state
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if state is None:
+                yield
+                return
+            stack.enter_context(torch.random.fork_rng(devices=list(state.device_random)))
+            torch.set_rng_state(state.random)
+            for device, (seed, offset) in state.device_random.items():
+                generator = torch.cuda.default_generators[device]
+                generator.manual_seed(seed)
+                generator.set_offset(offset)
+            for kind, (enabled, dtype) in state.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+
+def _adds_up(terms: Sequence[tuple[Tags, Term]], whole: Tensor) -> bool:
+    """Whether the tokens' gradients sum to the gradient that autograd finds in the same graph."""
+    if not terms:
+        return not bool(whole.any())
+    added = torch.stack([total([term]).reshape(whole.shape).to(whole.dtype) for _, term in terms])
+    difference = torch.linalg.vector_norm(added.sum(0) - whole)
+    sizes = sum(float(squares([term]).sum()) for _, term in terms)
+    scale = max(float(torch.linalg.vector_norm(whole)), sizes**0.5)
+    precision = 1e-6 if whole.dtype == torch.float64 else 1e-3 if whole.itemsize > 2 else 0.1
+    return bool(float(difference) <= precision * max(scale, 1e-30))
+
+
+def _from_outside(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Outputs with the gradients that came from outside of the layer.
+
+    The hook on an output brings the gradient of all its readers, and one of them may be the layer
+    itself, on its way to another output (an LSTM cell computes h from c and returns both).
+    """
+    if len(pairs) == 1:
+        return pairs
+    latest = sorted(pairs, key=lambda each: node_sequence_number(each[0].grad_fn), reverse=True)
+    found: list[tuple[Tensor, Tensor]] = []
+    for output, gradient in latest:
+        for later, outside in found:
+            (inside,) = torch.autograd.grad(
+                later, output, outside.clone(), retain_graph=True, allow_unused=True
+            )
+            gradient = gradient if inside is None or later is output else gradient - inside
+        found.append((output, gradient))
+    return found
+
+
+class _Seen:
+    """An output of the call, to be compared with that of the re-run."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = 0 if tensor.is_inference() else tensor._version
+
+    def equals(self, other: Tensor) -> bool:
+        tensor = self._tensor
+        if tensor._version != self._version:  # written in place since: nothing to compare with
+            return True
+        if tensor.shape != other.shape:
+            return False
+        precision = (
+            1e-10 if tensor.dtype == torch.float64 else 3e-2 if tensor.itemsize < 4 else 1e-4
+        )
+        scale = float(tensor.abs().max()) if tensor.numel() and tensor.is_floating_point() else 1.0
+        return torch.allclose(
+            tensor.float() if tensor.itemsize < 4 else tensor,
+            other.detach().float() if other.itemsize < 4 else other.detach(),
+            rtol=precision, atol=precision * scale, equal_nan=True,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _quiet(module: nn.Module) -> Iterator[None]:
+    """Without any hook on the modules of a layer, put back as they were.
+
+    The hooks with which torch.nn.utils computes weights (weight_norm, pruning) are part of the
+    layer and stay; what they set is put back too.
+    """
+    kept = [(each, dict(vars(each))) for each in module.modules()]
+    try:
+        for each, before in kept:
+            for name in _HOOKS:
+                vars(each)[name] = OrderedDict(
+                    (key, hook)
+                    for key, hook in before[name].items()
+                    if type(hook).__module__.startswith("torch.nn.utils")
+                )
+        yield
+    finally:
+        for each, before in kept:
+            vars(each).clear()
+            vars(each).update(before)
+
+
+def _names(modules: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """The parameters of these modules, each once."""
+    return list(dict.fromkeys(name for own in modules.values() for name in own.values()))

@@ -1,0 +1,123 @@
+"""Where an input enters the autograd graph, and which nodes of one call read it there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from torchfmri._torch.private import node_sequence_number
+
+
+class ViewGeometry:
+    """How a view lies in its base, kept without holding either of them."""
+
+    __slots__ = ("_base_shape", "_base_stride", "_offset", "_shape", "_stride")
+
+    def __init__(self, view: Tensor, base: Tensor) -> None:
+        self._shape, self._stride = tuple(view.shape), view.stride()
+        self._base_shape, self._base_stride = tuple(base.shape), base.stride()
+        self._offset = view.storage_offset() - base.storage_offset()
+
+    def part_of(self, gradient: Tensor) -> Tensor:
+        """The part of the base's gradient that belongs to the view."""
+        if gradient.stride() != self._base_stride or gradient.storage_offset():
+            laid = gradient.new_empty_strided(self._base_shape, self._base_stride)
+            gradient = laid.copy_(gradient)
+        return gradient.as_strided(self._shape, self._stride, self._offset)
+
+    def placed(self, gradient: Tensor) -> Tensor:
+        """A gradient of the base that is `gradient` at the view's place and zero elsewhere."""
+        whole = gradient.new_empty_strided(self._base_shape, self._base_stride).zero_()
+        whole.as_strided(self._shape, self._stride, self._offset).copy_(gradient)
+        return whole
+
+
+def view_geometry(tensor: Tensor) -> ViewGeometry | None:
+    """The geometry of a view; None for what is no view, or a view that strides do not describe."""
+    base = tensor._base
+    if base is None or tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    if (base.dtype, base.is_conj(), base.is_neg()) != (
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    ):
+        return None
+    return ViewGeometry(tensor, base)
+
+
+class InputEdge:
+    """The point of the autograd graph where a call reads one of its inputs.
+
+    A call that writes into an input which is a view never reaches the view's own node, only that
+    of its base (through a CopySlices node): both are kept.
+    """
+
+    __slots__ = ("_base_node", "_memory", "_node", "_slot", "geometry", "path")
+
+    def __init__(self, path: str, tensor: Tensor) -> None:
+        self.path = path
+        edge = get_gradient_edge(tensor)
+        self._node: Any = edge.node
+        self._slot = edge.output_nr
+        self.geometry = view_geometry(tensor)
+        base = tensor._base if self.geometry is not None else None
+        self._base_node: Any = base.grad_fn if base is not None else None
+        self._memory = id(tensor if tensor._base is None else tensor._base)
+
+    def lies_in(self, base: Tensor | None) -> bool:
+        """Whether the input is `base`, or a view of it."""
+        return base is not None and base.grad_fn is not None and self._memory == id(base)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells this edge from those of other tensors, while it exists."""
+        return (id(self._node), self._slot)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is where `tensor` itself is in the graph: it is the input, unchanged."""
+        if not tensor.requires_grad:
+            return False
+        edge = get_gradient_edge(tensor)
+        return edge.node is self._node and edge.output_nr == self._slot
+
+    @property
+    def created(self) -> int:
+        """The sequence number of the node that made the input; whatever reads it came later."""
+        return node_sequence_number(self._node)
+
+    def slots_of(self, node: Any) -> list[tuple[int, bool]]:
+        """The gradient slots of `node` that lead here, and whether they lead to the base."""
+        slots = []
+        for slot, (target, target_slot) in enumerate(node.next_functions):
+            if target is None:
+                continue
+            if target is self._node and target_slot == self._slot:
+                slots.append((slot, False))
+            elif target is self._base_node and node.name().endswith("CopySlices") and slot == 0:
+                slots.append((slot, True))
+        return slots
+
+
+def consumers(
+    edge: InputEdge, outputs: list[Any], start: int, end: int = 1 << 64
+) -> dict[Any, list[tuple[int, bool]]]:
+    """The nodes behind `outputs` that read the edge, with their slots.
+
+    Only those created since `start` and before `end`, by sequence number.
+    """
+    found: dict[Any, list[tuple[int, bool]]] = {}
+    seen: set[Any] = set()
+    waiting = list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node_sequence_number(node) < start or not node.next_functions:
+            continue
+        seen.add(node)
+        if node_sequence_number(node) < end and (slots := edge.slots_of(node)):
+            found[node] = slots
+        waiting.extend(target for target, _ in node.next_functions if target is not None)
+    return found

@@ -1,0 +1,116 @@
+"""Two derivatives side by side: whether they agree, and what it looks like if they do not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+from torchfmri._verify.directional import Slope
+from torchfmri._verify.varied_call import Variable
+
+RIGHT, WRONG, UNDECIDED = "right", "wrong", "undecided"
+_UNDECIDED_BEYOND = 0.05  # a numerical error of more than 5 % of the gradient proves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One direction: the derivative from the backward pass beside the numerical one.
+
+    Attributes:
+        analytic: From the backward pass.
+        slope: Numerical.
+        scale: How large such a derivative is, typically.
+        allowed: The largest difference that counts as equal.
+        size: How large the outputs are.
+    """
+
+    analytic: float
+    slope: Slope
+    scale: float
+    allowed: float
+    size: float
+
+    @property
+    def excess(self) -> float:
+        """The difference as a multiple of what is allowed."""
+        if not math.isfinite(self.analytic):
+            return math.inf
+        return abs(self.analytic - self.slope.value) / self.allowed if self.allowed else 0.0
+
+    @property
+    def deviation(self) -> float:
+        """The difference relative to the size of the derivative."""
+        if not math.isfinite(self.analytic):
+            return math.inf
+        return abs(self.analytic - self.slope.value) / self.scale if self.scale else 0.0
+
+    @property
+    def doubt(self) -> float:
+        """How inexact the numerical derivative is; one that is as good as zero may be so."""
+        size = max(self.scale, 1e-2 * self.size)
+        return self.slope.error / size if size else 0.0
+
+    @property
+    def is_bent(self) -> bool:
+        """Whether a kink or a jump right here may explain the difference."""
+        return self.slope.bend > 0.1 * abs(self.analytic - self.slope.value)
+
+
+@dataclass(slots=True)
+class Judgement:
+    """The comparisons of one variable, and what they say together."""
+
+    variable: Variable
+    comparisons: list[Comparison] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def status(self) -> str:
+        """By majority: one unlucky direction does not decide."""
+        if median(each.excess for each in self.comparisons) > 1:
+            return WRONG
+        doubtful = median(each.doubt for each in self.comparisons) > _UNDECIDED_BEYOND
+        return UNDECIDED if doubtful else RIGHT
+
+    @property
+    def deviation(self) -> float:
+        """Relative, the median over directions."""
+        return median(each.deviation for each in self.comparisons)
+
+    @property
+    def allowed(self) -> float:
+        """The relative deviation that would have been right."""
+        return median(each.allowed / each.scale if each.scale else 0.0 for each in self.comparisons)
+
+    @property
+    def is_bent(self) -> bool:
+        """Whether kinks may explain what differs."""
+        return any(each.is_bent for each in self.comparisons if each.excess > 1)
+
+
+def explain(judgement: Judgement) -> str:
+    """In words what a wrong derivative looks like."""
+    pairs = [(each.analytic, each.slope.value) for each in judgement.comparisons]
+    scale = max(each.scale for each in judgement.comparisons)
+    if not all(math.isfinite(analytic) for analytic, _ in pairs):
+        return "the gradient is NaN or Inf where the output is smooth"
+    if all(abs(analytic) < 1e-12 * scale for analytic, _ in pairs):
+        return "no gradient arrives: a path is detached (detach, no_grad, .data) or forgotten"
+    if all(abs(numerical) < 1e-9 * scale for _, numerical in pairs):
+        return (
+            "the output is piecewise constant, yet there is a gradient: a straight-through "
+            "estimator, if that is meant"
+        )
+    ratios = [analytic / numerical if numerical else math.inf for analytic, numerical in pairs]
+    middle = median(ratios)
+    if max(ratios) - min(ratios) < min(1e-3 * abs(middle), 1e-2 * abs(middle - 1)):
+        factor = f"{middle:.4g}"
+        if middle < 0:
+            return f"{factor} times the derivative: gradient reversal, if that is meant"
+        return f"{factor} times the derivative: a wrong factor"
+    return f"off by {_percent(judgement.deviation)} of its size"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g} %"

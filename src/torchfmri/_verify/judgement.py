@@ -1,0 +1,249 @@
+"""Whether a backward pass gives the derivative of its forward pass, and if not, what it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchfmri._model.backward_pass import run_backward
+from torchfmri._verify.comparison import WRONG, Comparison, Judgement, explain
+from torchfmri._verify.directional import PRECISIONS, Precision, Scales, measure_slope
+from torchfmri._verify.random_directions import (
+    directions_for,
+    norm_of,
+    seed_all,
+    typical_size,
+)
+from torchfmri._verify.varied_call import Variable
+
+T = TypeVar("T")
+
+_SAFETY = 5.0
+
+
+class UndifferentiableError(Exception):
+    """There is nothing to compare; the message says why."""
+
+
+class BackwardError(Exception):
+    """The module's backward pass raised; the cause is what it raised."""
+
+
+class Problem(Protocol):
+    """A function of tensors, to be differentiated in two ways."""
+
+    values: list[Tensor]
+    variables: list[Variable]
+
+    def run(self, values: Sequence[Tensor], use: Callable[[list[Tensor]], T]) -> T:
+        """What `use` makes of the outputs at `values`."""
+
+
+def judge(
+    problem: Problem,
+    values: Sequence[Tensor],
+    variables: Sequence[Variable],
+    directions: int,
+    precision: Precision,
+) -> list[Judgement]:
+    """Compare the two derivatives along random directions, for each of `variables`.
+
+    Where they differ in any of `directions`, as many again and one more are tried.
+
+    For a random cotangent u and a random direction v, u·f is one number, its derivative along v is
+    known from one backward pass (any number of variables at once), and is measured with a few
+    forward passes: the cost does not depend on how many numbers a tensor has.
+
+    Raises:
+        UndifferentiableError: There is no output to differentiate.
+        BackwardError: The backward pass raised.
+    """
+    generator = torch.Generator().manual_seed(7)
+    judgements = [Judgement(variable) for variable in variables]
+    point = Point(problem, values)
+    doubtful = judgements
+    for number in range(2 * directions + 1):
+        if number == directions:  # what does not agree everywhere is looked at more closely
+            doubtful = [each for each in judgements if any(c.excess > 1 for c in each.comparisons)]
+        if not doubtful:
+            break
+        cotangents = point.draw(generator)
+        slopes = _differentiate(problem, values, cotangents)
+        for judgement in doubtful:
+            line = _Line(point, cotangents, judgement.variable, generator)
+            judgement.comparisons.append(_compare(line, slopes, precision))
+    for judgement in judgements:
+        if judgement.status == WRONG:
+            judgement.reason = explain(judgement)
+    return judgements
+
+
+class Point:
+    """Where a problem is judged.
+
+    Raises:
+        UndifferentiableError: There is no floating-point output, or it holds NaN.
+    """
+
+    def __init__(self, problem: Problem, values: Sequence[Tensor]) -> None:
+        self.problem, self.values = problem, values
+        self.sizes = [typical_size(value) for value in values]
+        self._outputs = problem.run(values, lambda found: [each.detach() for each in found])
+        if not any(output.numel() for output in self._outputs):
+            raise UndifferentiableError("it returns no floating-point numbers")
+        if any(bool(output.isnan().any()) for output in self._outputs):
+            raise UndifferentiableError("its output has NaN")
+
+    def draw(self, generator: torch.Generator) -> list[Tensor]:
+        """A random number for each number of the outputs; 0 where those are infinite."""
+        return [
+            torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
+            * each.isfinite()
+            for each in self._outputs
+        ]
+
+
+def varies_by_itself(problem: Problem) -> bool:
+    """Whether two runs on the same numbers, with the same random state, differ."""
+    first, second = (
+        problem.run(problem.values, lambda found: [each.detach().clone() for each in found])
+        for _ in range(2)
+    )
+    if len(first) != len(second):
+        return True
+    for one, other in zip(first, second, strict=True):
+        if one.shape != other.shape:
+            return True
+        if torch.equal(one, other):
+            continue
+        size = float(one[one.isfinite()].abs().amax()) if one.isfinite().any() else 0.0
+        if not torch.allclose(one, other, rtol=0.0, atol=1e-9 * size, equal_nan=True):
+            return True
+    return False
+
+
+def gradient_varies(problem: Problem, values: Sequence[Tensor]) -> bool:
+    """Whether two backward passes over the same numbers give different gradients."""
+    generator = torch.Generator().manual_seed(11)
+    cotangents = Point(problem, values).draw(generator)
+    first, second = (_differentiate(problem, values, cotangents, seed).gradients for seed in (1, 2))
+    return any(
+        norm_of(first[place] - second[place]) > 1e-6 * norm_of(first[place])
+        for place in first.keys() & second.keys()
+    )
+
+
+class _Slopes(NamedTuple):
+    """u·f, the sizes of f and of its rounding, and the gradient of u·f by place, if it arrives."""
+
+    value: float
+    size: float
+    rounding: float
+    gradients: dict[int, Tensor]
+
+
+class _Line:
+    """u·f along one random direction of one variable."""
+
+    def __init__(
+        self,
+        point: Point,
+        cotangents: Sequence[Tensor],
+        variable: Variable,
+        generator: torch.Generator,
+    ) -> None:
+        self.point, self.cotangents = point, cotangents
+        self.places = variable.places
+        self.sizes = [point.sizes[place] for place in self.places]
+        values = [point.values[place] for place in self.places]
+        self.directions = directions_for(values, self.sizes, generator)
+        self._moved = list(map(torch.empty_like, values))  # the same memory for every step
+
+    def __call__(self, step: float) -> float:
+        moved = list(self.point.values)
+        for place, direction, room in zip(self.places, self.directions, self._moved, strict=True):
+            moved[place] = torch.add(moved[place], direction, alpha=step, out=room)
+        return self.point.problem.run(
+            moved, lambda found: float(weighted_sum(self.cotangents, found).detach())
+        )
+
+
+def _compare(line: _Line, slopes: _Slopes, precision: Precision) -> Comparison:
+    analytic = spread = 0.0
+    for place, size, direction in zip(line.places, line.sizes, line.directions, strict=True):
+        gradient = slopes.gradients.get(place)
+        if gradient is not None:
+            analytic += _inner_product(gradient, direction)
+            spread = math.hypot(spread, norm_of(gradient) * size)
+    scale = spread if math.isfinite(spread) else 0.0
+    rounding = max(slopes.rounding, precision.rounding * slopes.size)
+    scales = Scales(scale, slopes.size, rounding)
+    slope = measure_slope(line, slopes.value, analytic, scales, precision)
+    scale = max(scale, abs(slope.value))
+    allowed = precision.tolerance * scale + _SAFETY * slope.error
+    return Comparison(analytic, slope, scale, allowed, slopes.size)
+
+
+def _inner_product(one: Tensor, other: Tensor) -> float:
+    if one.dtype != torch.float64:
+        one, other = one.double(), other.double()
+    return float(torch.dot(one.reshape(-1), other.reshape(-1)))
+
+
+def _differentiate(
+    problem: Problem, values: Sequence[Tensor], cotangents: Sequence[Tensor], seed: int = 0
+) -> _Slopes:
+    leaves = [value.detach().requires_grad_() for value in values]
+    arrived: dict[int, Tensor] = {}
+
+    def keep(place: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        before = arrived.get(place)  # a reentrant checkpoint hands it over in parts
+        arrived[place] = dense if before is None else before + dense
+
+    for place, leaf in enumerate(leaves):
+        leaf.register_hook(partial(keep, place))  # type: ignore[no-untyped-call]
+
+    def use(outputs: list[Tensor]) -> tuple[float, float, float]:
+        total = weighted_sum(cotangents, outputs)
+        sizes = [_finite_norm(each) for each in outputs]
+        rounding = math.hypot(
+            # A loss is often computed in float32, whatever comes in.
+            *(
+                PRECISIONS[each.dtype].rounding * size if each.dtype in PRECISIONS else 0.0
+                for each, size in zip(outputs, sizes, strict=True)
+            )
+        )
+        if total.requires_grad:
+            arrived.clear()  # what a first derivative has left there
+            seed_all(seed)
+            try:
+                run_backward(total, leaves)
+            except Exception as error:
+                raise BackwardError from error
+        return float(total.detach()), math.hypot(*sizes), rounding
+
+    return _Slopes(*problem.run(leaves, use), arrived)
+
+
+def _finite_norm(tensor: Tensor) -> float:
+    norm = norm_of(tensor)
+    return norm if math.isfinite(norm) else norm_of(tensor[tensor.isfinite()])
+
+
+def weighted_sum(cotangents: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
+    """u·f, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for u, output in zip(cotangents, outputs, strict=True):
+        part = (u.double() * output.double()).sum()
+        if not bool(part.isfinite()):  # 0 times infinity: where u is 0, the output does not count
+            part = (u.double() * output.double().masked_fill(u == 0, 0.0)).sum()
+        total = total + part.to(total.device)
+    return total

@@ -1,0 +1,202 @@
+"""The verdict on one layer: in which precision, beside which kinks, without which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._verify.comparison import WRONG, Judgement
+from torchfmri._verify.directional import PRECISIONS, Precision
+from torchfmri._verify.judgement import (
+    BackwardError,
+    Problem,
+    UndifferentiableError,
+    gradient_varies,
+    judge,
+    varies_by_itself,
+)
+from torchfmri._verify.module_calls import ModuleCall, tensors_within
+from torchfmri._verify.random_directions import nudged
+from torchfmri._verify.second_derivative import SecondDerivative
+from torchfmri._verify.varied_call import ForwardError, Variable, VariedCall
+
+KINKS = "verified beside the point where it was called, which lies on a kink"
+BACKWARD_PASS = "backward pass"
+
+
+class Options(NamedTuple):
+    """How thoroughly to look."""
+
+    directions: int
+    second: bool
+
+
+class Finding(NamedTuple):
+    """One input or parameter of a layer: what is said about its gradient."""
+
+    of: str
+    status: str
+    deviation: float
+    allowed: float
+    reason: str
+    order: int
+
+
+@dataclass
+class LayerVerdict:
+    """What is known about one call of a layer.
+
+    Attributes:
+        findings: One for each input and parameter.
+        problem: Why it could not be verified; "" if it could.
+        notes: What else should be known.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    problem: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Options) -> LayerVerdict:
+    """Compare the gradients of one call, in the best precision that the module can run in.
+
+    Args:
+        call: The call.
+        wrong: Layers known to be wrong; those inside this one are left out.
+        options: How thoroughly.
+    """
+    if call.problem:
+        return LayerVerdict(problem=f"its inputs cannot be copied ({call.problem})")
+    failures: list[tuple[torch.dtype | None, Exception]] = []
+    for dtype in _dtypes(call):
+        try:
+            verdict = _verify_in(call, dtype, wrong, options)
+        except UndifferentiableError as error:
+            return LayerVerdict(problem=str(error))
+        except (ForwardError, BackwardError) as error:
+            failures.append((dtype, error))
+            continue
+        if failures:
+            reason = _cause(failures[0][1])
+            used = "as it is" if dtype is None else f"in {_name(dtype)}"
+            verdict.notes.append(f"verified {used}: float64 does not work ({reason})")
+        return verdict
+    last = failures[-1][1]
+    if isinstance(last, BackwardError):
+        reason = f"its backward pass raises {_cause(last)}"
+        return LayerVerdict([Finding(BACKWARD_PASS, WRONG, float("inf"), 0.0, reason, 1)])
+    return LayerVerdict(problem=f"it cannot be run alone: {_cause(last)}")
+
+
+def _verify_in(
+    call: ModuleCall, dtype: torch.dtype | None, wrong: Mapping[str, nn.Module], options: Options
+) -> LayerVerdict:
+    precision = _precision(call, dtype)
+    varied = VariedCall(call, dtype)
+    if varies_by_itself(varied):
+        varied = VariedCall(call, dtype, careful=True)
+        if varies_by_itself(varied):
+            raise UndifferentiableError(
+                "not deterministic: two runs on the same numbers, with the same random state, "
+                "differ"
+            )
+    inside = {id(module) for module in call.module.modules()} - {id(call.module)}
+    left_out = {layer: module for layer, module in wrong.items() if id(module) in inside}
+    verdict = LayerVerdict()
+    if left_out:
+        varied.leave_out(left_out)
+        verdict.notes.append("verified without the wrong layers inside")
+    if not varied.variables:
+        raise UndifferentiableError("nothing that requires a gradient goes in")
+    judgements = _judge_off_kinks(varied, varied.variables, options, precision, verdict)
+    joint = next((each for each in judgements if each.variable is varied.joint), None)
+    if joint is not None and joint.status == WRONG:
+        parts = _judge_off_kinks(varied, varied.inner, options, precision, verdict)
+        guilty = [each for each in parts if each.status == WRONG]
+        if guilty:
+            judgements = [each for each in judgements if each is not joint] + guilty
+    verdict.findings = [_finding(each, 1) for each in judgements]
+    if options.second and not any(each.status == WRONG for each in verdict.findings):
+        _verify_second(varied, options, precision, verdict)
+    return verdict
+
+
+def _verify_second(
+    varied: VariedCall, options: Options, precision: Precision, verdict: LayerVerdict
+) -> None:
+    try:
+        problem = SecondDerivative(varied)
+        judgements = _judge_off_kinks(problem, problem.variables, options, precision, verdict)
+    except (BackwardError, ForwardError) as error:
+        verdict.notes.append(f"no second derivative: {_cause(error)}")
+        return
+    verdict.findings += [_finding(each, 2) for each in judgements]
+
+
+def _judge_off_kinks(
+    problem: Problem,
+    variables: Sequence[Variable],
+    options: Options,
+    precision: Precision,
+    verdict: LayerVerdict,
+) -> list[Judgement]:
+    """Judge; where a kink may explain what differs, judge again a little beside it."""
+    values: Sequence[Tensor] = problem.values
+    judgements = judge(problem, values, variables, options.directions, precision)
+    if any(each.status == WRONG and each.is_bent for each in judgements):
+        values = nudged(values)
+        judgements = judge(problem, values, variables, options.directions, precision)
+        if KINKS not in verdict.notes:
+            verdict.notes.append(KINKS)
+    if any(each.status == WRONG for each in judgements) and gradient_varies(problem, values):
+        for each in judgements:
+            if each.status == WRONG:
+                each.reason = "differs from one backward pass to the next"
+    return judgements
+
+
+def _finding(judgement: Judgement, order: int) -> Finding:
+    return Finding(
+        judgement.variable.name,
+        judgement.status,
+        judgement.deviation,
+        judgement.allowed,
+        judgement.reason,
+        order,
+    )
+
+
+def _dtypes(call: ModuleCall) -> list[torch.dtype | None]:
+    """What to try, best first; None is the module as it is."""
+    own = {tensor.dtype for tensor in _floats(call)}
+    if own == {torch.float64}:
+        return [torch.float64]
+    return [torch.float64, None] if own <= {torch.float32} else [torch.float64, torch.float32, None]
+
+
+def _precision(call: ModuleCall, dtype: torch.dtype | None) -> Precision:
+    """Of the coarsest tensor where the module is left as it is."""
+    if dtype is not None:
+        return PRECISIONS[dtype]
+    own = [PRECISIONS[each.dtype] for each in _floats(call) if each.dtype in PRECISIONS]
+    return max(own, key=lambda precision: precision.rounding, default=PRECISIONS[torch.float32])
+
+
+def _floats(call: ModuleCall) -> list[Tensor]:
+    tensors = [*tensors_within(call.inputs), *call.module.parameters()]
+    return [each for each in tensors if each.is_floating_point()]
+
+
+def _cause(error: Exception) -> str:
+    cause = error.__cause__ or error
+    lines = str(cause).strip().splitlines()
+    text = lines[0] if lines else ""
+    return f"{type(cause).__name__}: {text[:200]}" if text else type(cause).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

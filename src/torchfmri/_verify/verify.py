@@ -1,0 +1,267 @@
+"""Is the backward pass of my layers right? Every layer's gradient against a numerical one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model.attachment import compiled_code_as_eager, switched_off
+from torchfmri._model.forward_pass import Loss, arguments_for, loss_of
+from torchfmri._model.layers import Pattern, find_layers, named_layers, runnable, unwrap
+from torchfmri._model.snapshot import copy_of_data, unchanged
+from torchfmri._text.progress import Progress
+from torchfmri._torch.elements import flatten
+from torchfmri._verify.comparison import WRONG
+from torchfmri._verify.layer_verdict import LayerVerdict, Options, verify_call
+from torchfmri._verify.module_calls import CallLog, ModuleCall, copy_call, logged_calls
+from torchfmri._verify.random_directions import SEED, seed_all
+from torchfmri._verify.report import EXPECTED, GradientCheck, Verification
+from torchfmri.exceptions import InspectionError
+
+LOSS = "(loss)"
+
+
+def verify_gradients(
+    model: nn.Module,
+    data: Any,
+    loss: Loss = None,
+    layers: Pattern = "*",
+    *,
+    target: Any = None,
+    expected: Pattern | None = None,
+    directions: int = 2,
+    second: bool = False,
+) -> Verification:
+    """Whether each layer's backward pass is the derivative of its forward pass.
+
+    The model runs once; then every layer is run alone, on the inputs that it really got, in
+    float64: a backward pass gives the derivative along random directions of its inputs and
+    parameters, a few forward passes measure it. The cost does not depend on the number of
+    parameters. A container is verified too, without those of its layers that are already known to
+    be wrong: what is named is the innermost layer. The model is left as it was, bit for bit.
+
+    Args:
+        model: The model, in the mode (train or eval) that is to be verified. Frozen parameters
+            are not verified.
+        data: A tensor, a tuple of positional arguments or a dict of keyword arguments. A small
+            batch will do.
+        loss: A function of the output (and of the target), which is verified as well.
+        layers: Which layers; all, and the model itself, by default.
+        target: Handed to the loss as its second argument.
+        expected: Layers whose gradient is meant to be something else: straight-through
+            estimators, gradient reversal, stop-gradients.
+        directions: How many random directions for each input and parameter; where one deviates,
+            twice as many and one more.
+        second: Verify second derivatives too, where the first are right.
+
+    Raises:
+        InspectionError: The loss is NaN or infinite, or nothing can be differentiated.
+        LayerNotFoundError: `layers` or `expected` matches nothing.
+    """
+    _check(model, directions)
+    started = time.perf_counter()
+    names = named_layers(model)
+    chosen = _canonical(names, _choose(names, layers))
+    allowed = set() if expected is None else set(_canonical(names, find_layers(names, expected)))
+    arguments, keywords = arguments_for(model, data)
+    report = _Report(type(unwrap(model)).__name__, allowed)
+    with ExitStack() as stack:
+        stack.enter_context(compiled_code_as_eager())
+        stack.enter_context(unchanged(model, report.note_written))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        inputs = (copy_of_data(arguments), copy_of_data(dict(keywords)))
+        log = _run(model, inputs, names, chosen)
+        calls = [*log.calls, *_loss_call(log.output, target, loss, log)]
+        _settle(model)
+        with Progress("verify", len(calls)) as progress:
+            for call in calls:
+                progress.step(call.layer)
+                report.add(call, verify_call(call, report.wrong, Options(directions, second)))
+    report.add_missing(names, chosen, log)
+    if not report.checks:
+        raise InspectionError(
+            "Nothing was verified: " + (report.first_reason() or "no layer was called.")
+        )
+    return report.finish(time.perf_counter() - started)
+
+
+@dataclass
+class _Report:
+    """What is known so far."""
+
+    model: str
+    expected: set[str]
+    checks: list[GradientCheck] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    wrong: dict[str, nn.Module] = field(default_factory=dict)
+
+    def add(self, call: ModuleCall, verdict: LayerVerdict) -> None:
+        layer, kind = call.layer, _kind(call)
+        for found in verdict.findings:
+            status = found.status
+            if status == WRONG:
+                self.wrong[layer] = call.module
+                status = EXPECTED if layer in self.expected else WRONG
+            self.checks.append(
+                GradientCheck(
+                    layer,
+                    kind,
+                    found.of,
+                    status,
+                    found.deviation,
+                    found.allowed,
+                    found.reason,
+                    call.index,
+                    found.order,
+                )
+            )
+        if verdict.problem:
+            self.missing[layer] = verdict.problem
+        for note in verdict.notes:
+            self._note(note, layer)
+
+    def add_missing(self, names: Mapping[str, nn.Module], chosen: list[str], log: CallLog) -> None:
+        judged = {check.layer for check in self.checks}
+        for layer in chosen:
+            count = log.counts.get(layer, 0)
+            if count == 0 and _has_code(names[layer]):
+                self.missing[layer] = (
+                    "not called as a module; parameters of it that another layer uses are verified "
+                    "there"
+                )
+            elif count > 1 and layer in judged:
+                kept = sum(call.layer == layer for call in log.calls)
+                if kept < count:
+                    self._note("of several calls only one for each shape is verified", layer)
+        for layer in self.expected & judged:
+            if not any(each.layer == layer and each.status == EXPECTED for each in self.checks):
+                self._note("expected to deviate, but its gradient is right", layer)
+
+    def note_written(self, parameter: str) -> None:
+        self._note(
+            "its forward pass writes into its own parameters: those changes stay",
+            parameter.rpartition(".")[0],
+        )
+
+    def first_reason(self) -> str:
+        return "; ".join(f"{layer or 'the model'}: {why}" for layer, why in self.missing.items())
+
+    def finish(self, seconds: float) -> Verification:
+        return Verification(self.model, self.checks, self.missing, self.notes, seconds)
+
+    def _note(self, text: str, layer: str) -> None:
+        layers = self.notes.setdefault(text, [])
+        if layer not in layers:
+            layers.append(layer)
+
+
+def _check(model: Any, directions: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InspectionError(f"verify_gradients takes an nn.Module, not {type(model).__name__}.")
+    if not isinstance(directions, int) or directions < 1:
+        raise InspectionError(f"directions={directions!r}: a number from 1 upwards; 2 will do.")
+    if switched_off():
+        raise InspectionError("TORCHFMRI=off is set, so nothing is verified. Unset it.")
+
+
+def _choose(names: dict[str, nn.Module], layers: Pattern) -> list[str]:
+    chosen = find_layers(names, layers)
+    return list(names) if layers == "*" else chosen
+
+
+def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
+    """The first name of each module: one under two names is verified once."""
+    first: dict[int, str] = {}
+    for name, module in names.items():
+        first.setdefault(id(module), name)
+    return list(dict.fromkeys(first[id(names[name])] for name in chosen))
+
+
+def _run(
+    model: nn.Module, inputs: Any, names: Mapping[str, nn.Module], chosen: list[str]
+) -> CallLog:
+    """One forward pass, with gradients starting at the data too."""
+    for element in flatten(inputs):
+        if element.tensor.is_floating_point() and element.tensor.is_leaf:
+            element.tensor.requires_grad_()
+    seed_all(SEED)
+    arguments, keywords = inputs
+    with logged_calls(names, chosen) as log:
+        # A leaf cannot be written in place, but the model's input may be.
+        arguments, keywords = _cloned(arguments), _cloned(keywords)
+        log.output = runnable(model)(*arguments, **keywords)
+    return log
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(_cloned, value))
+    if type(value) is dict:
+        return {key: _cloned(each) for key, each in value.items()}
+    return value
+
+
+class _LossModule(nn.Module):
+    """The user's loss as a layer."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, target: Any = None) -> Tensor | None:
+        return loss_of(output, target, self.loss, False)
+
+
+def _loss_call(output: Any, target: Any, loss: Loss, log: CallLog) -> Iterator[ModuleCall]:
+    value = loss_of(output, target, loss, False)
+    if value is not None and not bool(value.isfinite()):
+        made = f"; the first NaN comes from layer {log.first_nan!r}" if log.first_nan else ""
+        raise InspectionError(
+            f"The loss is {float(value.detach())}: its gradient cannot be verified{made}. "
+            "Inspector(model).run_inspection(...) shows the values of every layer."
+        )
+    if callable(loss):
+        module = _LossModule(loss)
+        inputs = (output,) if target is None else (output, target)
+        yield copy_call(LOSS, module, (inputs, {}), 0)
+
+
+def _settle(model: nn.Module) -> None:
+    """Stop what modules do in passing and do not differentiate by design; undone afterwards.
+
+    Spectral norm iterates its singular vectors while training, and an embedding with max_norm
+    writes into its weight; autograd takes both as constant. The padding row of an embedding gets
+    no gradient, and frequent rows may get a smaller one.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.max_norm = None
+            module.scale_grad_by_freq = False
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+        hooks = module._forward_pre_hooks.values()
+        kinds = {type(module).__name__, *(type(hook).__name__ for hook in hooks)}
+        if kinds & {"_SpectralNorm", "SpectralNorm"}:
+            module.training = False
+
+
+def _kind(call: ModuleCall) -> str:
+    if isinstance(call.module, _LossModule):
+        loss = call.module.loss
+        return type(loss).__name__ if isinstance(loss, nn.Module) else "loss"
+    return type(call.module).__name__
+
+
+def _has_code(module: nn.Module) -> bool:
+    """Whether it can be called at all: a ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward

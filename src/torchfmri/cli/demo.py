@@ -1,0 +1,127 @@
+"""The demo: a real language model scanned while it answers a question, without the network."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from torchfmri._model.named_models import NamedModel, load_model
+from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.scanner import Scanner
+from torchfmri._scan.scan_record import Scan
+from torchfmri.cli.scan import spoken, summary
+from torchfmri.exceptions import InspectionError
+
+REAL, OURS = "smollm2", "tiny"
+QUESTIONS = {
+    REAL: "What is the capital of France, and why is it famous?",
+    OURS: "What is the capital of France?",  # it answers what it has learnt, and no more
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `torchfmri demo`."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("torchfmri-demo"),
+        metavar="DIR",
+        help="where to write scan.png, scan.html and scan.fmri (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model",
+        help=f"which model; by default {REAL} if it is installed, else {OURS}",
+    )
+    parser.add_argument("--question", help="what to ask; by default about the capital of France")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=48, metavar="N", help="default: %(default)s"
+    )
+
+
+def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+    """Scan, write the files, and return the result as data, as text, and as an exit code."""
+    named = load_model(options.model) if options.model else choose_model()
+    question = options.question or QUESTIONS.get(named.name, QUESTIONS[OURS])
+    _say(f"asking {named.name}: {question}")
+    chat = getattr(named.tokenizer, "chat_template", None) is not None
+    scanner = Scanner(named.model, named.tokenizer, ScanOptions(per="position"))
+    with spoken() as speak:
+        scan = scanner.scan(
+            question,
+            options.max_new_tokens,
+            chat=chat,
+            on_token=speak,
+            generate={"do_sample": False},
+        )
+    _say("drawing")
+    files = write_files(scan, options.out)
+    lines = [
+        f"Q: {question}",
+        f"A: {answer_of(scan)}",
+        "",
+        scan.table(),
+        "",
+        *proof(scan),
+        "",
+        "Open " + " or ".join(str(path) for path in files),
+        f"Read it with torchfmri.load({str(options.out / 'scan.fmri')!r})",
+    ]
+    data = {**summary(scan), "files": [str(path) for path in files]}
+    return data, "\n".join(lines), 0
+
+
+def choose_model() -> NamedModel:
+    """SmolLM2 if it is installed, else our own tiny model, saying why."""
+    _say("loading SmolLM2-135M-Instruct (15 seconds or so)")
+    try:
+        return load_model(REAL)
+    except InspectionError as error:
+        _say(f"{error} So here is torchfmri's own small model instead.")
+        return load_model(OURS)
+
+
+def answer_of(scan: Scan) -> str:
+    """What the model wrote, without special tokens."""
+    tokens = scan[0].tokens
+    wanted = tokens.generated & ~tokens.special
+    spelt = b"".join(each for each, kept in zip(tokens.spelling, wanted, strict=True) if kept)
+    return " ".join(spelt.decode("utf-8", errors="replace").split())
+
+
+def proof(scan: Scan) -> list[str]:
+    """What the scan checked about itself, in words."""
+    checks = scan[0].checks
+    lines = []
+    if checks.get("live_difference") is not None:
+        lines.append(
+            "live activations against those of the pass: at most "
+            f"{checks['live_difference']:.1e} apart, relative to each voxel's largest"
+        )
+    if checks.get("gradient_residual") is not None:
+        lines.append(
+            "tokens' gradients added up against autograd's: at most "
+            f"{checks['gradient_residual']:.1e} apart"
+        )
+    if checks.get("greedy_tokens"):
+        lines.append("every generated token is the likeliest one in the pass, too")
+    return lines
+
+
+def write_files(scan: Scan, folder: Path) -> list[Path]:
+    """Write the picture, the page and the scan (without matplotlib no picture)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "scan.html"]
+    scan.save_html(files[0])
+    try:
+        scan.draw(folder / "scan.png", title=f"{scan.meta['model']} answers a question")
+        files.insert(0, folder / "scan.png")
+    except ImportError as error:
+        _say(f"no picture: {error}")
+    scan.save(folder / "scan.fmri", overwrite=True)
+    return files
+
+
+def _say(text: str) -> None:
+    print(f"torchfmri demo: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,291 @@
+"""The command `torchfmri scan`: one prompt, or a file of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchfmri._model.layers import unwrap
+from torchfmri._model.named_models import CHOICES, load_model
+from torchfmri._scan.run.dataset import DatasetScan, scan_rows
+from torchfmri._scan.run.dataset_rows import Row, rows_of
+from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.run.scan_options import ScanOptions, check_number
+from torchfmri._scan.run.scanner import Scanner
+from torchfmri._scan.scan_record import Scan
+from torchfmri._text.progress import Progress
+from torchfmri._text.rows import plural
+from torchfmri.exceptions import InspectionError
+
+Result = tuple[dict[str, Any], str, int]
+_PROMPT_ONLY = ("--picture", "--page", "--overwrite")
+_DATASET_ONLY = ("--field", "--condition-field", "--batch")
+_LOG_SECONDS = 30.0
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `torchfmri scan`."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="scan one prompt")
+    what.add_argument(
+        "--dataset",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="scan every row of a file; run the same command again to go on after an interruption",
+    )
+    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="NAME.fmri", help="the scan's folder (needed for --dataset)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder (--prompt)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the brain (--prompt)")
+    parser.add_argument("--page", type=Path, metavar="FILE.html", help="write a page (--prompt)")
+    _add_generation(parser)
+    _add_measurement(parser)
+    rows = parser.add_argument_group("datasets")
+    rows.add_argument("--field", metavar="NAME", help="the prompt: prompt, messages, text or ids")
+    rows.add_argument(
+        "--condition-field", metavar="NAME", help="the label for contrasts (default: condition)"
+    )
+    rows.add_argument("--batch", type=int, metavar="N", help="rows at once (default: 1)")
+
+
+def _add_generation(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("generation")
+    group.add_argument("--chat", action="store_true", help="wrap texts as a user's message")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="0 only reads (default: 64)"
+    )
+    group.add_argument("--sample", action="store_true", help="sample; by default it is greedy")
+    group.add_argument("--temperature", type=float, metavar="T", help="of sampling")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+
+
+def _add_measurement(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--per",
+        choices=("position", "token_loss", "cached", "none"),
+        default="position",
+        help="which gradient; none for activations alone (default: %(default)s)",
+    )
+    group.add_argument(
+        "--layers", action="append", metavar="PATTERN", help="which layers; may be repeated"
+    )
+    group.add_argument("--voxel", type=int, default=64, metavar="N", help="units (default: 64)")
+    group.add_argument("--loss", choices=("generated", "all"), help="over which tokens")
+    group.add_argument("--tensors", metavar="PATTERN", help="layers to keep in full")
+    group.add_argument(
+        "--verify", action="store_true", help="generate once more without hooks and compare"
+    )
+    group.add_argument("--device", help="such as cuda; by default where the model is loaded")
+    group.add_argument("--dtype", choices=DTYPES, help="by default float32")
+
+
+def run(options: Namespace) -> Result:
+    """Scan, and return the result as data, as text, and as an exit code."""
+    # Before the model is loaded: what is wrong, or would be ignored, is said at once.
+    _check_options(options)
+    measured = ScanOptions(
+        None if options.per == "none" else options.per,
+        options.layers or "*",
+        options.voxel,
+        options.loss,
+        options.tensors,
+        verify=options.verify,
+    )
+    rows = None
+    if options.dataset is not None:
+        rows = rows_of(options.dataset, options.field, options.condition_field or "condition")
+    _say(f"loading {options.model}")
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    named = load_model(options.model, dtype=dtype, device=_device(options.device))
+    scanner = Scanner(named.model, named.tokenizer, measured)
+    generate: dict[str, Any] = {}
+    if options.sample or hasattr(unwrap(named.model), "generation_config"):
+        generate["do_sample"] = options.sample
+    if options.temperature is not None:
+        generate["temperature"] = options.temperature
+    if rows is not None:
+        return _run_dataset(options, scanner, rows, generate)
+    return _run_prompt(options, scanner, generate)
+
+
+def _check_options(options: Namespace) -> None:
+    alone = options.dataset is None
+    kind, others = ("--prompt", _DATASET_ONLY) if alone else ("--dataset", _PROMPT_ONLY)
+    for option in others:
+        if getattr(options, option.lstrip("-").replace("-", "_")) not in (None, False):
+            raise InspectionError(f"{option} does nothing with {kind}. Leave it out.")
+    if not alone and options.out is None:
+        raise InspectionError("--dataset needs --out NAME.fmri: the folder to write the scan to.")
+    if options.temperature is not None and not options.sample:
+        raise InspectionError("--temperature is for --sample; without it decoding is greedy.")
+    if alone and options.out is not None and options.out.exists() and not options.overwrite:
+        raise InspectionError(
+            f"{str(options.out)!r} exists. Choose another folder, or replace it: --overwrite."
+        )
+    check_number(
+        "--max-new-tokens", options.max_new_tokens, 0, "how many tokens to generate, 0 for none"
+    )
+    if options.picture is not None:
+        _check_picture(options.picture)
+
+
+def _check_picture(path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise InspectionError(
+            "--picture needs matplotlib, which is not installed: pip install 'torchfmri[plots]'"
+        )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise InspectionError(
+            f"--picture {path}: {path.suffix!r} is no format of pictures. The ending is one of "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _device(wanted: str | None) -> str | None:
+    """The device of this process: torchrun's, each its own GPU."""
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if wanted == "cuda" and rank is not None else wanted
+
+
+def _run_prompt(options: Namespace, scanner: Scanner, generate: dict[str, Any]) -> Result:
+    with spoken() as speak:
+        scan = scanner.scan(
+            options.prompt,
+            options.max_new_tokens,
+            chat=options.chat,
+            seed=options.seed,
+            on_token=speak,
+            generate=generate,
+        )
+    lines = [scan[0].text, "", scan.table(), ""]
+    files = _write(options, scan)
+    lines += [f"wrote {path}" for path in files]
+    data = {**summary(scan), "files": [str(path) for path in files]}
+    code = 1 if scan[0].checks.get("tokens_identical") is False else 0
+    return data, "\n".join(lines).rstrip(), code
+
+
+def summary(scan: Scan) -> dict[str, Any]:
+    """A scan of one sequence as plain data: the text, its checks, and medians per layer."""
+    sequence = scan[0]
+    medians = {
+        metric: {
+            name: float(value) for name, value in zip(scan.layers, _medians(values), strict=True)
+        }
+        for metric, values in sequence.layers.items()
+    }
+    return {
+        "text": sequence.text,
+        "tokens": len(sequence),
+        "generated": int(sequence.tokens.generated.sum()),
+        "checks": dict(sequence.checks),
+        "meta": dict(scan.meta),
+        "medians": medians,
+    }
+
+
+def _medians(values: Any) -> list[float]:
+    found = torch.from_numpy(values.copy()).nanmedian(0).values
+    return [float(each) for each in found]
+
+
+def _write(options: Namespace, scan: Scan) -> list[Path]:
+    files = [path for path in (options.out, options.picture, options.page) if path is not None]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if options.out is not None:
+        scan.save(options.out, overwrite=options.overwrite)
+    if options.picture is not None:
+        scan.draw(options.picture)
+    if options.page is not None:
+        scan.save_html(options.page)
+    return files
+
+
+@contextmanager
+def spoken() -> Iterator[Any]:
+    """Write the text to standard error as it comes, where somebody is looking."""
+    if not getattr(sys.stderr, "isatty", lambda: False)():
+        yield None
+        return
+
+    def speak(token: LiveToken) -> None:
+        sys.stderr.buffer.write(token.spelling)
+        sys.stderr.flush()
+
+    try:
+        yield speak
+    finally:
+        print(file=sys.stderr, flush=True)
+
+
+def _run_dataset(
+    options: Namespace, scanner: Scanner, rows: Sequence[Row], generate: dict[str, Any]
+) -> Result:
+    with _processes(), Progress("scan", len(rows), log_seconds=_LOG_SECONDS) as progress:
+        own = scan_rows(
+            scanner,
+            rows,
+            options.out,
+            options.max_new_tokens,
+            batch=1 if options.batch is None else options.batch,
+            chat=options.chat,
+            seed=options.seed if options.sample else None,
+            generate=generate,
+            on_row=lambda done, total, name: progress.at(done, total, name),
+        )
+        several = _gather(own)
+    if several is None:
+        return {}, "", 1 if own.failed else 0
+    scanned = sum(each.scanned for each in several)
+    failed = {name: why for each in several for name, why in each.failed.items()}
+    text = [f"{own.path}: {plural(scanned, 'sequence')} scanned, {own.found} were there already"]
+    text += [f"not scanned: {why}" for why in failed.values()]
+    if failed:
+        text.append("Run the same command again to try these again.")
+    data = {"path": str(own.path), "scanned": scanned, "found": own.found, "failed": failed}
+    return data, "\n".join(text), 1 if failed else 0
+
+
+@contextmanager
+def _processes() -> Iterator[None]:
+    """Join the other processes of torchrun, where it started this one."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not several or torch.distributed.is_initialized():
+        yield
+        return
+    torch.distributed.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _gather(own: DatasetScan) -> list[DatasetScan] | None:
+    """What all processes did, in the first of them; None in the others, which say nothing."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [own]
+    first = torch.distributed.get_rank() == 0
+    found: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
+    torch.distributed.gather_object(own, found)
+    return found
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"torchfmri scan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,59 @@
+"""The figures of an experiment, from the results of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchfmri.routing.experiment.report import by_variant, value_of
+from torchfmri.routing.prototype_map import PrototypeMap
+from torchfmri.routing.routing_history import history_from_data
+from torchfmri.visualization.routing_plots import (
+    plot_activation,
+    plot_prototypes,
+    plot_selectivity,
+    plot_tradeoff,
+    save,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_figures(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw everything into a folder, and return the files."""
+    return list(save(draw_figures(results), folder))
+
+
+def draw_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Name -> figure: activation over training, trade-offs, prototypes and units."""
+    runs = by_variant(results)
+    histories = {
+        name: [history_from_data(each["history"]) for each in several]
+        for name, several in runs.items()
+    }
+    figures = {"activation": plot_activation(histories)}
+    for measure, label in (
+        ("longest", "accuracy, longest"),
+        ("relative_selectivity", "relative selectivity"),
+        ("dead_units", "dead units"),
+    ):
+        points = {
+            name: [(each["activation"], value_of(each, measure)) for each in several]
+            for name, several in runs.items()
+        }
+        figures[f"tradeoff_{measure}"] = _figure_of(
+            plot_tradeoff(points, labels=("active units", label))
+        )
+    for name, several in runs.items():
+        first = several[0]
+        maps = [PrototypeMap(**each) for each in first["prototypes"]]
+        figures[f"prototypes_{name}"] = plot_prototypes(maps, name)
+        figures[f"units_{name}"] = _figure_of(plot_selectivity(first["rates"], first["tasks"]))
+    return figures
+
+
+def _figure_of(ax: Any) -> Figure:
+    figure: Figure = ax.figure
+    return figure

@@ -1,0 +1,134 @@
+"""The results of an experiment: mean and spread over seeds, as data and as a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchfmri._text.columns import Column
+from torchfmri._text.grid import Grid
+from torchfmri.exceptions import InspectionError
+from torchfmri.routing.experiment.variants import VARIANTS
+
+MEASURES = {
+    "accuracy": "accuracy",
+    "longest": "longest",
+    "accuracy_of_whole_answers": "whole",
+    "activation": "active",
+    "middle_activation": "middle",
+    "selectivity": "selectivity",
+    "relative_selectivity": "relative",
+    "dead_units": "dead",
+}
+"""What is reported of each run, and the heading of its column."""
+_NOTES = (
+    "mean and standard deviation over seeds",
+    "accuracy: answer tokens that are right; longest: of the last group alone",
+    "whole: answers without a mistake",
+    "active: units that are on, all tokens; middle: without the first and last block",
+    "selectivity: standard deviation over tasks of a unit's rate, mean over units",
+    "relative: selectivity divided by the unit's rate, living units alone",
+    "dead: units that no token of the test reached",
+)
+
+
+class Measured(NamedTuple):
+    """A number over seeds."""
+
+    mean: float
+    spread: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ±{self.spread:.2f}"
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The finished runs in a folder.
+
+    Raises:
+        InspectionError: There are none.
+    """
+    results = []
+    for path in sorted(folder.glob("*-*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and "plan" in data and "rates" in data:
+            results.append(data)
+    if not results:
+        raise InspectionError(
+            f"There are no results in {folder}; write some with torchfmri routing --out {folder}."
+        )
+    return results
+
+
+def by_variant(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Variant -> its runs by seed, in the order of `VARIANTS`."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for name in VARIANTS:
+        runs = [each for each in results if each["plan"]["variant"] == name]
+        if runs:
+            found[name] = sorted(runs, key=lambda each: each["plan"]["seed"])
+    return found
+
+
+def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Measured]]:
+    """Variant -> measure -> mean and spread over seeds; activation also by block."""
+    summary: dict[str, dict[str, Measured]] = {}
+    for name, runs in by_variant(results).items():
+        values = {measure: [value_of(each, measure) for each in runs] for measure in MEASURES}
+        for block in range(len(runs[0]["activation_by_block"])):
+            values[f"block_{block}"] = [each["activation_by_block"][block] for each in runs]
+        summary[name] = {measure: _measured(each) for measure, each in values.items()}
+    return summary
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Grid:
+    """The summary for a terminal."""
+    summary = summarise(results)
+    names = list(summary)
+    columns = [
+        Column(heading, [str(summary[name][measure]) for name in names], 20 - position)
+        for position, (measure, heading) in enumerate(MEASURES.items())
+    ]
+    blocks = [measure for measure in summary[names[0]] if measure.startswith("block_")]
+    columns += [
+        Column(
+            f"block {measure.removeprefix('block_')}",
+            [str(summary[name][measure]) for name in names],
+            1,
+        )
+        for measure in blocks
+    ]
+    plan = results[0]["plan"]
+    seeds = max(len(runs) for runs in by_variant(results).values())
+    title = (
+        f"Routing after {plan['steps']} steps, {plan['blocks']} blocks of {plan['hidden_size']}, "
+        f"{seeds} seeds: {', '.join(results[0]['tasks'])}"
+    )
+    return Grid(title, "routing learns from", names, columns, _NOTES)
+
+
+def to_data(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summary and the runs' numbers, for --json."""
+    summary = {
+        name: {measure: each._asdict() for measure, each in measures.items()}
+        for name, measures in summarise(results).items()
+    }
+    left_out = ("rates", "prototypes", "history")
+    runs = [{key: value for key, value in each.items() if key not in left_out} for each in results]
+    return {"summary": summary, "runs": runs}
+
+
+def value_of(run: Mapping[str, Any], measure: str) -> float:
+    """One measure of a run; "longest" is the accuracy on its last group."""
+    if measure != "longest":
+        return float(run[measure])
+    groups = [key for key in run["accuracy_by"] if key != "tasks"]
+    return float(run["accuracy_by"][groups[-1]]["tokens"])
+
+
+def _measured(values: Sequence[float]) -> Measured:
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return Measured(statistics.fmean(values), spread)

@@ -1,5 +1,5 @@
-"""The name under which files that were saved while hooks were attached know the class."""
+"""The name by which saved files know `Hook`: one saved while hooks were attached carries them."""
 
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch import Hook
 
 __all__ = ["Hook"]

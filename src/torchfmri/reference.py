@@ -1,4 +1,4 @@
-"""Linear and attention with the backward pass written out, to read and to compare with.
+"""Linear and attention with the backward pass written out, to compare with.
 
 Every class here is a `torch.autograd.Function` whose `backward` is the derivation of
 docs/backward.md, line by line. Nothing is clever; everything can be differentiated twice. That a

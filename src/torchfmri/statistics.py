@@ -25,22 +25,25 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchfmri import _kernels
-from torchfmri._kernels.channels import ChannelStatistics, reduce_channels
-from torchfmri._kernels.histogram import (
+from torchfmri._kernels import (
     NEGATIVE,
+    ChannelStatistics,
     Floats,
     Grid,
     Histogram,
     Pieces,
+    Reduction,
+    combine_moments,
     constant_grid,
     grid_exponent,
+    join_notes,
     linear_of,
     quantile_of,
+    read_values,
+    reduce_channels,
     refine,
 )
-from torchfmri._kernels.reduction import Reduction, combine_moments
-from torchfmri._kernels.values import join_notes, read_values
-from torchfmri._torch.private import is_transformed
+from torchfmri._torch import is_transformed
 from torchfmri.exceptions import InspectionError
 
 __all__ = [

@@ -12,9 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torchfmri._torch.backward_passes import Backwards
-from torchfmri._torch.edges import ViewGeometry, view_geometry
-from torchfmri._torch.private import current_backward, own_copy
+from torchfmri._torch import Backwards, ViewGeometry, current_backward, own_copy, view_geometry
 
 Emit: TypeAlias = Callable[[Tensor | None, int], None]
 Note: TypeAlias = Callable[[str], None]

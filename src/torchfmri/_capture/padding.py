@@ -18,9 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._torch.elements import flatten_arguments
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import HookSet
+from torchfmri._torch import Hook, HookSet, flatten_arguments
 
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
 

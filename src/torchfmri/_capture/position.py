@@ -18,9 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import node_sequence_number, sequence_number
+from torchfmri._torch import Hook, flatten, node_sequence_number, sequence_number
 
 LOSS = "(loss)"
 """The loss, and whatever else runs outside the model."""

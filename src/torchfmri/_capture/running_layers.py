@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.hooks import Hook
+from torchfmri._model import named_layers
+from torchfmri._torch import Hook
 
 
 class RunningLayers:

@@ -29,15 +29,18 @@ from torchfmri._capture.gradient_listeners import (
     ParameterGradient,
     ReturnedInputGradient,
 )
-from torchfmri._torch.backward_passes import Backwards
-from torchfmri._torch.edges import InputEdge, consumers
-from torchfmri._torch.elements import Element, flatten, flatten_arguments
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import (
+from torchfmri._torch import (
     NO_BACKWARD,
+    Backwards,
+    Element,
+    Hook,
     HookSet,
+    InputEdge,
     OutputHooks,
+    consumers,
     current_backward,
+    flatten,
+    flatten_arguments,
     is_transformed,
     node_sequence_number,
     sequence_number,

@@ -1,1 +1,14 @@
-"""A check-up: a short training run on copies, observed more closely than a Monitor could afford."""
+"""`diagnose`: a short training run on copies, observed closely, then judged.
+
+`copies` and `originals` keep the user's model out of it, `watcher`, `gradient_watch`, `operations`
+and `loss_watch` observe, the `*_log` files note, and `run` makes one `Observation` of it for
+`_diagnosis`. `script` does the same with a whole training script.
+"""
+
+from torchfmri._checkup.entry_point import diagnose
+from torchfmri._checkup.script import diagnose_script
+
+__all__ = [
+    "diagnose",
+    "diagnose_script",
+]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._diagnosis.observation import HeadActivity
+from torchfmri._diagnosis import HeadActivity
 
 LEAST_KEYS = 4
 """Entropy over fewer keys says little."""

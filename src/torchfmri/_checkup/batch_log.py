@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from torchfmri._checkup.copies import Split
 from torchfmri._checkup.weights import rms
-from torchfmri._diagnosis.facts import DataFacts
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.elements import flatten
+from torchfmri._diagnosis import DataFacts
+from torchfmri._model import named_layers
+from torchfmri._torch import flatten
 
 LEAST_NUMBERS = 8
 """Samples of fewer numbers repeat by chance (a truth table has four)."""

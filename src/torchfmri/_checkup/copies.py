@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._model.layers import runnable
-from torchfmri._model.optimizer_steps import check_optimizers
+from torchfmri._model import check_optimizers, runnable
 from torchfmri.exceptions import InspectionError
 
 OwnStep: TypeAlias = "Callable[[nn.Module, Any, Any], Any]"

@@ -13,14 +13,8 @@ from torch.optim import Optimizer
 from torchfmri._checkup.copies import OwnStep, copy_all, spared
 from torchfmri._checkup.originals import untouched
 from torchfmri._checkup.run import Checkup
-from torchfmri._diagnosis.notes import Notes
-from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.registry import find
-from torchfmri._diagnosis.report import Diagnosis
-from torchfmri._diagnosis.signals import median, update_ratios
-from torchfmri._model.attachment import switched_off
-from torchfmri._model.layers import unwrap
-from torchfmri._model.snapshot import unchanged
+from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
+from torchfmri._model import switched_off, unchanged, unwrap
 from torchfmri.exceptions import InspectionError
 
 

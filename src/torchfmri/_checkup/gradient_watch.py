@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfmri._checkup.copies import Lost
-from torchfmri._diagnosis.notes import Notes
+from torchfmri._diagnosis import Notes
 
 _SAMPLE = 4096
 _MOST_SAMPLES = 25

@@ -15,8 +15,8 @@ from torchfmri._checkup.copies import Split
 from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import relative_size
-from torchfmri._diagnosis.facts import ConstantLayer, LossFacts
-from torchfmri._torch.elements import flatten
+from torchfmri._diagnosis import ConstantLayer, LossFacts
+from torchfmri._torch import flatten
 
 _SURE = 20.0
 """A logit whose probability is 1 to eight digits."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._torch.elements import flatten, map_tensors
+from torchfmri._torch import flatten, map_tensors
 
 LEAST_SAMPLES = 4
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchfmri._diagnosis.facts import NormFacts
+from torchfmri._diagnosis import NormFacts
 
 
 @dataclass

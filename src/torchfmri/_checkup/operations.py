@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torchfmri._checkup.attention import LEAST_KEYS, head_activity, logits_of_fused
 from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.softmaxes import Softmax, SoftmaxLog
-from torchfmri._diagnosis.notes import Notes
-from torchfmri._diagnosis.observation import HeadActivity
-from torchfmri._torch.private import DispatchMode
+from torchfmri._diagnosis import HeadActivity, Notes
+from torchfmri._torch import DispatchMode
 
 _VIEWS = frozenset(
     [

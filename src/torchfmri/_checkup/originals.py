@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchfmri._diagnosis.notes import Notes
+from torchfmri._diagnosis import Notes
 from torchfmri.exceptions import InspectionError
 
 

@@ -20,22 +20,24 @@ from torchfmri._checkup.mixing import mixed_share
 from torchfmri._checkup.step_log import StepLog
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import copied_tables, has_equal_rows, rms
-from torchfmri._diagnosis.facts import ConstantLayer, LossFacts, MisplacedSoftmax
-from torchfmri._diagnosis.notes import Notes
-from torchfmri._diagnosis.observation import (
+from torchfmri._diagnosis import (
+    ConstantLayer,
+    LossFacts,
+    MisplacedSoftmax,
+    Notes,
     Observation,
     Reach,
     RouterActivity,
+    Structure,
     WeightFacts,
+    describe,
+    parameters_of,
+    trace_of,
 )
-from torchfmri._diagnosis.structure import Structure, describe, parameters_of
-from torchfmri._diagnosis.trace import trace_of
-from torchfmri._incidents.origin import find_origin
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.snapshot import copy_of_data
-from torchfmri._monitor.monitor import Monitor
-from torchfmri._records.finding import Finding
-from torchfmri._records.history import History
+from torchfmri._incidents import find_origin
+from torchfmri._model import compiled_code_as_eager, copy_of_data
+from torchfmri._monitor import Monitor
+from torchfmri._records import Finding, History
 from torchfmri.exceptions import InspectionError
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchfmri._diagnosis.report import Diagnosis
-from torchfmri._model.layers import unwrap
-from torchfmri._monitor.monitor import Monitor
+from torchfmri._diagnosis import Diagnosis
+from torchfmri._model import unwrap
+from torchfmri._monitor import Monitor
 from torchfmri.exceptions import InspectionError
 
 

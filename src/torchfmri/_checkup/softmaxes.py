@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchfmri._diagnosis.facts import MisplacedSoftmax
+from torchfmri._diagnosis import MisplacedSoftmax
 
 _TOLERANCE, _COARSE = 1e-3, 0.05
 """bfloat16 sums of many small numbers are off by about 0.01."""

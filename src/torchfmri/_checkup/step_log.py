@@ -10,7 +10,7 @@ import numpy as np
 from torchfmri._checkup.gradient_watch import GradientWatch
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import noise_scale
-from torchfmri._diagnosis.observation import StepFacts
+from torchfmri._diagnosis import StepFacts
 
 
 class StepLog:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._checkup.activations import flat_values
-from torchfmri._diagnosis.observation import UnitActivity
+from torchfmri._diagnosis import UnitActivity
 
 LEAST_SAMPLES = 256
 LEAST_STEPS = 10

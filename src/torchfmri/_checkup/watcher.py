@@ -16,11 +16,9 @@ from torchfmri._checkup.norm_log import NormLog, normalises_one
 from torchfmri._checkup.operations import OperationWatch
 from torchfmri._checkup.unit_log import UnitLog
 from torchfmri._checkup.weights import growth_in_time, relative_spread, rms, spread
-from torchfmri._diagnosis.notes import Notes
-from torchfmri._diagnosis.structure import MATRIX_LAYERS, NORM_LAYERS, Structure, parameters_of
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.private import is_transformed
+from torchfmri._diagnosis import MATRIX_LAYERS, NORM_LAYERS, Notes, Structure, parameters_of
+from torchfmri._model import named_layers
+from torchfmri._torch import flatten, is_transformed
 
 _MOST_NODES = 4
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")

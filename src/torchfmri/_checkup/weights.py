@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.layers import named_layers
+from torchfmri._model import named_layers
 
 
 def relative_size(output: Tensor, target: Any) -> float:

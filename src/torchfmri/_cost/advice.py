@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchfmri._text.columns import Column
-from torchfmri._text.grid import Grid
-from torchfmri._text.quantities import bytes_text, change_text, seconds_text
+from torchfmri._text import Column, Grid, bytes_text, change_text, seconds_text
 from torchfmri.exceptions import InspectionError
 
 

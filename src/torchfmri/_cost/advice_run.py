@@ -21,10 +21,7 @@ from torchfmri._cost.techniques import (
     has_running_statistics,
 )
 from torchfmri._cost.trial import Trial, copy_setup, deviation, random_state, time_side_by_side
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.forward_pass import Loss
-from torchfmri._model.layers import unwrap
-from torchfmri._model.snapshot import unchanged
+from torchfmri._model import Loss, compiled_code_as_eager, unchanged, unwrap
 from torchfmri.exceptions import InspectionError
 
 _Chosen = tuple[Technique, ...]

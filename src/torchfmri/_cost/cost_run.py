@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchfmri._capture.position import BACKWARD, FORWARD, LOSS
+from torchfmri._capture import BACKWARD, FORWARD, LOSS
 from torchfmri._cost.counted_step import CountedStep, count_step
 from torchfmri._cost.growth import Growth
 from torchfmri._cost.growth_run import measure_growth
@@ -18,9 +18,8 @@ from torchfmri._cost.layer_times import LayerTimes, time_layers
 from torchfmri._cost.live_memory import Storages
 from torchfmri._cost.measured_step import Step
 from torchfmri._cost.resizing import data_of_size
-from torchfmri._model.forward_pass import Loss
-from torchfmri._model.layers import named_layers, unwrap
-from torchfmri._text.quantities import bytes_text, seconds_text
+from torchfmri._model import Loss, named_layers, unwrap
+from torchfmri._text import bytes_text, seconds_text
 from torchfmri.exceptions import InspectionError
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._capture.position import Position
+from torchfmri._capture import Position
 from torchfmri._cost.live_memory import LiveMemory, Place, Storages, storage_of
 from torchfmri._cost.measured_step import Pass, Step, resting_collector
 from torchfmri._cost.saved_bytes import SavedBytes
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
+from torchfmri._model import named_layers
+from torchfmri._torch import Hook, flatten
 
 
 @dataclass

@@ -10,11 +10,7 @@ import numpy as np
 
 from torchfmri._cost.laws import Law, PeakLaw, Sample, Term, choose_terms, fit_law, same_program
 from torchfmri._cost.resizing import Size
-from torchfmri._text.columns import Column
-from torchfmri._text.grid import Grid
-from torchfmri._text.labels import layer_label
-from torchfmri._text.quantities import bytes_text, flops_text
-from torchfmri._text.rows import star
+from torchfmri._text import Column, Grid, bytes_text, flops_text, layer_label, star
 from torchfmri.exceptions import InspectionError
 
 

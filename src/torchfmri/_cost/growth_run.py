@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfmri._capture.position import BACKWARD, FORWARD
+from torchfmri._capture import BACKWARD, FORWARD
 from torchfmri._cost.counted_step import CountedStep, count_step
 from torchfmri._cost.growth import Growth, fit_growth
 from torchfmri._cost.laws import Sample

@@ -7,14 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torchfmri._capture.position import LOSS
+from torchfmri._capture import LOSS
 from torchfmri._cost.growth import Growth
-from torchfmri._model.patterns import nearest_names
-from torchfmri._text.columns import Column
-from torchfmri._text.grid import Grid
-from torchfmri._text.labels import layer_label
-from torchfmri._text.quantities import bytes_text, flops_text, seconds_text
-from torchfmri._text.rows import star
+from torchfmri._model import nearest_names
+from torchfmri._text import Column, Grid, bytes_text, flops_text, layer_label, seconds_text, star
 from torchfmri.exceptions import LayerNotFoundError
 
 _LINES_BEFORE_FOLDING = 40

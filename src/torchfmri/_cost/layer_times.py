@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from torchfmri._capture.position import PAUSED, Position
+from torchfmri._capture import PAUSED, Position
 from torchfmri._cost.live_memory import Place
 from torchfmri._cost.measured_step import Step, resting_collector
-from torchfmri._model.layers import named_layers
+from torchfmri._model import named_layers
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._capture.position import Position
+from torchfmri._capture import Position
 from torchfmri._cost.flops import flops_of, is_heavy, operation_name
-from torchfmri._torch.private import DispatchMode
+from torchfmri._torch import DispatchMode
 
 Place = tuple[str, str]
 """A phase and a layer."""

@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.attachment import compiled_code_as_eager, switched_off
-from torchfmri._model.backward_pass import prepare_backward
-from torchfmri._model.forward_pass import Loss, arguments_for, loss_of
-from torchfmri._model.layers import runnable
-from torchfmri._model.snapshot import copy_of_data, unchanged
-from torchfmri._torch.elements import flatten
+from torchfmri._model import (
+    Loss,
+    arguments_for,
+    compiled_code_as_eager,
+    copy_of_data,
+    loss_of,
+    prepare_backward,
+    runnable,
+    switched_off,
+    unchanged,
+)
+from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
 

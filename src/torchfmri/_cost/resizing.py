@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfmri._torch.elements import flatten
+from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
 AXES = ("batch", "length")

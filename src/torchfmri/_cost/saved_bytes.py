@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torchfmri._capture.position import FORWARD, Position
+from torchfmri._capture import FORWARD, Position
 from torchfmri._cost.live_memory import Storages
 
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchfmri._cost.resizing import size_of
-from torchfmri._model.forward_pass import Loss
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.elements import flatten, map_tensors
+from torchfmri._model import Loss, named_layers
+from torchfmri._torch import flatten, map_tensors
 
 _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -17,10 +17,8 @@ from torchfmri._cost.live_memory import LiveMemory
 from torchfmri._cost.measured_step import resting_collector
 from torchfmri._cost.resizing import size_of
 from torchfmri._cost.techniques import Setup, Technique, device_of, parts_of
-from torchfmri._model.forward_pass import Loss, arguments_for, loss_of
-from torchfmri._model.layers import runnable
-from torchfmri._model.snapshot import copy_of_data
-from torchfmri._torch.elements import flatten
+from torchfmri._model import Loss, arguments_for, copy_of_data, loss_of, runnable
+from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
 

@@ -1,1 +1,67 @@
-"""Diagnosis: what is wrong, where, when, why and what to do."""
+"""Judgement: an observation of a training run goes in, findings come out.
+
+An `Observation` is all that was seen. `signals`, `profiles` and `rates` make numbers of it, `cuts`
+holds every threshold with its reason, and the files named after a subject (`loss`, `units`,
+`reach`, `wiring`, `step_sizes`, ...) hold the diagnoses. A new diagnosis is a function in one of
+them with a cut and an entry in `DIAGNOSES` of `registry`; plant its fault in
+`benchmarks/_faults*.py`.
+"""
+
+from torchfmri._diagnosis.facts import (
+    ConstantLayer,
+    DataFacts,
+    LossFacts,
+    MisplacedSoftmax,
+    NormFacts,
+)
+from torchfmri._diagnosis.inspected import diagnose_inspection
+from torchfmri._diagnosis.live import LiveDiagnosis
+from torchfmri._diagnosis.notes import Notes
+from torchfmri._diagnosis.observation import (
+    HeadActivity,
+    Observation,
+    Reach,
+    RouterActivity,
+    StepFacts,
+    UnitActivity,
+    WeightFacts,
+)
+from torchfmri._diagnosis.registry import find
+from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._diagnosis.signals import median, update_ratios
+from torchfmri._diagnosis.structure import (
+    MATRIX_LAYERS,
+    NORM_LAYERS,
+    Structure,
+    describe,
+    parameters_of,
+)
+from torchfmri._diagnosis.trace import trace_of
+
+__all__ = [
+    "MATRIX_LAYERS",
+    "NORM_LAYERS",
+    "ConstantLayer",
+    "DataFacts",
+    "Diagnosis",
+    "HeadActivity",
+    "LiveDiagnosis",
+    "LossFacts",
+    "MisplacedSoftmax",
+    "NormFacts",
+    "Notes",
+    "Observation",
+    "Reach",
+    "RouterActivity",
+    "StepFacts",
+    "Structure",
+    "UnitActivity",
+    "WeightFacts",
+    "describe",
+    "diagnose_inspection",
+    "find",
+    "median",
+    "parameters_of",
+    "trace_of",
+    "update_ratios",
+]

@@ -16,7 +16,7 @@ from torchfmri._diagnosis.profiles import (
     signal_sizes,
 )
 from torchfmri._diagnosis.signals import SMALL_GAIN, gains, is_stuck, median
-from torchfmri._records.finding import Finding, Severity
+from torchfmri._records import Finding, Severity
 
 
 def vanishing_gradients(seen: Observation) -> Iterator[Finding]:

@@ -11,8 +11,7 @@ from torchfmri._diagnosis.registry import find
 from torchfmri._diagnosis.report import Diagnosis
 from torchfmri._diagnosis.structure import describe
 from torchfmri._diagnosis.trace import trace_of
-from torchfmri._records.history import History, Series, Step
-from torchfmri._records.inspection import Inspection
+from torchfmri._records import History, Inspection, Series, Step
 from torchfmri.statistics import Statistics
 
 _PARAMETERS = ("parameters", "parameter_gradients")

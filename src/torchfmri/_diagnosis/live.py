@@ -10,8 +10,7 @@ from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.registry import LIVE, find, fold
 from torchfmri._diagnosis.structure import Structure
 from torchfmri._diagnosis.trace import Trace
-from torchfmri._records.finding import Finding
-from torchfmri._records.history import Series, Step
+from torchfmri._records import Finding, Series, Step
 
 WINDOW = 64
 """How many steps are looked at; enough for every diagnosis, and constant work."""

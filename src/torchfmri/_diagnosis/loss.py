@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import is_stuck
-from torchfmri._records.finding import Finding
-from torchfmri._text.words import listed, percent
+from torchfmri._records import Finding
+from torchfmri._text import listed, percent
 
 _LEAST_SAMPLES, _LEAST_CLASSES = 64, 3
 _LEAST_BATCH, _LEAST_PASSES = 8, 3

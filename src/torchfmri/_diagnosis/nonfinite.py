@@ -12,7 +12,7 @@ import numpy as np
 
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import first_nonfinite
-from torchfmri._records.finding import Finding
+from torchfmri._records import Finding
 
 _ADVICE = (
     'Have the step traced back to its operation: Monitor(model, on_nonfinite="raise"), or '

@@ -21,7 +21,7 @@ from torchfmri._diagnosis.facts import (
 )
 from torchfmri._diagnosis.structure import Structure
 from torchfmri._diagnosis.trace import Trace
-from torchfmri._records.finding import Finding
+from torchfmri._records import Finding
 
 Floats = NDArray[np.float64]
 

@@ -9,9 +9,8 @@ import numpy as np
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._records.finding import Finding
-from torchfmri._text.rows import plural
-from torchfmri._text.words import listed
+from torchfmri._records import Finding
+from torchfmri._text import listed, plural
 
 _LEAST_STEPS = 8
 

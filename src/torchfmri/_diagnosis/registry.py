@@ -22,7 +22,7 @@ from torchfmri._diagnosis import updates as updating
 from torchfmri._diagnosis.nonfinite import nonfinite_in_trace, origin
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._records.finding import PHASES, SEVERITIES, Finding
+from torchfmri._records import PHASES, SEVERITIES, Finding
 
 Diagnose = Callable[[Observation], Iterator[Finding]]
 

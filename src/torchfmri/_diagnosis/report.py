@@ -9,16 +9,24 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from torchfmri._records.finding import Finding
-from torchfmri._text.columns import BOLD, DIM, RED, WIDTH_OFF_TERMINAL, encodable, output_style
-from torchfmri._text.labels import layer_label, wrap
-from torchfmri._text.rows import plural
+from torchfmri._records import Finding
+from torchfmri._text import (
+    BOLD,
+    DIM,
+    RED,
+    WIDTH_OFF_TERMINAL,
+    encodable,
+    layer_label,
+    output_style,
+    plural,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from torchfmri._diagnosis.observation import Observation
-    from torchfmri._records.history import History
+    from torchfmri._records import History
 
 _MOST_LAYERS = 4
 _COLOURS = {"alarm": "#D55E00", "warn": "#B8860B", "inform": "#0072B2"}
@@ -158,7 +166,7 @@ class Diagnosis(Sequence[Finding]):
         Raises:
             InspectionError: There is no history to draw.
         """
-        from torchfmri.visualization.diagnosis_plots import plot_diagnosis
+        from torchfmri.visualization import plot_diagnosis
 
         return plot_diagnosis(self.history, self.findings, self.model, ax)
 

@@ -11,8 +11,8 @@ from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
-from torchfmri._records.finding import Finding, Severity
-from torchfmri._text.words import listed, percent
+from torchfmri._records import Finding, Severity
+from torchfmri._text import listed, percent
 
 _LARGEST_HALF = 65504.0
 

@@ -16,8 +16,8 @@ from torchfmri._diagnosis.signals import (
     median,
     update_ratios,
 )
-from torchfmri._records.finding import Finding
-from torchfmri._text.words import listed, percent
+from torchfmri._records import Finding
+from torchfmri._text import listed, percent
 
 _SUSTAINED = 3
 _WINDOW = 5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._model.layers import named_layers, unwrap
+from torchfmri._model import named_layers, unwrap
 
 MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
 NORM_LAYERS = (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._records.history import STORED, History, Series, Step
+from torchfmri._records import STORED, History, Series, Step
 
 Floats = NDArray[np.float64]
 _FIELDS = (

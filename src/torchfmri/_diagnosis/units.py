@@ -18,9 +18,8 @@ from torchfmri._diagnosis.signals import (
     learns,
     median,
 )
-from torchfmri._records.finding import Finding, Severity
-from torchfmri._text.rows import plural
-from torchfmri._text.words import how_many, percent
+from torchfmri._records import Finding, Severity
+from torchfmri._text import how_many, percent, plural
 
 _LEAST_STEPS = 5
 _LEAST_VALUES = 1024

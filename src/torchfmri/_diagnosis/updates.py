@@ -16,8 +16,8 @@ from torchfmri._diagnosis.signals import (
     median,
     trained_matrices,
 )
-from torchfmri._records.finding import Finding
-from torchfmri._text.words import how_many, listed, percent
+from torchfmri._records import Finding
+from torchfmri._text import how_many, listed, percent
 
 _SUSTAINED = 3
 _WINDOW = 5

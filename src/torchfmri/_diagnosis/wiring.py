@@ -11,8 +11,8 @@ from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order, stale_steps
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._records.finding import Finding
-from torchfmri._text.words import how_many, listed, percent
+from torchfmri._records import Finding
+from torchfmri._text import how_many, listed, percent
 
 _ADAPTERS = 0.5
 """Above this share of frozen (or left out) parameters the rest is what is trained on purpose."""

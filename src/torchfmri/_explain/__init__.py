@@ -1,1 +1,18 @@
-"""Errors explained: what happened, in which layer and line, why, and how to cure it."""
+"""`explain`: an exception of PyTorch with its layer, line, reason and cure.
+
+`crash` reads the traceback, `failed_backward` the graph, `*_clues` the tensors. A failure that can
+be explained is an entry (pattern, what, why, cure) of `forward_failures` or `backward_failures`,
+with a row in `docs/errors.md`.
+"""
+
+from torchfmri._explain.crash import SourceLine, Step
+from torchfmri._explain.entry_points import explain, explained
+from torchfmri._explain.explanation import Explanation
+
+__all__ = [
+    "Explanation",
+    "SourceLine",
+    "Step",
+    "explain",
+    "explained",
+]

@@ -26,8 +26,8 @@ from torchfmri._explain.failed_backward import (
     written_tensor,
 )
 from torchfmri._explain.failure import Clues
-from torchfmri._text.labels import layer_label
-from torchfmri._torch.private import checkpointed_function, function_of
+from torchfmri._text import layer_label
+from torchfmri._torch import checkpointed_function, function_of
 
 
 def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:

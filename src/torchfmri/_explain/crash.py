@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.layers import named_layers, unwrap
+from torchfmri._model import named_layers, unwrap
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)

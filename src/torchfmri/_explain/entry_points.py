@@ -16,7 +16,7 @@ from torchfmri._explain.explanation import Explanation, short_path
 from torchfmri._explain.failed_backward import reached
 from torchfmri._explain.failure import Clues, Failure
 from torchfmri._explain.failures import find_failure
-from torchfmri._model.attachment import switched_off
+from torchfmri._model import switched_off
 from torchfmri.exceptions import ExplainedError, InspectionError, explained_error
 
 _MOST_TENSORS = 4

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from torchfmri._explain.crash import SourceLine
-from torchfmri._text.labels import layer_label, printable, wrap
+from torchfmri._text import layer_label, printable, wrap
 
 WIDTH = 100
 _LONGEST_MESSAGE = 600

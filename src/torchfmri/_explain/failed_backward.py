@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchfmri._explain.crash import Crash, SourceLine, is_of_torch
-from torchfmri._text.labels import layer_label
-from torchfmri._torch.private import node_sequence_number, saved_tensor_errors
+from torchfmri._text import layer_label
+from torchfmri._torch import node_sequence_number, saved_tensor_errors
 
 _MOST_NODES = 200_000
 _VIEWS = re.compile(

@@ -1,1 +1,25 @@
-"""Non-finite values: noticed at every step, held before they reach the weights, traced back."""
+"""A step that turned NaN or infinite: held, traced back, stored, replayed.
+
+`hold` looks at each step before the optimizer applies it, by one number (`sentinel`). `aftermath`
+runs a bad step again (`redone_step`), finds the operation where it began (`origin`, `trace`) and
+writes a folder (`incident`), which `replay_run` runs again. Why an operation makes NaN is an entry
+of `FORWARD` or `BACKWARD` in `causes`.
+"""
+
+from torchfmri._incidents.aftermath import Subject
+from torchfmri._incidents.hold import Hold
+from torchfmri._incidents.incident import Incident
+from torchfmri._incidents.options import Incidents, check_action, check_incidents
+from torchfmri._incidents.origin import find_origin
+from torchfmri._incidents.replay_run import replay
+
+__all__ = [
+    "Hold",
+    "Incident",
+    "Incidents",
+    "Subject",
+    "check_action",
+    "check_incidents",
+    "find_origin",
+    "replay",
+]

@@ -25,10 +25,9 @@ from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.redone_step import BadStep, coarse_finding, redo
 from torchfmri._incidents.seen_step import SeenStep
 from torchfmri._incidents.sentinel import are_finite
-from torchfmri._model.layers import unwrap
-from torchfmri._records.finding import Finding
-from torchfmri._records.history import History
-from torchfmri._torch.private import gradient_scale
+from torchfmri._model import unwrap
+from torchfmri._records import Finding, History
+from torchfmri._torch import gradient_scale
 from torchfmri.exceptions import NonFiniteError, NonFiniteWarning
 
 

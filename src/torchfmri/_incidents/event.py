@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from torchfmri._explain.crash import SourceLine
+from torchfmri._explain import SourceLine
 from torchfmri._incidents.content import Content
-from torchfmri._records.finding import Phase
+from torchfmri._records import Phase
 
 Kind: TypeAlias = Literal["operation", "constant", "parameter", "buffer", "data", "outside"]
 

@@ -21,8 +21,8 @@ from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
 from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
-from torchfmri._records.finding import Finding
-from torchfmri._torch.deferred import Deferred
+from torchfmri._records import Finding
+from torchfmri._torch import Deferred
 
 SKIPS = 16
 """A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""

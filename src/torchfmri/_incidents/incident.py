@@ -26,9 +26,7 @@ import torch
 
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.stored_data import load_data, save_data
-from torchfmri._records.finding import Finding
-from torchfmri._records.history import COLUMNS, History
-from torchfmri._records.history_files import write_records
+from torchfmri._records import COLUMNS, Finding, History, write_records
 from torchfmri.exceptions import InspectionError
 
 _SUMMARY, _PART, _CALLS, _WEIGHTS, _HISTORY = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-from torchfmri._explain.crash import SourceLine, Step
+from torchfmri._explain import SourceLine, Step
 
 _ENGINE = str(Path("torch", "autograd", "graph.py"))
 

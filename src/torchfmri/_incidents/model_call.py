@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.generators import RandomState, random_state
-from torchfmri._model.layers import runnable
-from torchfmri._model.snapshot import copy_of_data
-from torchfmri._torch.elements import flatten
+from torchfmri._model import RandomState, copy_of_data, random_state, runnable
+from torchfmri._torch import flatten
 
 
 class Autocast(NamedTuple):

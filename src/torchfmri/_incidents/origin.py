@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchfmri._capture.running_layers import RunningLayers
+from torchfmri._capture import RunningLayers
 from torchfmri._incidents.event import Event, is_on_purpose, trace_back
 from torchfmri._incidents.report import Context, report
 from torchfmri._incidents.trace import Trace
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.backward_pass import run_backward
-from torchfmri._model.snapshot import unchanged
-from torchfmri._records.finding import Finding
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
+from torchfmri._model import compiled_code_as_eager, run_backward, unchanged
+from torchfmri._records import Finding
+from torchfmri._torch import Hook, flatten
 
 
 def find_origin(

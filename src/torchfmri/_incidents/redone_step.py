@@ -13,8 +13,8 @@ from torchfmri._incidents.event import Event, Lineage, Place
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin, loss_in
 from torchfmri._incidents.report import Context, report
-from torchfmri._records.finding import Finding
-from torchfmri._torch.elements import flatten
+from torchfmri._records import Finding
+from torchfmri._torch import flatten
 
 _UNKNOWN = (
     "Write an incident (Monitor(..., incidents='folder')) and run `torchfmri replay` on it with "

@@ -18,10 +18,9 @@ from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import loss_in
 from torchfmri._incidents.redone_step import BadStep, redo_call
 from torchfmri._incidents.stored_data import omissions
-from torchfmri._model.factory import Subject
-from torchfmri._model.layers import unwrap
-from torchfmri._records.finding import Finding
-from torchfmri._torch.elements import map_tensors
+from torchfmri._model import Subject, unwrap
+from torchfmri._records import Finding
+from torchfmri._torch import map_tensors
 from torchfmri.exceptions import InspectionError
 
 

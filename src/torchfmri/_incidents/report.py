@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchfmri._explain.crash import SourceLine
+from torchfmri._explain import SourceLine
 from torchfmri._incidents.causes import cause_of
 from torchfmri._incidents.content import Content
 from torchfmri._incidents.event import Event, Lineage
-from torchfmri._records.finding import Finding
-from torchfmri._text.labels import layer_label
-from torchfmri._torch.elements import flatten
+from torchfmri._records import Finding
+from torchfmri._text import layer_label
+from torchfmri._torch import flatten
 
 _BAD_DATA = "Drop or repair the sample before it reaches the model; look at how it was made."
 _BAD_WEIGHTS = (

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.model_call import ModelCall, call_of
 from torchfmri._incidents.origin import loss_in
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import gradient_scale_version, is_compiled_in_place
+from torchfmri._torch import Hook, gradient_scale_version, is_compiled_in_place
 from torchfmri.exceptions import NonFiniteError
 
 MOST_CALLS = 64

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfmri._incidents.content import readable
-from torchfmri._torch.private import norms
+from torchfmri._torch import norms
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.running_layers import RunningLayers
+from torchfmri._capture import RunningLayers
 from torchfmri._incidents.content import read_content, readable
 from torchfmri._incidents.event import Event, Kind, Operand, Place
 from torchfmri._incidents.lines import Lines, running_lines
-from torchfmri._model.layers import unwrap
-from torchfmri._records.finding import Phase
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.private import (
+from torchfmri._model import unwrap
+from torchfmri._records import Phase
+from torchfmri._torch import (
     NO_BACKWARD,
     DispatchMode,
     current_backward,
     current_node,
+    flatten,
     node_sequence_number,
     sequence_number,
 )

@@ -10,9 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchfmri._records.inspection import Inspection
-from torchfmri._records.record import Call
-from torchfmri._records.values import Value, check_what
+from torchfmri._records import Call, Inspection, Value, check_what
 from torchfmri.exceptions import InspectionError
 
 # What rounding alone may do to a whole layer, relative to its size: about the square root of a

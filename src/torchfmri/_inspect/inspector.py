@@ -11,26 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchfmri._capture.padding import Padding, masked_modules
-from torchfmri._capture.taps import Taps, Target
-from torchfmri._diagnosis.inspected import diagnose_inspection
-from torchfmri._diagnosis.report import Diagnosis
+from torchfmri._capture import Padding, Taps, Target, masked_modules
+from torchfmri._diagnosis import Diagnosis, diagnose_inspection
 from torchfmri._inspect.recorder import Keep, Recorder, Watched
-from torchfmri._model.attachment import compiled_code_as_eager, switched_off
-from torchfmri._model.backward_pass import run_backward
-from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
-from torchfmri._model.layers import (
+from torchfmri._model import (
+    Loss,
     Pattern,
+    arguments_for,
+    compiled_code_as_eager,
+    copy_of_data,
     find_layers,
     leaf_layers,
+    loss_of,
     named_layers,
+    run_backward,
     runnable,
+    switched_off,
+    thawed,
+    unchanged,
     unwrap,
 )
-from torchfmri._model.snapshot import copy_of_data, unchanged
-from torchfmri._records.inspection import Inspection
-from torchfmri._records.record import Record
-from torchfmri._records.values import BACKWARD_WHAT, check_what
+from torchfmri._records import BACKWARD_WHAT, Inspection, Record, check_what
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import plots
 

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import Padding, TokenMask
-from torchfmri._capture.taps import CallKey
-from torchfmri._records.inspection import Inspection
-from torchfmri._records.record import Call, Record
-from torchfmri._records.values import GRADIENT_OF, PARAMETER_WHAT, Value
-from torchfmri._torch.elements import Element
+from torchfmri._capture import CallKey, Padding, TokenMask
+from torchfmri._records import GRADIENT_OF, PARAMETER_WHAT, Call, Inspection, Record, Value
+from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 

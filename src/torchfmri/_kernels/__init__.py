@@ -1,25 +1,81 @@
-"""The passes over memory: what a flat tensor is reduced to, on whatever machine it lies.
+"""Passes over memory: what a flat tensor is reduced to, on the CPU and on a GPU.
 
 `reduce_values` picks the pass: `cpu` (torch alone), `compiled` (numba, where installed) for large
-floats on the CPU, `device` for floats on an accelerator. All give the same `Reduction`.
+floats on the CPU, `device` for floats on an accelerator. All give the same `Reduction`, which
+`torchfmri.statistics` turns into statistics. `rows` and its relatives reduce the rows of matrices
+for token gradients. A new statistic needs a number here, made by every pass.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from torchfmri._kernels import cpu, device
+from torchfmri._kernels import cpu, cuda, device
 from torchfmri._kernels.accelerator import accelerator_name, use_accelerator
+from torchfmri._kernels.channels import ChannelStatistics, reduce_channels
 from torchfmri._kernels.cpu import block_squares, count_grid
-from torchfmri._kernels.reduction import Reduction
+from torchfmri._kernels.cuda_plan import upload
+from torchfmri._kernels.cuda_rows import heaviest
+from torchfmri._kernels.histogram import (
+    NEGATIVE,
+    Floats,
+    Grid,
+    Histogram,
+    Pieces,
+    constant_grid,
+    grid_exponent,
+    linear_of,
+    quantile_of,
+    refine,
+)
+from torchfmri._kernels.reduction import Reduction, combine_moments
+from torchfmri._kernels.rows import (
+    Asked,
+    Form,
+    Lane,
+    Numbers,
+    Product,
+    Rows,
+    bilinear_forms,
+    can_read_forms,
+    written_product,
+)
+from torchfmri._kernels.values import join_notes, read_values
 
 __all__ = [
+    "NEGATIVE",
+    "Asked",
+    "ChannelStatistics",
+    "Floats",
+    "Form",
+    "Grid",
+    "Histogram",
+    "Lane",
+    "Numbers",
+    "Pieces",
+    "Product",
     "Reduction",
+    "Rows",
     "accelerator_name",
+    "bilinear_forms",
     "block_squares",
+    "can_read_forms",
+    "combine_moments",
+    "constant_grid",
     "count_grid",
+    "cuda",
+    "grid_exponent",
+    "heaviest",
+    "join_notes",
+    "linear_of",
+    "quantile_of",
+    "read_values",
+    "reduce_channels",
     "reduce_values",
+    "refine",
+    "upload",
     "use_accelerator",
+    "written_product",
 ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchfmri._kernels.cuda_plan import DTYPES, Plan
 from torchfmri._kernels.histogram import CODES
-from torchfmri._torch.private import compile_cuda
+from torchfmri._torch import compile_cuda
 
 THREADS = 1024
 UNROLL = 4

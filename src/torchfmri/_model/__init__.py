@@ -1,1 +1,66 @@
-"""Somebody's model: its names, and running it without leaving a trace."""
+"""The user's model: the names of its layers, and running it without leaving a trace.
+
+`patterns` and `layers` turn wildcards into names and modules (a wrapper's prefix is an entry of the
+table in `layers`). `attachment` is the off switch. `snapshot` and `generators` save what a pass may
+change and put it back. `forward_pass` and `backward_pass` run the user's data, `optimizer_steps`
+notices steps, `named_models` and `factory` load the model that a command names.
+"""
+
+from torchfmri._model.attachment import compiled_code_as_eager, switched_off
+from torchfmri._model.backward_pass import (
+    acts_on_gradients,
+    prepare_backward,
+    run_backward,
+    spared_grad,
+)
+from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
+from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
+from torchfmri._model.generators import RandomState, random_state
+from torchfmri._model.layers import (
+    Pattern,
+    find_layers,
+    leaf_layers,
+    named_layers,
+    runnable,
+    unwrap,
+)
+from torchfmri._model.named_models import CHOICES, NamedModel, load_model
+from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
+from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model.snapshot import copy_of_data, generators_restored, unchanged
+
+__all__ = [
+    "CHOICES",
+    "FORM",
+    "Concerns",
+    "Loss",
+    "NamedModel",
+    "OptimizerSteps",
+    "Pattern",
+    "RandomState",
+    "Subject",
+    "acts_on_gradients",
+    "arguments_for",
+    "check_optimizers",
+    "compiled_code_as_eager",
+    "copy_of_data",
+    "find_factory",
+    "find_layers",
+    "generators_restored",
+    "leaf_layers",
+    "load_model",
+    "load_subject",
+    "loss_of",
+    "match_names",
+    "named_layers",
+    "nearest_names",
+    "prepare_backward",
+    "random_state",
+    "run_backward",
+    "runnable",
+    "spared_grad",
+    "switched_off",
+    "thawed",
+    "unchanged",
+    "unwrap",
+]

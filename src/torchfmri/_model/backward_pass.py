@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._torch.private import has_post_accumulate_hooks
+from torchfmri._torch import has_post_accumulate_hooks
 from torchfmri.exceptions import InspectionError
 
 # The node that torch.utils.checkpoint(use_reentrant=True) leaves in the graph.

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from torchfmri._model.layers import runnable
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch import Hook, flatten
 from torchfmri.exceptions import InspectionError
 
 Loss: TypeAlias = "Callable[..., Tensor] | str | None"

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfmri._capture.padding import TokenMask
+from torchfmri._capture import TokenMask
 from torchfmri._kernels import cuda
-from torchfmri._records.history import Rows, Series
-from torchfmri._torch.deferred import Deferred
+from torchfmri._records import Rows, Series
+from torchfmri._torch import Deferred
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import (
     Statistics,

@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from torchfmri._records.history import Floats, History, Series, Step
+from torchfmri._records import Floats, History, Series, Step
 from torchfmri.statistics import Statistics, merge_statistics
 
 WHOLE, SHARD = "whole", "shard"

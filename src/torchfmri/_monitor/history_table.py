@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torchfmri._records.history import NO_STEPS, History, Step
-from torchfmri._text.table import Row, text_table
+from torchfmri._records import NO_STEPS, History, Step
+from torchfmri._text import Row, text_table
 
 
 def history_table(history: History, kinds: Mapping[str, str], model: str, position: int) -> str:

@@ -15,21 +15,24 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._diagnosis.live import LiveDiagnosis
-from torchfmri._diagnosis.structure import describe
-from torchfmri._incidents.aftermath import Subject
-from torchfmri._incidents.hold import Hold
-from torchfmri._incidents.incident import Incident
-from torchfmri._incidents.options import Incidents, check_action, check_incidents
-from torchfmri._model.attachment import switched_off
-from torchfmri._model.layers import Pattern, find_layers, leaf_layers, named_layers, unwrap
-from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
+from torchfmri._diagnosis import LiveDiagnosis, describe
+from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
+from torchfmri._model import (
+    Concerns,
+    OptimizerSteps,
+    Pattern,
+    check_optimizers,
+    find_layers,
+    leaf_layers,
+    named_layers,
+    switched_off,
+    unwrap,
+)
 from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
-from torchfmri._records.finding import Finding
-from torchfmri._records.history import History, Series, Step
+from torchfmri._records import Finding, History, Series, Step
 from torchfmri.exceptions import InspectionError, NonFiniteError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchfmri._capture.taps import Taps, Target
-from torchfmri._model.attachment import compiled_code_as_eager
+from torchfmri._capture import Taps, Target
+from torchfmri._model import compiled_code_as_eager
 from torchfmri._monitor.watched_step import Plan, StepSink
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch import Hook
 
 _EAGER = "watched steps ran eagerly: compiled code calls no hooks"
 

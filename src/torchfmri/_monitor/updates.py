@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchfmri._torch.private import differences, norms
+from torchfmri._torch import differences, norms
 
 SAMPLE = 16_384
 

@@ -13,15 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import Padding, TokenMask, masked_modules
-from torchfmri._capture.taps import CallKey, Short, Target
-from torchfmri._model.optimizer_steps import Concerns
+from torchfmri._capture import CallKey, Padding, Short, Target, TokenMask, masked_modules
+from torchfmri._model import Concerns
 from torchfmri._monitor.collector import Collector
 from torchfmri._monitor.updates import Moved, Updates, is_sampled, local_part
-from torchfmri._records.history import History, Series, Step
-from torchfmri._torch.deferred import Deferred
-from torchfmri._torch.elements import Element
-from torchfmri._torch.private import gradient_scale, gradient_scale_version
+from torchfmri._records import History, Series, Step
+from torchfmri._torch import Deferred, Element, gradient_scale, gradient_scale_version
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 

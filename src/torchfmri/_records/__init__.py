@@ -1,1 +1,51 @@
-"""What is left when the model is gone."""
+"""Results: what is left when the model is gone.
+
+An `Inspection` holds a `Record` per layer with its calls and values; a `History` holds statistics
+over training steps and writes them to files; a `Finding` says what is wrong, where and why. What
+can be watched at all, and which axis of a layer's output is its units, stands in `values`.
+"""
+
+from torchfmri._records.finding import PHASES, SEVERITIES, Finding, Phase, Severity
+from torchfmri._records.history import (
+    COLUMNS,
+    COUNTS,
+    NO_STEPS,
+    STORED,
+    UPDATES,
+    Floats,
+    History,
+    Rows,
+    Series,
+    Step,
+)
+from torchfmri._records.history_files import write_records
+from torchfmri._records.inspection import Inspection
+from torchfmri._records.record import Call, Record
+from torchfmri._records.values import BACKWARD_WHAT, GRADIENT_OF, PARAMETER_WHAT, Value, check_what
+
+__all__ = [
+    "BACKWARD_WHAT",
+    "COLUMNS",
+    "COUNTS",
+    "GRADIENT_OF",
+    "NO_STEPS",
+    "PARAMETER_WHAT",
+    "PHASES",
+    "SEVERITIES",
+    "STORED",
+    "UPDATES",
+    "Call",
+    "Finding",
+    "Floats",
+    "History",
+    "Inspection",
+    "Phase",
+    "Record",
+    "Rows",
+    "Series",
+    "Severity",
+    "Step",
+    "Value",
+    "check_what",
+    "write_records",
+]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model.patterns import nearest_names
+from torchfmri._model import nearest_names
 from torchfmri._records.history_files import write_records
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import Statistics

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchfmri._model.patterns import nearest_names
+from torchfmri._model import nearest_names
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import WHAT, check_what
-from torchfmri._text.table import Row, html_table, text_table
+from torchfmri._text import Row, html_table, text_table
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import Statistics
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchfmri._capture.padding import TokenMask
-from torchfmri._model.patterns import nearest_names
+from torchfmri._capture import TokenMask
+from torchfmri._model import nearest_names
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import (
     ChannelStatistics,

@@ -1,1 +1,39 @@
-"""Scans: a language model watched token by token, kept, read and drawn."""
+"""`scan`: a language model watched token by token, and the record that is left of it.
+
+`run` lets the model answer and measures it; `record` is one scanned sequence and what can be read
+from it; `store` keeps scans on disk; `pictures` makes tables, figures and the page. `scan_record`
+is the `Scan` that users hold. Something new to keep per sequence is a tensor in `store/packing.py`,
+written and read there.
+"""
+
+from torchfmri._scan.loading import load
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import ScannedSequence, Tokens
+from torchfmri._scan.run.dataset import DatasetScan, scan_rows
+from torchfmri._scan.run.dataset_rows import Row, rows_of
+from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
+from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.run.scan_options import ScanOptions, check_number
+from torchfmri._scan.run.scanner import Scanner
+from torchfmri._scan.run.stream import ScanStream
+from torchfmri._scan.scan_record import Scan
+
+__all__ = [
+    "Anatomy",
+    "DatasetScan",
+    "LiveToken",
+    "Row",
+    "Scan",
+    "ScanOptions",
+    "ScanStream",
+    "ScannedSequence",
+    "Scanner",
+    "Tokens",
+    "check_number",
+    "load",
+    "rows_of",
+    "scan",
+    "scan_dataset",
+    "scan_rows",
+    "stream",
+]

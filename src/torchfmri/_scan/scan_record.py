@@ -19,8 +19,7 @@ from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
 from torchfmri._scan.store.stored_sequences import StoredSequences
 from torchfmri._scan.store.variables import to_xarray
-from torchfmri._text.grid import Grid
-from torchfmri._text.rows import group_reasons, plural
+from torchfmri._text import Grid, group_reasons, plural
 from torchfmri.exceptions import InspectionError, ScanFormatError
 
 if TYPE_CHECKING:

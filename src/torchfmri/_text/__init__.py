@@ -1,1 +1,71 @@
-"""Tables and words for terminals and notebooks."""
+"""Tables, labels and words for terminals and notebooks.
+
+`table` and `html_table` show statistics, `grid` shows anything else in columns. `columns` fits
+columns into a terminal, `labels` shortens names, `rows`, `words` and `quantities` write numbers.
+`progress` is the bar on standard error.
+"""
+
+from torchfmri._text.columns import (
+    ASCII,
+    BLOCKS,
+    BOLD,
+    DIM,
+    RED,
+    WIDTH_OFF_TERMINAL,
+    Column,
+    encodable,
+    output_style,
+    paragraph,
+)
+from torchfmri._text.grid import Grid
+from torchfmri._text.labels import display_width, layer_label, printable, shorten, wrap
+from torchfmri._text.progress import Progress
+from torchfmri._text.quantities import bytes_text, change_text, flops_text, seconds_text
+from torchfmri._text.rows import (
+    describe_bad,
+    describe_state,
+    group_reasons,
+    number_text,
+    plural,
+    share_text,
+    star,
+)
+from torchfmri._text.table import Row, html_table, text_table
+from torchfmri._text.words import how_many, listed, percent
+
+__all__ = [
+    "ASCII",
+    "BLOCKS",
+    "BOLD",
+    "DIM",
+    "RED",
+    "WIDTH_OFF_TERMINAL",
+    "Column",
+    "Grid",
+    "Progress",
+    "Row",
+    "bytes_text",
+    "change_text",
+    "describe_bad",
+    "describe_state",
+    "display_width",
+    "encodable",
+    "flops_text",
+    "group_reasons",
+    "how_many",
+    "html_table",
+    "layer_label",
+    "listed",
+    "number_text",
+    "output_style",
+    "paragraph",
+    "percent",
+    "plural",
+    "printable",
+    "seconds_text",
+    "share_text",
+    "shorten",
+    "star",
+    "text_table",
+    "wrap",
+]

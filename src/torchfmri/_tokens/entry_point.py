@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import nn
 
-from torchfmri._model.layers import Pattern, named_layers
+from torchfmri._model import Pattern, named_layers
 from torchfmri._tokens.algebra.parameter import VOXEL
 from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri._tokens.calls.plan import find_parameters

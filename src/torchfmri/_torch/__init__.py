@@ -1,1 +1,79 @@
-"""What we ask of PyTorch itself."""
+"""PyTorch's own mechanisms: private symbols, hooks, graph edges, nested containers.
+
+Every private symbol of torch that we use stands in `private`, with a fallback; nothing else touches
+one. `hooks` is the object registered on modules, `elements` walks containers of tensors, `edges`
+finds where an input enters the graph, `backward_passes` numbers backward passes, and `deferred`
+fetches numbers from a GPU without waiting for it.
+"""
+
+from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
+from torchfmri._torch.deferred import Deferred
+from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
+from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_tensors
+from torchfmri._torch.hooks import Hook
+from torchfmri._torch.private import (
+    NO_BACKWARD,
+    DispatchMode,
+    HookSet,
+    OutputHooks,
+    calls_itself,
+    checkpointed_function,
+    compile_cuda,
+    current_backward,
+    current_node,
+    differences,
+    function_of,
+    gradient_bytes,
+    gradient_scale,
+    gradient_scale_version,
+    has_post_accumulate_hooks,
+    is_compiled_in_place,
+    is_transformed,
+    may_autocast,
+    node_sequence_number,
+    norms,
+    own_copy,
+    saved_tensor_errors,
+    saved_tensor_hooks,
+    sequence_number,
+)
+
+__all__ = [
+    "NO_BACKWARD",
+    "Backwards",
+    "Deferred",
+    "DispatchMode",
+    "Element",
+    "Hook",
+    "HookSet",
+    "InputEdge",
+    "OutputHooks",
+    "ViewGeometry",
+    "calls_itself",
+    "checkpointed_function",
+    "compile_cuda",
+    "consumers",
+    "current_backward",
+    "current_node",
+    "differences",
+    "flatten",
+    "flatten_arguments",
+    "function_of",
+    "gradient_bytes",
+    "gradient_scale",
+    "gradient_scale_version",
+    "has_post_accumulate_hooks",
+    "is_compiled_in_place",
+    "is_transformed",
+    "map_tensors",
+    "may_autocast",
+    "node_sequence_number",
+    "norms",
+    "own_copy",
+    "runs_checkpoint",
+    "runs_grad",
+    "saved_tensor_errors",
+    "saved_tensor_hooks",
+    "sequence_number",
+    "view_geometry",
+]

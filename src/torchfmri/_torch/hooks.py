@@ -21,6 +21,7 @@ class Hook:
         failed: Told of an exception in `act`, which would otherwise end the user's pass.
     """
 
+    __module__ = "torchfmri._hooks"  # in saved files, which outlive the file where this stands
     __slots__ = ("_act", "_failed", "_owner")
     __torch_unserializable__ = True  # tensors that carry it pickle without a warning
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torchfmri._model.backward_pass import run_backward
+from torchfmri._model import run_backward
 from torchfmri._verify.comparison import WRONG, Comparison, Judgement, explain
 from torchfmri._verify.directional import PRECISIONS, Precision, Scales, measure_slope
 from torchfmri._verify.random_directions import (

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch import Hook, flatten
 
 CALLS_KEPT = 3
 

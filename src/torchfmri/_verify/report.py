@@ -9,10 +9,18 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from torchfmri._text.columns import WIDTH_OFF_TERMINAL, Column, encodable, paragraph
-from torchfmri._text.grid import Grid
-from torchfmri._text.labels import layer_label
-from torchfmri._text.rows import group_reasons, number_text, plural, star
+from torchfmri._text import (
+    WIDTH_OFF_TERMINAL,
+    Column,
+    Grid,
+    encodable,
+    group_reasons,
+    layer_label,
+    number_text,
+    paragraph,
+    plural,
+    star,
+)
 from torchfmri._verify.comparison import RIGHT, UNDECIDED, WRONG
 
 EXPECTED = "expected"

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.snapshot import unchanged
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.private import NO_BACKWARD, current_backward
+from torchfmri._model import unchanged
+from torchfmri._torch import NO_BACKWARD, current_backward, flatten
 from torchfmri._verify.module_calls import ModuleCall, copy_with, tensors_within
 from torchfmri._verify.random_directions import SEED, seed_all
 

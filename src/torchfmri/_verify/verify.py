@@ -11,12 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.attachment import compiled_code_as_eager, switched_off
-from torchfmri._model.forward_pass import Loss, arguments_for, loss_of
-from torchfmri._model.layers import Pattern, find_layers, named_layers, runnable, unwrap
-from torchfmri._model.snapshot import copy_of_data, unchanged
-from torchfmri._text.progress import Progress
-from torchfmri._torch.elements import flatten
+from torchfmri._model import (
+    Loss,
+    Pattern,
+    arguments_for,
+    compiled_code_as_eager,
+    copy_of_data,
+    find_layers,
+    loss_of,
+    named_layers,
+    runnable,
+    switched_off,
+    unchanged,
+    unwrap,
+)
+from torchfmri._text import Progress
+from torchfmri._torch import flatten
 from torchfmri._verify.comparison import WRONG
 from torchfmri._verify.layer_verdict import LayerVerdict, Options, verify_call
 from torchfmri._verify.module_calls import CallLog, ModuleCall, copy_call, logged_calls

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from torchfmri._cost.advice_run import advise
-from torchfmri._cost.cost_run import cost
-from torchfmri._model.factory import FORM, load_subject
+from torchfmri._cost import advise, cost
+from torchfmri._model import FORM, load_subject
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]

@@ -7,10 +7,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from torchfmri._model.named_models import NamedModel, load_model
-from torchfmri._scan.run.scan_options import ScanOptions
-from torchfmri._scan.run.scanner import Scanner
-from torchfmri._scan.scan_record import Scan
+from torchfmri._model import NamedModel, load_model
+from torchfmri._scan import Scan, Scanner, ScanOptions
 from torchfmri.cli.scan import spoken, summary
 from torchfmri.exceptions import InspectionError
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from torchfmri._checkup.entry_point import diagnose
-from torchfmri._checkup.script import diagnose_script
-from torchfmri._diagnosis.report import Diagnosis
-from torchfmri._model.factory import FORM, find_factory
+from torchfmri._checkup import diagnose, diagnose_script
+from torchfmri._diagnosis import Diagnosis
+from torchfmri._model import FORM, find_factory
 from torchfmri.exceptions import InspectionError
 
 _PARTS = ("model", "batches", "loss", "optimizer", "step")

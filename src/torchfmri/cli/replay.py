@@ -7,8 +7,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from torchfmri._incidents.replay_run import replay
-from torchfmri._model.factory import FORM, load_subject
+from torchfmri._incidents import replay
+from torchfmri._model import FORM, load_subject
 from torchfmri.exceptions import InspectionError
 
 

@@ -7,11 +7,15 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from torchfmri.routing.experiment.grid_puzzles import GridPuzzles, write_puzzles
-from torchfmri.routing.experiment.many_runs import Experiment
-from torchfmri.routing.experiment.report import table, to_data
-from torchfmri.routing.experiment.training_run import RunPlan
-from torchfmri.routing.experiment.variants import VARIANTS
+from torchfmri.routing.experiment import (
+    VARIANTS,
+    Experiment,
+    GridPuzzles,
+    RunPlan,
+    table,
+    to_data,
+    write_puzzles,
+)
 
 MADE = "made"
 
@@ -92,7 +96,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     results = experiment.run()
     text = table(results).text()
     if not options.no_figures:
-        from torchfmri.routing.experiment.figures import write_figures
+        from torchfmri.routing.experiment import write_figures
 
         for path in write_figures(results, options.out):
             _say(f"wrote {path}")

@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 
-from torchfmri._model.layers import unwrap
-from torchfmri._model.named_models import CHOICES, load_model
-from torchfmri._scan.run.dataset import DatasetScan, scan_rows
-from torchfmri._scan.run.dataset_rows import Row, rows_of
-from torchfmri._scan.run.live_token import LiveToken
-from torchfmri._scan.run.scan_options import ScanOptions, check_number
-from torchfmri._scan.run.scanner import Scanner
-from torchfmri._scan.scan_record import Scan
-from torchfmri._text.progress import Progress
-from torchfmri._text.rows import plural
+from torchfmri._model import CHOICES, load_model, unwrap
+from torchfmri._scan import (
+    DatasetScan,
+    LiveToken,
+    Row,
+    Scan,
+    Scanner,
+    ScanOptions,
+    check_number,
+    rows_of,
+    scan_rows,
+)
+from torchfmri._text import Progress, plural
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]

@@ -6,8 +6,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from torchfmri._model.factory import FORM, load_subject
-from torchfmri._verify.verify import verify_gradients
+from torchfmri._model import FORM, load_subject
+from torchfmri._verify import verify_gradients
 from torchfmri.exceptions import InspectionError
 
 

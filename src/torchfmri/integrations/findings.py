@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from torchfmri._monitor.monitor import Monitor
+from torchfmri._monitor import Monitor
 from torchfmri.exceptions import FindingWarning
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from torchfmri._monitor.monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
+from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
 from torchfmri.exceptions import InspectionError, NonFiniteWarning
 from torchfmri.integrations.findings import first_nonfinite_step, warn_of_findings
 

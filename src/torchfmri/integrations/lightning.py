@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchfmri._monitor.monitor import Monitor, Writer, check_options, check_writer
+from torchfmri._monitor import Monitor, Writer, check_options, check_writer
 from torchfmri.integrations.findings import warn_of_findings
 
 try:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchfmri._records.history import UPDATES, Series, Step
+from torchfmri._records import UPDATES, Series, Step
 from torchfmri.statistics import Statistics
 
 FIELDS = ("rms", "mean", "std", "abs_max", "nan", "inf")

@@ -1,4 +1,10 @@
-"""Routing shaped by token gradients: SparseProtoLinear layers, and what trains them."""
+"""Routing shaped by token gradients: SparseProtoLinear layers, and what trains them.
+
+The layer, the block and a language model of them; `capture` and `signals` read every call,
+`goodness` says which units are good for which token, and `LearningDynamics` trains computation and
+routing as two streams. A new Goodness is a function in `goodness`. `experiment` compares them, and
+is not imported from here.
+"""
 
 from torchfmri.routing.block import MoIETransformerBlock, Prototypes
 from torchfmri.routing.goodness import agreement, harmony, helpfulness, worth, worth_over_tokens
@@ -16,7 +22,7 @@ from torchfmri.routing.scaling import jensen_shannon, mas
 from torchfmri.routing.signals import Signals
 from torchfmri.routing.sparse_proto_linear import Routing, SparseProtoLinear
 from torchfmri.routing.unit_rates import UnitRates
-from torchfmri.visualization.routing_plots import (
+from torchfmri.visualization import (
     plot_activation,
     plot_prototypes,
     plot_selectivity,
@@ -53,3 +59,8 @@ __all__ = [
     "worth",
     "worth_over_tokens",
 ]
+
+# As in `torchfmri`: a saved model names this package, not the file where its class is defined.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

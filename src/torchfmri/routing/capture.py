@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import Padding, masked_modules
-from torchfmri._capture.taps import CallKey, Taps, Target
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.elements import Element
+from torchfmri._capture import CallKey, Padding, Taps, Target, masked_modules
+from torchfmri._model import named_layers
+from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.signals import Factors
 from torchfmri.routing.sparse_proto_linear import SparseProtoLinear

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchfmri._capture.taps import CallKey
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.layers import unwrap
-from torchfmri._records.history import History
+from torchfmri._capture import CallKey
+from torchfmri._model import compiled_code_as_eager, unwrap
+from torchfmri._records import History
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.capture import Capture, Captured
 from torchfmri.routing.meta_loss import Divergence, MetaLoss

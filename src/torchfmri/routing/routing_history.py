@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfmri._capture.taps import CallKey
-from torchfmri._records.history import STORED, History, Rows, Series, Step
+from torchfmri._capture import CallKey
+from torchfmri._records import STORED, History, Rows, Series, Step
 from torchfmri.routing.signals import Signals
 from torchfmri.statistics import Statistics, calculate_statistics
 

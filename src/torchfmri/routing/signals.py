@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchfmri._capture.taps import CallKey
+from torchfmri._capture import CallKey
 from torchfmri.exceptions import InspectionError
 
 TOKEN, AGGREGATE = "token", "aggregate"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.taps import CallKey, Taps, Target
-from torchfmri._model.layers import named_layers
-from torchfmri._torch.elements import Element
+from torchfmri._capture import CallKey, Taps, Target
+from torchfmri._model import named_layers
+from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.sparse_proto_linear import SparseProtoLinear
 

@@ -1,1 +1,51 @@
-"""Pictures of what was captured; matplotlib is imported only when one is drawn."""
+"""Figures; matplotlib is imported only when one is drawn.
+
+`plots` draws inspections, `history_plots` histories, `diagnosis_plots` diagnoses, `routing_plots`
+routing: these four are public, and each `plot_*` returns the Axes it drew on. The files with an
+underscore draw what is given to them as arrays and know no model and no scan. A new plot is a
+`plot_*` function here, and a method of the result that it shows.
+"""
+
+from torchfmri.visualization import history_plots, plots
+from torchfmri.visualization._brain import Band, Brain, draw_brain
+from torchfmri.visualization._colour_scale import meaning, scale_colours, tops
+from torchfmri.visualization._figure import axes_or_new, escape, new_figure
+from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
+from torchfmri.visualization._scan_page import render
+from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
+from torchfmri.visualization.diagnosis_plots import plot_diagnosis
+from torchfmri.visualization.routing_plots import (
+    plot_activation,
+    plot_prototypes,
+    plot_selectivity,
+    plot_tradeoff,
+    save,
+)
+
+__all__ = [
+    "MOST_LINES",
+    "Band",
+    "Brain",
+    "Line",
+    "TokenTrack",
+    "axes_or_new",
+    "draw_brain",
+    "draw_lines",
+    "escape",
+    "history_plots",
+    "in_context",
+    "meaning",
+    "new_figure",
+    "plot_activation",
+    "plot_diagnosis",
+    "plot_prototypes",
+    "plot_selectivity",
+    "plot_tradeoff",
+    "plots",
+    "render",
+    "save",
+    "scale_colours",
+    "scale_wide",
+    "token_label",
+    "tops",
+]

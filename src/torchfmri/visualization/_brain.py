@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._text.labels import layer_label, shorten
+from torchfmri._text import layer_label, shorten
 from torchfmri.visualization._colour_scale import (
     ColourScale,
     pool_rows,

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchfmri._records.inspection import Inspection
-from torchfmri._records.record import Record
-from torchfmri._records.values import Value
-from torchfmri._text.labels import layer_label
+from torchfmri._records import Inspection, Record, Value
+from torchfmri._text import layer_label
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization._figure import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchfmri._records.inspection import Inspection
-from torchfmri._text.rows import plural
+from torchfmri._records import Inspection
+from torchfmri._text import plural
 from torchfmri.visualization._figure import (
     GREY,
     MEANING,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from torchfmri._records.inspection import Inspection
-from torchfmri._text.labels import layer_label
-from torchfmri._text.rows import plural
+from torchfmri._records import Inspection
+from torchfmri._text import layer_label, plural
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import MEANING, axes_or_new, escape
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._records.inspection import Inspection
-from torchfmri._text.labels import layer_label
-from torchfmri._text.rows import describe_bad, describe_state, number_text, share_text
+from torchfmri._records import Inspection
+from torchfmri._text import describe_bad, describe_state, layer_label, number_text, share_text
 from torchfmri.statistics import Statistics
 from torchfmri.visualization._figure import (
     BLUE,

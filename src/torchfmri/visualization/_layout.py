@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._model.patterns import match_names, nearest_names
-from torchfmri._records.inspection import Inspection
-from torchfmri._records.values import check_what
-from torchfmri._text.labels import layer_label, shorten
-from torchfmri._text.rows import describe_bad, describe_state, share_text, star
+from torchfmri._model import match_names, nearest_names
+from torchfmri._records import Inspection, check_what
+from torchfmri._text import describe_bad, describe_state, layer_label, share_text, shorten, star
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization._figure import ORANGE, escape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._text.labels import display_width, printable, shorten
+from torchfmri._text import display_width, printable, shorten
 from torchfmri.visualization._figure import BLUE, GREY, escape, ink
 from torchfmri.visualization._fonts import Fonts, fonts_for
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchfmri._records.history import NO_STEPS, History
-from torchfmri._text.labels import layer_label, shorten
+from torchfmri._records import NO_STEPS, History
+from torchfmri._text import layer_label, shorten
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import escape
 from torchfmri.visualization.history_plots import plot_history

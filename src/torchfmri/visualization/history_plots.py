@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfmri._model.patterns import match_names, nearest_names
-from torchfmri._records.history import COUNTS, NO_STEPS, UPDATES, Floats, History
-from torchfmri._text.labels import layer_label, shorten
-from torchfmri._text.rows import plural
+from torchfmri._model import match_names, nearest_names
+from torchfmri._records import COUNTS, NO_STEPS, UPDATES, Floats, History
+from torchfmri._text import layer_label, plural, shorten
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.visualization._figure import GREY, MEANING, axes_or_new, escape
 

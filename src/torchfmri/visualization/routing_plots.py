@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from torchfmri._records.history import Floats, History
+from torchfmri._records import Floats, History
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import BLUE, GREEN, GREY, ORANGE, axes_or_new, new_figure
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchfmri._scan.record.blocks import block_of, depth_of, kinds_of
-from torchfmri._text.rows import star
-from torchfmri.visualization._brain import Band
+from torchfmri._text import star
+from torchfmri.visualization import Band
 
 _FEW = 24
 """Up to so many layers are named one by one."""

@@ -14,13 +14,23 @@ from torchfmri._scan.record.blocks import depth_of, kinds_of, outline_of
 from torchfmri._scan.record.delta_sc import Doubles, log10, standardised
 from torchfmri._scan.record.reading import DELTA, Reading, voxel_name
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, Tokens
-from torchfmri._text.rows import plural, star
+from torchfmri._text import plural, star
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._brain import Band, Brain, draw_brain
-from torchfmri.visualization._colour_scale import meaning
-from torchfmri.visualization._figure import axes_or_new, escape, new_figure
-from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
-from torchfmri.visualization._token_track import TokenTrack, in_context
+from torchfmri.visualization import (
+    MOST_LINES,
+    Band,
+    Brain,
+    Line,
+    TokenTrack,
+    axes_or_new,
+    draw_brain,
+    draw_lines,
+    escape,
+    in_context,
+    meaning,
+    new_figure,
+    scale_wide,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

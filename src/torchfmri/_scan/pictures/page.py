@@ -11,11 +11,8 @@ from numpy.typing import NDArray
 
 from torchfmri._scan.record.blocks import kinds_of
 from torchfmri._scan.record.reading import Reading
-from torchfmri._text.labels import layer_label
-from torchfmri._text.rows import star
-from torchfmri.visualization._colour_scale import meaning, scale_colours, tops
-from torchfmri.visualization._scan_page import render
-from torchfmri.visualization._token_track import token_label
+from torchfmri._text import layer_label, star
+from torchfmri.visualization import meaning, render, scale_colours, token_label, tops
 
 
 def scan_page(reading: Reading, layers: str | Sequence[str]) -> str:

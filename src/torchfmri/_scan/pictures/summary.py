@@ -10,10 +10,17 @@ from numpy.typing import NDArray
 from torchfmri._scan.record.blocks import kinds_of
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence
-from torchfmri._text.columns import ASCII, BLOCKS, Column, output_style
-from torchfmri._text.grid import Grid
-from torchfmri._text.labels import layer_label, printable
-from torchfmri._text.rows import number_text, plural
+from torchfmri._text import (
+    ASCII,
+    BLOCKS,
+    Column,
+    Grid,
+    layer_label,
+    number_text,
+    output_style,
+    plural,
+    printable,
+)
 
 _TITLES = {
     "activation": "activation rms",

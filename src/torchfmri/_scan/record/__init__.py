@@ -1,1 +1,1 @@
-"""One scanned sequence, and what can be read from it."""
+"""One scanned sequence: its layers and voxels, its tokens, and what can be read from it."""

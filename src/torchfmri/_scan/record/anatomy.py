@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model.patterns import nearest_names
+from torchfmri._model import nearest_names
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 KINDS = ("units", "head", "expert")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchfmri._text.rows import star
+from torchfmri._text import star
 
 _FEW = 48
 """Up to so many layers are all shown; of more, those that stand for a block."""

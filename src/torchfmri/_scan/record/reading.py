@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model import match_names, nearest_names
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.blocks import inside_of, kinds_of
 from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers

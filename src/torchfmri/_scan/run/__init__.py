@@ -1,1 +1,1 @@
-"""Scanning: a language model generates under watch and is run once with gradients."""
+"""A run that makes a scan: prompt, generation, gradient passes, sequences."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.snapshot import generators_restored
+from torchfmri._model import compiled_code_as_eager, generators_restored
 from torchfmri._scan.run.batch_rows import BatchRow, Frame, cut_rows
 from torchfmri._scan.run.cached_pass import run_cached
 from torchfmri._scan.run.decoding import Decoding

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._capture.taps import Taps, Target
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.layers import unwrap
+from torchfmri._capture import Taps, Target
+from torchfmri._model import compiled_code_as_eager, unwrap
 from torchfmri._scan.run.gradient_pass import (
     Pass,
     PassSink,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.layers import unwrap
+from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.model_call import call_model, logits_of
 from torchfmri._scan.run.prompt import EncodedPrompt

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchfmri._model.layers import unwrap
+from torchfmri._model import unwrap
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions

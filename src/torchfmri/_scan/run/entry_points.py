@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchfmri._model.layers import Pattern
+from torchfmri._model import Pattern
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import rows_of
 from torchfmri._scan.run.decoding import Decode

@@ -13,17 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.taps import CallKey, Taps, Target
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.backward_pass import acts_on_gradients, run_backward, spared_grad
+from torchfmri._capture import CallKey, Taps, Target
+from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
 from torchfmri._scan.run.live import surprisal_and_entropy
 from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
 from torchfmri._scan.run.subject import ScannedLayer, Subject
-from torchfmri._tokens.algebra.parameter import ParameterInfo
-from torchfmri._tokens.calls.gradients import TokenGradients
-from torchfmri._torch.elements import Element
+from torchfmri._tokens import ParameterInfo, TokenGradients
+from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics, calculate_statistics
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._model.layers import unwrap
+from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import like_parameters, logits_of
 from torchfmri._scan.run.subject import ScannedLayer, Subject, first_tensor
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics, calculate_statistics
 

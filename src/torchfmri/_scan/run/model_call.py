@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.layers import unwrap
+from torchfmri._model import unwrap
 
 
 @lru_cache(maxsize=256)

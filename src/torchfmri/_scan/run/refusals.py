@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.layers import unwrap
+from torchfmri._model import unwrap
 from torchfmri._scan.run.live import fed_twice
 from torchfmri._scan.run.model_call import takes
 from torchfmri._scan.run.prompt import EncodedPrompt

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.losses.token_losses import token_losses
+from torchfmri._tokens import token_losses
 from torchfmri.exceptions import InspectionError
 
 IGNORED = -100

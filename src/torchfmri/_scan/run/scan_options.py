@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchfmri._model.layers import Pattern
+from torchfmri._model import Pattern
 from torchfmri._scan.run.scan_loss import OwnLoss
 from torchfmri.exceptions import InspectionError
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.attachment import switched_off
-from torchfmri._model.layers import find_layers, named_layers, runnable, unwrap
-from torchfmri._model.snapshot import unchanged
+from torchfmri._model import find_layers, named_layers, runnable, switched_off, unchanged, unwrap
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.batch_rows import BatchRow
 from torchfmri._scan.run.batch_run import BatchRun
@@ -36,7 +34,7 @@ from torchfmri._scan.run.scan_options import ScanOptions, check_number
 from torchfmri._scan.run.spelling import Speller
 from torchfmri._scan.run.subject import Subject, find_subject
 from torchfmri._scan.scan_record import Scan
-from torchfmri._text.rows import plural
+from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError
 
 

@@ -13,15 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.layers import Pattern, find_layers, named_layers, runnable, unwrap
-from torchfmri._model.snapshot import unchanged
+from torchfmri._model import (
+    Pattern,
+    compiled_code_as_eager,
+    find_layers,
+    named_layers,
+    runnable,
+    unchanged,
+    unwrap,
+)
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.model_call import call_model
 from torchfmri._scan.run.token_axis import Resolved, Shape, resolve
-from torchfmri._tokens.algebra.parameter import ParameterInfo, describe, head_size
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
+from torchfmri._tokens import ParameterInfo, describe, head_size
+from torchfmri._torch import Hook, flatten
 from torchfmri.exceptions import InspectionError
 
 _PROBES = ((2, 5), (2, 7))

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.taps import Taps, Target
-from torchfmri._model.attachment import compiled_code_as_eager
+from torchfmri._capture import Taps, Target
+from torchfmri._model import compiled_code_as_eager
 from torchfmri._scan.run.gradient_pass import (
     Pass,
     PassSink,
@@ -28,9 +28,7 @@ from torchfmri._scan.run.measurements import Measurements, voxel_norms
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import ScannedLayer, Subject
-from torchfmri._tokens.algebra.parameter import ParameterInfo
-from torchfmri._tokens.algebra.precision import without_autocast
-from torchfmri._tokens.calls.checks import Checks, alike_of
+from torchfmri._tokens import Checks, ParameterInfo, alike_of, without_autocast
 from torchfmri.exceptions import InspectionError
 
 

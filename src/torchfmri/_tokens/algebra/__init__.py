@@ -1,1 +1,1 @@
-"""The algebra of per-token parameter gradients, which are never formed."""
+"""The algebra of token gradients: factors, their norms and products, and the results."""

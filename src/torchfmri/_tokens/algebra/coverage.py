@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchfmri._model.patterns import nearest_names
+from torchfmri._model import nearest_names
 from torchfmri.exceptions import LayerNotFoundError
 
 

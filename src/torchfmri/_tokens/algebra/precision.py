@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torchfmri._torch.private import may_autocast
+from torchfmri._torch import may_autocast
 
 P = ParamSpec("P")
 T = TypeVar("T")

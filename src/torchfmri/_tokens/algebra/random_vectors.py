@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from torchfmri._kernels.rows import Form
+from torchfmri._kernels import Form
 from torchfmri._tokens.algebra.parameter import ParameterInfo
 
 OUTPUT, INPUT = 0, 1

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfmri._kernels.cuda_plan import upload
-from torchfmri._kernels.rows import Numbers
+from torchfmri._kernels import Numbers, upload
 
 
 class Kind(NamedTuple):

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model import match_names, nearest_names
 from torchfmri._tokens.algebra.factors import mirrored
 from torchfmri._tokens.algebra.gradient import TokenGradient
 from torchfmri._tokens.algebra.grams import summed_gram

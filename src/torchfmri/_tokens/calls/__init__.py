@@ -1,1 +1,1 @@
-"""The calls of a model, watched: one backward pass, every token."""
+"""The calls of a model, watched during the user's own passes (`per="position"`)."""

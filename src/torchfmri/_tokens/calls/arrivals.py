@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._kernels.cuda_rows import heaviest
+from torchfmri._kernels import heaviest
 from torchfmri._tokens.algebra.precision import without_autocast
 from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.calls.account import Account
@@ -23,9 +23,7 @@ from torchfmri._tokens.calls.owners import Owners, Parts
 from torchfmri._tokens.calls.passes import Passes
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.record import Axis, Part, Record, Watched
-from torchfmri._torch.elements import flatten_arguments
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import NO_BACKWARD, current_backward, may_autocast
+from torchfmri._torch import NO_BACKWARD, Hook, current_backward, flatten_arguments, may_autocast
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 _LESS = "Select fewer parameters, keep norms alone (keep='norms'), or allow more (max_bytes=...)."

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchfmri._torch.elements import flatten, flatten_arguments
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch import Hook, flatten, flatten_arguments
 
 _FAR, _EVERYTHING = 64, 1 << 16  # how many nodes back the addition is looked for
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._capture.padding import Padding
-from torchfmri._capture.taps import CallKey, Short, Target
+from torchfmri._capture import CallKey, Padding, Short, Target
 from torchfmri._tokens.calls.account import Account
 from torchfmri._tokens.calls.arrivals import Arrivals, is_cast
 from torchfmri._tokens.calls.checks import Checks
@@ -25,12 +24,14 @@ from torchfmri._tokens.calls.plans import Plan
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.record import Record, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall
-from torchfmri._torch.backward_passes import runs_checkpoint
-from torchfmri._torch.elements import Element, flatten, flatten_arguments
-from torchfmri._torch.private import (
+from torchfmri._torch import (
     NO_BACKWARD,
+    Element,
     current_backward,
+    flatten,
+    flatten_arguments,
     may_autocast,
+    runs_checkpoint,
     saved_tensor_hooks,
 )
 from torchfmri.exceptions import UnsupportedLayerError

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfmri._kernels.rows import Form, bilinear_forms, can_read_forms
+from torchfmri._kernels import Form, bilinear_forms, can_read_forms
 from torchfmri._tokens.algebra.parameter import ParameterInfo
 from torchfmri._tokens.algebra.precision import without_autocast
 from torchfmri._tokens.algebra.random_vectors import RandomVectors, block
-from torchfmri._torch.backward_passes import runs_grad
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import (
+from torchfmri._torch import (
     NO_BACKWARD,
+    Hook,
     HookSet,
     current_backward,
     has_post_accumulate_hooks,
+    runs_grad,
 )
 
 _NO_GRAD = "it left no .grad to compare with (autograd.grad on a GPU, or it was taken away)"

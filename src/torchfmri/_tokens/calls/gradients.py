@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import Padding
-from torchfmri._capture.taps import Taps
-from torchfmri._model.attachment import compiled_code_as_eager, switched_off
-from torchfmri._model.layers import Pattern
-from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._capture import Padding, Taps
+from torchfmri._model import (
+    Pattern,
+    compiled_code_as_eager,
+    match_names,
+    nearest_names,
+    switched_off,
+)
 from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.algebra.gradient import TokenGradient
 from torchfmri._tokens.algebra.parameter import VOXEL
@@ -27,8 +30,7 @@ from torchfmri._tokens.calls.capture import Capture, target_of
 from torchfmri._tokens.calls.plans import plan_of
 from torchfmri._tokens.calls.runs import Masks, joined
 from torchfmri._tokens.rules.record import Axis
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import HookSet
+from torchfmri._torch import Hook, HookSet
 from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._kernels.rows import Asked, Lane, Numbers, Rows
+from torchfmri._kernels import Asked, Lane, Numbers, Rows
 from torchfmri._tokens.algebra import factors
 from torchfmri._tokens.algebra.factors import Term
 from torchfmri._tokens.algebra.random_vectors import INPUT, OUTPUT

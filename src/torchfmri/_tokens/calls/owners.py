@@ -14,15 +14,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import Padding
+from torchfmri._capture import Padding
 from torchfmri._tokens.algebra.factors import device_of, dtype_of, probe
 from torchfmri._tokens.calls.account import Account
 from torchfmri._tokens.calls.passes import Passes
 from torchfmri._tokens.rules.record import Axis, Part, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall, RunState
-from torchfmri._torch.backward_passes import runs_checkpoint
-from torchfmri._torch.elements import flatten_arguments
-from torchfmri._torch.private import NO_BACKWARD, current_backward
+from torchfmri._torch import NO_BACKWARD, current_backward, flatten_arguments, runs_checkpoint
 from torchfmri.exceptions import UnsupportedLayerError
 
 _Modules: TypeAlias = dict[int, dict[str, str]]

@@ -14,13 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import TokenMask
+from torchfmri._capture import TokenMask
 from torchfmri._tokens.calls.broadcasts import Broadcasts
 from torchfmri._tokens.rules.axes import model_grid
 from torchfmri._tokens.rules.record import Pass, Record, Watched
-from torchfmri._torch.elements import flatten
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import NO_BACKWARD, HookSet, calls_itself, current_backward
+from torchfmri._torch import NO_BACKWARD, Hook, HookSet, calls_itself, current_backward, flatten
 
 
 class Passes:

@@ -13,8 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from torchfmri._model.layers import Pattern, find_layers
-from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model import Pattern, find_layers, match_names, nearest_names
 from torchfmri._tokens.algebra.parameter import ParameterInfo, describe
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.record import Watched

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchfmri._capture.padding import masked_modules
-from torchfmri._model.layers import Pattern, named_layers, unwrap
+from torchfmri._capture import masked_modules
+from torchfmri._model import Pattern, named_layers, unwrap
 from torchfmri._tokens.algebra.parameter import ParameterInfo, head_size
 from torchfmri._tokens.calls.account import homes_of
 from torchfmri._tokens.calls.checks import alike_of

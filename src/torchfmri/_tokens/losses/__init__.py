@@ -1,1 +1,1 @@
-"""The gradient of every token's own loss."""
+"""The gradient of each token's own loss (`per="token_loss"`)."""

@@ -11,10 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchfmri._model.attachment import compiled_code_as_eager
-from torchfmri._model.layers import named_layers
-from torchfmri._model.patterns import nearest_names
-from torchfmri._model.snapshot import unchanged
+from torchfmri._model import compiled_code_as_eager, named_layers, nearest_names, unchanged
 from torchfmri._tokens.losses.gradient import check_direction
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 

@@ -9,9 +9,13 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model.attachment import compiled_code_as_eager, switched_off
-from torchfmri._model.layers import named_layers
-from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model import (
+    compiled_code_as_eager,
+    match_names,
+    named_layers,
+    nearest_names,
+    switched_off,
+)
 from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.losses.gradient import TokenLossGradient, check_direction
 from torchfmri._tokens.losses.loss_pass import UNUSED, LossPass, Wanted

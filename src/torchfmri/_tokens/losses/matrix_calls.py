@@ -17,8 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchfmri._tokens.algebra.block import SharedFactors
 from torchfmri._tokens.algebra.factors import Index
-from torchfmri._torch.hooks import Hook
-from torchfmri._torch.private import NO_BACKWARD, current_backward, is_transformed
+from torchfmri._torch import NO_BACKWARD, Hook, current_backward, is_transformed
 
 
 @dataclass(frozen=True, slots=True)

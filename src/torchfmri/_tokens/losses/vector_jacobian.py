@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from torchfmri._torch.private import gradient_bytes
+from torchfmri._torch import gradient_bytes
 from torchfmri.exceptions import InspectionError
 
 Place: TypeAlias = "Tensor | GradientEdge"

@@ -1,1 +1,1 @@
-"""From one call of a layer to the terms of its parameters."""
+"""From one call of a layer to the factors of its parameters, by a rule or by tracking."""

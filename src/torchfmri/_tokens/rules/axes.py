@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from torchfmri._torch.elements import flatten_arguments
+from torchfmri._torch import flatten_arguments
 
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "hidden_states", "attention_mask")
 

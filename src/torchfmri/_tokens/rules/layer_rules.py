@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._kernels.rows import Product, written_product
+from torchfmri._kernels import Product, written_product
 from torchfmri._tokens.algebra.factors import Index, Term
 from torchfmri._tokens.rules.axes import Grid
 from torchfmri.exceptions import InspectionError

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture.padding import TokenMask
+from torchfmri._capture import TokenMask
 from torchfmri._tokens.algebra.factors import Term
 from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.axes import Grid, features_last, features_second
 from torchfmri._tokens.rules.layer_rules import Rule
-from torchfmri._torch.private import NO_BACKWARD, may_autocast
+from torchfmri._torch import NO_BACKWARD, may_autocast
 from torchfmri.exceptions import InspectionError
 
 

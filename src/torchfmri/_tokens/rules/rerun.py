@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
-from torchfmri._capture.padding import TokenMask
+from torchfmri._capture import TokenMask
 from torchfmri._tokens.algebra.factors import Term, squares, total
 from torchfmri._tokens.rules.axes import features_last
 from torchfmri._tokens.rules.positions import position_terms
@@ -29,8 +29,7 @@ from torchfmri._tokens.rules.record import Axis, Part, sums_to
 from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_terms
 from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
 from torchfmri._tokens.rules.uses import NotUnderstoodError, scattered, term_of
-from torchfmri._torch.elements import flatten, map_tensors
-from torchfmri._torch.private import may_autocast, node_sequence_number
+from torchfmri._torch import flatten, map_tensors, may_autocast, node_sequence_number
 from torchfmri.exceptions import UnsupportedLayerError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchfmri._torch.elements import map_tensors
-from torchfmri._torch.private import DispatchMode
+from torchfmri._torch import DispatchMode, map_tensors
 
 
 @dataclass(frozen=True, slots=True)

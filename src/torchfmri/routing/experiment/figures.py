@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchfmri.routing.experiment.report import by_variant, value_of
 from torchfmri.routing.prototype_map import PrototypeMap
 from torchfmri.routing.routing_history import history_from_data
-from torchfmri.visualization.routing_plots import (
+from torchfmri.visualization import (
     plot_activation,
     plot_prototypes,
     plot_selectivity,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchfmri._text.progress import Progress
+from torchfmri._text import Progress
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun
 from torchfmri.routing.experiment.variants import VARIANTS

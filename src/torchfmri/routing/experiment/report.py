@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchfmri._text.columns import Column
-from torchfmri._text.grid import Grid
+from torchfmri._text import Column, Grid
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.experiment.variants import VARIANTS
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._records.history import History
+from torchfmri._records import History
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.experiment.grid_puzzles import GridPuzzles
 from torchfmri.routing.experiment.tasks import IGNORED, SequenceTasks, Tasks

@@ -18,18 +18,24 @@ export MPLBACKEND := Agg
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs wheel bench clean
+.PHONY: help setup demo test test-slow check lint types layers docs wheel bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup: $(STAMPS)/dev ## create .venv with everything for development
 
 demo: $(STAMPS)/demo ## scan a real language model while it answers: a table, a picture, a page
 	$(BIN)/python -m torchfmri demo
 
-test: $(STAMPS)/dev ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+# make test OPTIONS="tests/_scan --random-order-seed=1"    for one room, or in another order
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+
+test: $(STAMPS)/dev ## run the fast tests, some minutes: of every subject the cases that tell most
+	$(PYTEST) -m "not slow" $(OPTIONS)
+
+test-slow: $(STAMPS)/dev ## run the other tests: long runs, real models, all cases
+	$(PYTEST) -m slow $(OPTIONS)
 
 check: lint types layers docs wheel ## everything but the tests: lint, types, layers, docs, wheel
 
@@ -73,4 +79,5 @@ $(STAMPS)/dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(STAMPS)/benchmarks: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e ".[benchmarks]"
+	$(INSTALL) --no-deps backpack-for-pytorch
 	@mkdir -p $(STAMPS) && touch $@

@@ -1,5 +1,7 @@
 """What holds for all tests: no network, figures without a screen, and the same random numbers."""
 
+import gc
+import math
 import os
 import random
 from collections.abc import Generator, Iterator
@@ -38,6 +40,22 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)  # before anything shuffles the tests or selects by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `one_in(n)` leaves to the slow tier: all but every n-th case, drawn."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, several in cases.items():
+        mark = several[0].get_closest_marker("one_in")
+        assert mark is not None
+        kept = random.Random(test).sample(several, math.ceil(len(several) / mark.args[0]))
+        for item in several:
+            if item not in kept:
+                item.add_marker("slow")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
@@ -72,3 +90,10 @@ def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         from torchfmri._tokens.calls import arrivals
 
         monkeypatch.setattr(arrivals, "most_waiting", lambda *_: (most, 1 << 60))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_frozen() -> None:
+    """Keep what is imported out of garbage collections, which many tests ask for: 0.5 s each."""
+    gc.collect()
+    gc.freeze()

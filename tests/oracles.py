@@ -34,7 +34,7 @@ TOLERANCE = {
 }
 
 
-# The same traps on an accelerator: TORCHFMRI_TEST_DEVICE=cuda pytest tests/test_gradients.py
+# The same traps on an accelerator: TORCHFMRI_TEST_DEVICE=cuda pytest tests/_capture
 DEVICE = torch.device(os.environ.get("TORCHFMRI_TEST_DEVICE", "cpu"))
 if DEVICE.type != "cpu":
     torch.set_default_device(DEVICE)

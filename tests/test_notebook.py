@@ -41,6 +41,7 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, 
     return notebook, outputs
 
 
+@pytest.mark.slow
 def test_inspecting_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook, outputs = run("inspect.ipynb", tmp_path, monkeypatch)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
@@ -55,6 +56,7 @@ def test_inspecting_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.slow
 def test_scanning_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook, outputs = run("scan.ipynb", tmp_path, monkeypatch)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]

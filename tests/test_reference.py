@@ -137,6 +137,7 @@ def test_attention_is_that_of_autograd(version: str, name: str, causal: bool) ->
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["one head", "groups", "more keys than queries", "a wider value"])
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.one_in(4)
 def test_attention_passes_gradcheck_twice(version: str, name: str, causal: bool) -> None:
     inputs = query_key_value(name)
 
@@ -180,6 +181,7 @@ def padding_mask() -> Tensor:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.one_in(4)
 def test_queries_that_may_see_nothing(version: str, added: bool, causal: bool) -> None:
     mask = padding_mask()
     nothing = ~mask.any(-1)

@@ -11,8 +11,19 @@ from torchfmri.cli.commands import (
     FOUND,
     INTERRUPTED,
     Command,
+    Result,
     build_parser,
     main,
 )
 
-__all__ = ["CLEAN", "COMMANDS", "FAILED", "FOUND", "INTERRUPTED", "Command", "build_parser", "main"]
+__all__ = [
+    "CLEAN",
+    "COMMANDS",
+    "FAILED",
+    "FOUND",
+    "INTERRUPTED",
+    "Command",
+    "Result",
+    "build_parser",
+    "main",
+]

@@ -1,0 +1,163 @@
+"""Writers that are killed at any moment, and disks that are full: what was committed stays."""
+
+import errno
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stored_scans import ANATOMY, META, assert_same_sequence, make_sequence, write_scan
+
+from torchfmri import load
+from torchfmri._scan.store.writer import ScanWriter
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+KILLS = 50
+
+
+def write_for_ever(path: Path, report: int, seed: int) -> None:
+    """Resume a scan and add sequences; say which are committed, once they are."""
+    pieces = random.Random(seed)
+    options = {"segment_bytes": pieces.choice([1, 3_000, 20_000]), "commit_seconds": 1e9}
+    with ScanWriter(path, ANATOMY, META, rank=seed % 2, **options) as writer:
+        pending: list[str] = []
+        for number in range(1_000_000):
+            name = f"sequence {number}"
+            if name in writer.names:
+                continue
+            writer.append(make_sequence(name, number % 7))
+            pending.append(name)
+            if not writer._pending:  # the append has committed
+                os.write(report, "".join(json.dumps(each) + "\n" for each in pending).encode())
+                pending = []
+
+
+def run_and_kill(path: Path, seed: int, seconds: float, *, after_commit: bool) -> list[str]:
+    """The sequences that a writer said were committed before it was killed.
+
+    It is killed so many seconds after its start, or after its first commit.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            write_for_ever(path, writing, seed)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    if after_commit:
+        select.select([reading], [], [], 20)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the writer ended by itself"
+    with os.fdopen(reading, "rb") as report:
+        return [json.loads(line) for line in report.read().splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.slow
+def test_kills_lose_nothing_that_was_committed(tmp_path: Path) -> None:
+    path = tmp_path / "x.fmri"
+    moments = random.Random(7)
+    committed: list[str] = []
+    left_behind = 0
+    for kill in range(KILLS):
+        # Some before the folder exists or while it is opened, most while segments are written.
+        after_commit = kill % 3 > 0
+        seconds = moments.uniform(0, 0.02 if after_commit else 0.06)
+        committed += run_and_kill(path, kill, seconds, after_commit=after_commit)
+        if not (path / "meta.json").exists():
+            assert committed == []
+            continue
+        scan = load(path)  # without repair
+        assert scan.problems == ()
+        assert len(set(scan.names)) == len(scan.names)
+        assert set(committed) <= set(scan.names)
+        named = {place.segment.name for place in scan._sequences._places}
+        left_behind += bool({each.name for each in path.glob("segment*")} - named)
+    assert len(committed) >= KILLS // 2
+    assert left_behind > 0  # some kills did fall between a segment and its mark
+    assert len(set(committed)) == len(committed)  # none was scanned a second time
+    for sequence in load(path):
+        number = int(sequence.name.split()[1])
+        assert_same_sequence(sequence, make_sequence(sequence.name, number % 7))
+    for rank in (0, 1):
+        ScanWriter(path, ANATOMY, META, rank=rank).close()  # resuming clears up
+    named = {place.segment.name for place in load(path)._sequences._places}
+    assert {each.name for each in path.glob("segment*")} == named
+
+
+def test_a_torn_line_was_never_committed(tmp_path: Path) -> None:
+    """A line of the manifest cut off at every byte: readable, and resumed without a trace."""
+    write_scan(tmp_path / "x.fmri", ["a", "b"], segment_bytes=1)
+    manifest = tmp_path / "x.fmri" / "manifest-rank000.jsonl"
+    whole = manifest.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        manifest.write_bytes(whole[:end])
+        scan = load(tmp_path / "x.fmri")
+        complete = end == len(whole) - 1  # all but the end of the line: the checksum is there
+        assert scan.names == (("a", "b") if complete else ("a",))
+        assert scan.problems == ()
+    for end in (first + 10, len(whole) - 1):
+        manifest.write_bytes(whole[:end])
+        copy = shutil.copytree(tmp_path / "x.fmri", tmp_path / f"{end}.fmri")
+        write_scan(copy, ["c"])
+        scan = load(copy)
+        assert scan.names == (("a", "b", "c") if end == len(whole) - 1 else ("a", "c"))
+        assert scan.problems == ()
+        assert len(list(scan)) == len(list(copy.glob("segment*"))) == len(scan)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a megabyte."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(where)]
+    try:
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("needs the right to mount a file system")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    path = small_disk / "x.fmri"
+    done: list[str] = []
+
+    def fill() -> None:
+        with ScanWriter(path, ANATOMY, META, commit_seconds=0) as writer:
+            for number in range(10_000):
+                writer.append(make_sequence(f"s{number}", 20))
+                done.append(f"s{number}")
+
+    with pytest.raises(OSError, match="Those committed before are intact") as caught:
+        fill()
+    assert caught.value.errno == errno.ENOSPC
+    assert len(done) > 10
+    scan = load(path)
+    assert (scan.names, scan.problems) == (tuple(done), ())
+    for sequence in scan:
+        assert_same_sequence(sequence, make_sequence(sequence.name, 20))
+    with pytest.raises(OSError, match="No space left"):
+        scan.save(small_disk / "copy.fmri")
+    assert [each.name for each in small_disk.iterdir()] == ["x.fmri"]
+
+
+def test_a_killed_process_lets_go_of_its_lock(tmp_path: Path) -> None:
+    run_and_kill(tmp_path / "x.fmri", 0, 0, after_commit=True)
+    write_scan(tmp_path / "x.fmri", ["after"])
+    assert "after" in load(tmp_path / "x.fmri").names

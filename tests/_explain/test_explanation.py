@@ -416,15 +416,10 @@ def assert_explained(case: Case) -> None:
     assert explanation.why
     assert not [fact for fact in explanation.facts if "Reading more failed" in fact]
     assert explanation.source is not None
-    assert explanation.source.file == __file__
+    assert Path(explanation.source.file).parent == Path(__file__).parent
     assert explanation.source.code
     assert max(map(len, explanation.text().splitlines())) <= 100
     assert "{" not in explanation.what + "".join(explanation.cure[1:])
-
-
-def test_every_failure_of_the_table_is_provoked() -> None:
-    provoked = {case.kind for case in (*CASES.values(), DISTRIBUTED)}
-    assert {failure.kind for failure in FAILURES} == (provoked | FAKED) - {"hook_raised"}
 
 
 WORDINGS = {

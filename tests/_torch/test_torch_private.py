@@ -259,6 +259,26 @@ def test_saved_tensors_without_the_symbols() -> None:
     assert private.saved_tensor_errors(Node()) == {"result": ""}
 
 
+def test_number_of_saved_tensors() -> None:
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            a, b = ctx.saved_tensors
+            return g * b, g * a
+
+    y = Pair.apply(torch.ones(1, requires_grad=True), torch.ones(1))
+    node = y.grad_fn
+    assert private.saved_count(node) == 2
+    y.backward()
+    assert private.saved_count(node) is None, "freed"
+    assert private.saved_count(object()) is None
+
+
 def test_function_of_a_node() -> None:
     x = torch.ones(1, requires_grad=True)
     assert private.function_of(Twice.apply(x).grad_fn) is Twice

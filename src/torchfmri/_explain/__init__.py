@@ -1,8 +1,8 @@
 """`explain`: an exception of PyTorch with its layer, line, reason and cure.
 
 `crash` reads the traceback, `failed_backward` the graph, `*_clues` the tensors. A failure that can
-be explained is an entry (pattern, what, why, cure) of `forward_failures` or `backward_failures`,
-with a row in `docs/errors.md`.
+be explained is an entry (pattern, what, why, cure) of a table in `*_failures`, with a row in
+`docs/errors.md`.
 """
 
 from torchfmri._explain.crash import SourceLine, Step

@@ -5,9 +5,11 @@ Each function takes a `Crash` and the match of a failure's pattern. What is a gu
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torchfmri._explain.failed_backward import (
 )
 from torchfmri._explain.failure import Clues
 from torchfmri._text import layer_label
-from torchfmri._torch import checkpointed_function, function_of
+from torchfmri._torch import checkpointed_function, function_of, saved_count
 
 
 def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
@@ -57,6 +59,53 @@ def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
         at = f" ({Path(line.file).name}:{line.number}: {line.code})" if line else ""
         facts.append(f"Probably the next operation, {operation_name(after[0])}, was in place{at}.")
     return Clues(tuple(facts), cure, place.layer, place.near, forward_line(node))
+
+
+def takes_saved_tensors(crash: Crash, _: re.Match[str]) -> bool:
+    """Whether the failing instruction takes `ctx.saved_tensors` apart.
+
+    It is read from the byte code, which is there without the source too. Of a message alone, the
+    words must say it.
+    """
+    if not crash.steps:
+        return "saved_tensors" in crash.message
+    last = crash.steps[-1]
+    if _failing_function(crash) is None or last.of_torch:
+        return False
+    done = [
+        each for each in dis.get_instructions(last.frame.f_code) if each.offset <= last.instruction
+    ]
+    names = {"saved_tensors"} | {
+        after.argval
+        for before, after in pairwise(done)
+        if before.argval == "saved_tensors" and after.opname.startswith("STORE_")
+    }
+    taken = done[-1].opname.startswith(("UNPACK", "BINARY"))  # a, b = ...; ...[2]
+    return taken and any(each.argval in names for each in done[-3:-1])
+
+
+def in_function(crash: Crash, _: re.Match[str]) -> bool:
+    """Whether the backward of a custom Function was running (or nothing is known about it)."""
+    return not crash.steps or _failing_function(crash) is not None
+
+
+def by_saved_tensors(crash: Crash, match: re.Match[str]) -> Clues:
+    """How many tensors were kept and asked for, by which Function, in which layer."""
+    node = _failing_function(crash)
+    if node is None:
+        return Clues()
+    cls, kept = function_of(node), saved_count(node)
+    wanted = match.groupdict().get("wanted")
+    asked = f", and backward takes {wanted}" if wanted else ""
+    facts = []
+    if kept is not None:
+        facts.append(f"{cls.__name__}.forward kept {kept} tensors{asked}.")
+    facts.append(
+        f"{cls.__name__}.forward is at {inspect.getsourcefile(cls.forward)}:"
+        f"{_first_line(cls.forward)}."
+    )
+    place = place_of(crash, node)
+    return Clues(tuple(facts), (), place.layer, place.near, forward_line(node))
 
 
 def by_function(crash: Crash, match: re.Match[str]) -> Clues:
@@ -128,6 +177,12 @@ def by_unused(crash: Crash, match: re.Match[str]) -> Clues:
         return Clues()
     more = ", ..." if len(names) > 5 else ""
     return Clues((f"Without a gradient: {', '.join(names[:5])}{more}.",), layer=unused[0][0])
+
+
+def _failing_function(crash: Crash) -> Any:
+    """The node of the custom Function whose backward was running, or None."""
+    node = crash.local("self", "apply")
+    return node if function_of(node) is not None else None
 
 
 def _is_told(tensor: Tensor, match: re.Match[str]) -> bool:

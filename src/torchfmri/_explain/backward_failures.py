@@ -9,6 +9,40 @@ from torchfmri._explain.failure import Failure
 
 BACKWARD_FAILURES = (
     Failure(
+        "saved_tensors",
+        r"values to unpack \(expected (?P<wanted>\d+)(?:, got (?P<got>\d+))?\)"
+        r"|tuple index out of range|saved_tensors mismatch",
+        "The backward of a custom autograd.Function asks ctx.saved_tensors for other tensors than "
+        "its forward kept.",
+        "ctx.saved_tensors holds what forward gave to ctx.save_for_backward: as many tensors, in "
+        "the same order. A second call of save_for_backward replaces the first.",
+        (
+            "Take out as many as were kept, in the same order: the names in both lines agree.",
+            "Keep what backward needs in one call: ctx.save_for_backward(x, weight, bias).",
+            "Numbers, shapes and flags are kept as attributes: ctx.scale = scale.",
+        ),
+        when=clues.takes_saved_tensors,
+        clues=clues.by_saved_tensors,
+    ),
+    Failure(
+        "saved_tensors",
+        r"save_for_backward can only save variables, but argument (?P<index>\d+) is of type "
+        r"(?P<got>\w+)",
+        "ctx.save_for_backward was given a {got} as its argument {index}, and keeps tensors only.",
+        "It watches the tensors it keeps for changes in place; other values need no watching.",
+        ("Keep it as an attribute instead: ctx.scale = scale, and read ctx.scale in backward.",),
+    ),
+    Failure(
+        "saved_tensors",
+        r"'(?P<function>\w+)Backward' object has no attribute '(?P<name>\w+)'",
+        "The backward of {function} reads ctx.{name}, which its forward did not set.",
+        "ctx is the same object in forward and backward: what backward reads as an attribute, "
+        "forward must have set. Tensors go through save_for_backward and saved_tensors.",
+        ("Set it in forward: ctx.{name} = ...", "A tensor: ctx.save_for_backward(tensor)."),
+        when=clues.in_function,
+        clues=clues.by_saved_tensors,
+    ),
+    Failure(
         "modified_in_place",
         r"modified by an inplace operation: \[(?P<type>[\w.]+) (?P<shape>\[[^\]]*\])\]"
         r"(?:, which is output \d+ of (?P<operation>\w+))?,? is at version (?P<now>\d+); "

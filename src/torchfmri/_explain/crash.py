@@ -201,13 +201,17 @@ class Crash:
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors that the innermost module was called with, by name or number."""
+        given = self.arguments().items()
+        return {name: each for name, each in given if isinstance(each, Tensor)}
+
+    def arguments(self) -> dict[str, Any]:
+        """What the innermost module was called with, by name or number."""
         for step in reversed(self.steps):
             called = step.file.endswith(_MODULE_FILE) and step.function == "_call_impl"
             if called and unwrap(step.frame.f_locals["self"]) is self.module:
                 given = step.frame.f_locals
                 values = {str(i): each for i, each in enumerate(given.get("args", ()))}
-                values.update(given.get("kwargs", {}))
-                return {name: each for name, each in values.items() if isinstance(each, Tensor)}
+                return {**values, **given.get("kwargs", {})}
         return {}
 
     def local(self, name: str, function: str = "") -> Any:
@@ -243,16 +247,21 @@ class Crash:
         inside = [i for i, step in enumerate(self.steps) if step.file.endswith(_ENGINE_FILES)]
         return inside[-1] if inside else None
 
-    def _find_model(self) -> nn.Module | None:
-        """The outermost module that was running, or the only model among the user's variables."""
-        running = [module for module in map(_module_of, self.steps) if module is not None]
-        known = [
+    @property
+    def known_modules(self) -> list[nn.Module]:
+        """The modules among the variables of the user's code."""
+        return [
             value
             for step in self.steps
             if step.of_user
             for value in _variables(step.frame)
             if _is_module(value)
         ]
+
+    def _find_model(self) -> nn.Module | None:
+        """The outermost module that was running, or the only model among the user's variables."""
+        running = [module for module in map(_module_of, self.steps) if module is not None]
+        known = self.known_modules
         if running:
             around = [each for each in known if any(sub is running[0] for sub in each.modules())]
             return max([*around, running[0]], key=lambda each: len(list(each.modules())))

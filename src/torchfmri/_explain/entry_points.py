@@ -15,14 +15,22 @@ from torchfmri._explain.crash import Crash, SourceLine, describe
 from torchfmri._explain.explanation import Explanation, short_path
 from torchfmri._explain.failed_backward import reached
 from torchfmri._explain.failure import Clues, Failure
-from torchfmri._explain.failures import find_failure
+from torchfmri._explain.failures import FAILURES, find_failure
 from torchfmri._model import switched_off
 from torchfmri.exceptions import ExplainedError, InspectionError, explained_error
 
 _MOST_TENSORS = 4
+_PYTHONS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
+_CLASSES = {cls.__name__: cls for cls in (*_PYTHONS, *(each.error for each in FAILURES)) if cls}
+_RAISED = re.compile(
+    r"^(?:\w+\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)): (?P<message>.*)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def explain(exception: BaseException | None = None, model: nn.Module | None = None) -> Explanation:
+def explain(
+    exception: BaseException | str | None = None, model: nn.Module | None = None
+) -> Explanation:
     """The explanation of an exception.
 
     Nothing has to be prepared: everything is read from the traceback, whose frames keep their
@@ -30,12 +38,14 @@ def explain(exception: BaseException | None = None, model: nn.Module | None = No
 
     Args:
         exception: What was raised; by default the last one that nobody caught (in a notebook or an
-            interactive session).
+            interactive session). The text of a message, as copied from a log, is explained too,
+            without layer and line.
         model: The model whose layer names are wanted; by default the outermost module that was
             running, or the only model among the variables of the failing code.
 
     Raises:
-        InspectionError: There is no exception to explain, or `model` is not a module.
+        InspectionError: There is no exception to explain, a text is no message that is known, or
+            `model` is not a module.
     """
     if exception is None:
         exception = getattr(sys, "last_value", None)
@@ -44,12 +54,14 @@ def explain(exception: BaseException | None = None, model: nn.Module | None = No
                 "There is no exception to explain: nothing was raised in this session without "
                 "being caught. Pass the one you caught: torchfmri.explain(error)."
             )
-    if not isinstance(exception, BaseException):
+    if not isinstance(exception, BaseException | str):
         raise InspectionError(
             f"explain takes an exception, not {exception!r}. Catch it with "
             "`except Exception as error:` and pass error."
         )
     _check_model(model)
+    if isinstance(exception, str):
+        return _explain_text(exception)
     if isinstance(exception, ExplainedError):
         return exception.explanation  # type: ignore[no-any-return]
     crash = Crash(exception, model)
@@ -62,6 +74,22 @@ def explain(exception: BaseException | None = None, model: nn.Module | None = No
         if (found := find_failure(deeper)) is not None:
             crash = deeper
     return _write(crash, *found) if found is not None else _write_unknown(crash)
+
+
+def _explain_text(text: str) -> Explanation:
+    """The explanation of a message, or of a whole traceback that ends with it."""
+    *_, last = [None, *_RAISED.finditer(text)]
+    # The words of a class that is neither Python's nor PyTorch's are not PyTorch's either.
+    cls = RuntimeError if last is None else _CLASSES.get(last["name"])
+    if cls is not None:
+        crash = Crash(cls((text if last is None else last["message"]).strip()))
+        found = find_failure(crash)
+        if found is not None:
+            return _write(crash, *found)
+    raise InspectionError(
+        f"explain takes an exception, not {text!r}, which is no message that it knows. Catch it "
+        "with `except Exception as error:` and pass error, to see at least layer and line."
+    )
 
 
 def explained(

@@ -9,6 +9,12 @@ from typing import NamedTuple
 
 from torchfmri._explain.crash import Crash, SourceLine
 
+SIZES = (
+    r"(?:size of tensor a|expanded size of the tensor) \((?P<first>\d+)\) must match the "
+    r"(?:size of tensor b|existing size) \((?P<second>\d+)\)"
+)
+"""Words about two sizes that do not agree, which several failures share."""
+
 
 class Clues(NamedTuple):
     """What was read about one failure.

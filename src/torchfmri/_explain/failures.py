@@ -1,9 +1,8 @@
 """The table of failures that can be explained.
 
-To add one: an entry of `BACKWARD_FAILURES` or `FORWARD_FAILURES`, and a test that makes the real
-failure happen. Patterns are matched loosely, because the wording changes between versions; named
-groups fill the texts. The first entry that matches counts, so the special ones stand before the
-general ones.
+To add one: an entry of one of the tables below, and a test that makes the real failure happen.
+Patterns are matched loosely, because the wording changes between versions; named groups fill the
+texts. The first entry that matches counts, so the special ones stand before the general ones.
 """
 
 from __future__ import annotations
@@ -14,8 +13,17 @@ from torchfmri._explain.backward_failures import BACKWARD_FAILURES
 from torchfmri._explain.crash import Crash
 from torchfmri._explain.failure import Failure
 from torchfmri._explain.forward_failures import FORWARD_FAILURES
+from torchfmri._explain.layer_failures import LAYER_FAILURES
+from torchfmri._explain.setup_failures import SETUP_FAILURES
+from torchfmri._explain.target_failures import TARGET_FAILURES
 
-FAILURES: tuple[Failure, ...] = (*BACKWARD_FAILURES, *FORWARD_FAILURES)
+FAILURES: tuple[Failure, ...] = (
+    *BACKWARD_FAILURES,
+    *SETUP_FAILURES,
+    *LAYER_FAILURES,
+    *TARGET_FAILURES,
+    *FORWARD_FAILURES,
+)
 
 
 def find_failure(crash: Crash) -> tuple[Failure, re.Match[str]] | None:

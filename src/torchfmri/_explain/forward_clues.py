@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchfmri._explain.crash import Crash
 from torchfmri._explain.failure import Clues
@@ -18,23 +16,6 @@ from torchfmri._explain.failure import Clues
 _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _ALIASES = {"long int": "long", "unsigned char": "byte", "float16": "half", "float64": "double"}
 _KEY = re.compile(r'"([^"]+)"')
-
-
-def with_doubled_cache(crash: Crash, match: re.Match[str]) -> bool:
-    """Whether sizes N and 2N met while a cache of keys and values was in use."""
-    small, large = sorted((int(match["first"]), int(match["second"])))
-    return large == 2 * small and small > 0 and _uses_cache(crash)
-
-
-def in_embedding(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether it happened while an embedding was looked up (or nothing is known about it)."""
-    functions = ("embedding", "embedding_bag")
-    return not crash.steps or any(crash.local("weight", each) is not None for each in functions)
-
-
-def in_loss(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether it happened in a loss of torch.nn.functional (or nothing is known about it)."""
-    return not crash.steps or isinstance(crash.local("target"), Tensor)
 
 
 def by_matrix(crash: Crash, match: re.Match[str]) -> Clues:
@@ -64,34 +45,12 @@ def by_channels(crash: Crash, match: re.Match[str]) -> Clues:
     return Clues()
 
 
-def by_indices(crash: Crash, _: re.Match[str]) -> Clues:
-    """The range of the indices against the size of the table."""
-    table, indices = crash.local("weight", "embedding"), crash.local("input", "embedding")
-    facts = f"The table has {len(table)} rows" if isinstance(table, Tensor) else ""
-    span = _span(indices)
-    if not facts or span is None:
+def by_joined_sizes(crash: Crash, match: re.Match[str]) -> Clues:
+    """What usually makes two sizes differ by one."""
+    if abs(int(match["first"]) - int(match["second"])) != 1:
         return Clues()
-    return Clues(
-        (f"{facts} (0 to {len(table) - 1}); the indices run from {span[0]} to {span[1]}.",)
-    )
-
-
-def by_target(crash: Crash, _: re.Match[str]) -> Clues:
-    """The range of the target against the number of classes."""
-    scores, target = crash.local("input", "cross_entropy"), crash.local("target", "cross_entropy")
-    if not isinstance(scores, Tensor) or not isinstance(target, Tensor) or scores.dim() < 1:
-        return Clues()
-    classes = scores.shape[1 if scores.dim() > 1 else 0]
-    span = _span(target)
-    if span is None:
-        return Clues((f"There are {classes} classes.",))
-    told = f"There are {classes} classes (0 to {classes - 1}); the target runs from {span[0]} to"
-    cure: tuple[str, ...] = ()
-    if span == (1, classes):
-        cure = ("Probably the labels start at 1: pass target - 1.",)
-    elif span[0] < 0:
-        cure = (f"Say which label stands for nothing: ignore_index={span[0]}.",)
-    return Clues((f"{told} {span[1]}.",), cure)
+    told = "They differ by one: probably an odd size was halved by a stride and doubled again."
+    return Clues((told,))
 
 
 def by_keys(crash: Crash, _: re.Match[str]) -> Clues:
@@ -137,15 +96,6 @@ def by_memory(crash: Crash, match: re.Match[str]) -> Clues:
     return Clues(tuple(facts))
 
 
-def _uses_cache(crash: Crash) -> bool:
-    return any(
-        ("past" in name or "cache" in name) and value is not None and not isinstance(value, int)
-        for step in crash.steps
-        for name, value in list(step.frame.f_locals.items())
-        if not step.of_torch
-    )
-
-
 def _prefix_cure(missing: list[str], unexpected: list[str]) -> tuple[str, ...]:
     """How to rename the keys, where all of them differ by the same prefix."""
     for long, short, verb in ((unexpected, missing, "removeprefix"), (missing, unexpected, "add")):
@@ -164,15 +114,6 @@ def _prefix_cure(missing: list[str], unexpected: list[str]) -> tuple[str, ...]:
 def _keys(message: str, word: str) -> list[str]:
     found = re.search(rf"{word} key\(s\) in state_dict: ([^\n]*)", message)
     return _KEY.findall(found[1]) if found else []
-
-
-def _span(values: Any) -> tuple[int, int] | None:
-    """Least and greatest value, of a tensor of whole numbers that can be read without waiting."""
-    if not isinstance(values, Tensor) or values.device.type != "cpu" or not values.numel():
-        return None
-    if values.is_floating_point() or values.dtype == torch.bool:
-        return None
-    return int(values.min()), int(values.max())
 
 
 def _size_text(asked: str) -> str:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 
 from torchfmri._explain import forward_clues as clues
-from torchfmri._explain.failure import Failure
+from torchfmri._explain.failure import SIZES, Failure
 
-_SIZES = (
-    r"(?:size of tensor a|expanded size of the tensor) \((?P<first>\d+)\) must match the "
-    r"(?:size of tensor b|existing size) \((?P<second>\d+)\)"
-)
 _TYPES = (
     r"(?:must have|have|to be of|of) the same d?type,? but got:? (?:query\.dtype: )?(?P<a>[\w:]+)"
     r"(?: and | != | key\.dtype: )(?P<b>[\w:]+)"
@@ -64,22 +60,6 @@ FORWARD_FAILURES = (
     ),
     # --- shapes --------------------------------------------------------------------------------
     Failure(
-        "doubled_cache",
-        _SIZES,
-        "Attention met sizes {first} and {second}, one twice the other, while a cache of keys and "
-        "values was in use: the signature of the same sequence fed twice into one cache.",
-        "A cache already holds the keys and values of the positions that went through the model. "
-        "Feeding these again appends them a second time: keys are twice as many as the mask or "
-        "the queries expect. Without an explicit mask the same mistake gives no error but wrong "
-        "numbers.",
-        (
-            "Feed only the new token: ids[:, -1:], with the cache of those before it.",
-            "Or take a new cache for a pass over the whole sequence (past_key_values=None).",
-            "To step back one position: cache.crop(-1).",
-        ),
-        when=clues.with_doubled_cache,
-    ),
-    Failure(
         "matrix_shape",
         r"shapes cannot be multiplied \((?P<rows>\d+)x(?P<got>\d+) and (?P<wanted>\d+)x"
         r"|same reduction dim, but got \[(?P<r>\d+), (?P<g>\d+)\] X \[(?P<w>\d+)",
@@ -123,10 +103,11 @@ FORWARD_FAILURES = (
     Failure(
         "features",
         r"must be equal to input_size\. Expected (?P<wanted>\d+), got (?P<got>\d+)"
-        r"|expecting embedding dimension of (?P<w>\d+), but got (?P<g>\d+)",
-        "A layer for {wanted}{w} features got {got}{g}.",
+        r"|expecting embedding dimension of (?P<w>\d+), but got (?P<g>\d+)"
+        r"|inconsistent input_size: got (?P<g2>\d+),? expected (?P<w2>\d+)",
+        "A layer for {wanted}{w}{w2} features got {got}{g}{g2}.",
         "A recurrent or attention layer takes its features in the last dimension.",
-        ("Bring the input to {wanted}{w} features, or make the layer for {got}{g}.",),
+        ("Bring the input to {wanted}{w}{w2} features, or make the layer for {got}{g}{g2}.",),
     ),
     Failure(
         "too_small",
@@ -139,19 +120,64 @@ FORWARD_FAILURES = (
     Failure(
         "dimensions",
         r"Expected (?P<wanted>\dD .{0,60}) input to (?P<name>\w+), but got input of size: "
-        r"(?P<got>\[[^\]]*\])",
-        "{name} takes a {wanted} input and got one of size {got}.",
-        "The batch or the channel dimension is missing.",
-        ("Add it: x.unsqueeze(0) for the batch, x.unsqueeze(1) for one channel.",),
+        r"(?P<got>\[[^\]]*\])"
+        r"|(?P<n>\w+): Expected input to be (?P<w>\dD or \dD), got (?P<g>\dD) instead",
+        "{name}{n} takes a {wanted}{w} input and got {got}{g}.",
+        "The batch or the channel dimension is missing, or there is one too many.",
+        (
+            "Add it: x.unsqueeze(0) for the batch, x.unsqueeze(1) for one channel.",
+            "Or merge two: x.flatten(1, 2).",
+        ),
     ),
     Failure(
         "sizes",
-        _SIZES + r"|Sizes of tensors must match except in dimension"
-        r"|expected size for first two dimensions of batch2",
+        SIZES,
         "Two tensors whose sizes must agree do not.",
         "Element-wise operations need equal sizes or 1 (broadcasting counts from the last "
         "dimension); a residual connection, a mask or a positional embedding often differs.",
         ("Print both shapes on the line above.",),
+    ),
+    Failure(
+        "sizes",
+        r"Expected size for first two dimensions of batch2 tensor to be: (?P<wanted>\[[^\]]*\]) "
+        r"but got: (?P<got>\[[^\]]*\])",
+        "A batched matrix product got a right-hand side whose first two sizes are {got} instead of "
+        "{wanted}.",
+        "torch.bmm multiplies (b, n, m) by (b, m, p): the batch and the inner size m must agree.",
+        ("Print both shapes; a transpose(1, 2) of one side is often missing, or one too many.",),
+    ),
+    Failure(
+        "sizes",
+        r"Sizes of tensors must match except in dimension (?P<along>\d+)\. Expected size "
+        r"(?P<first>\d+) but got size (?P<second>\d+) for tensor number (?P<number>\d+)",
+        "torch.cat joins along dimension {along}, but in another dimension the first tensor has "
+        "size {first} and tensor number {number} of the list has {second}.",
+        "Tensors that are joined may differ only in the dimension along which they are joined.",
+        (
+            "To join where the sizes differ, name that dimension: torch.cat(tensors, dim=...).",
+            "Else make them equal first: crop the larger one, or pad the smaller one.",
+        ),
+        clues=clues.by_joined_sizes,
+    ),
+    Failure(
+        "sizes",
+        r"Tensors must have same number of dimensions: got (?P<first>\d+) and (?P<second>\d+)",
+        "torch.cat got tensors with {first} and {second} dimensions.",
+        "Tensors that are joined have the same number of dimensions, and equal sizes in all but "
+        "the one along which they are joined.",
+        ("Add the missing dimension: x.unsqueeze(dim).",),
+    ),
+    Failure(
+        "sizes",
+        r"stack expects each tensor to be equal size, but got (?P<first>\[[^\]]*\]) at entry "
+        r"(?P<i>\d+) and (?P<second>\[[^\]]*\]) at entry (?P<j>\d+)",
+        "torch.stack got a tensor of size {first} at entry {i} and one of size {second} at entry "
+        "{j}.",
+        "torch.stack puts tensors of one and the same shape along a new dimension.",
+        (
+            "Sequences: torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).",
+            "To join along a dimension that exists: torch.cat(tensors, dim=...).",
+        ),
     ),
     Failure(
         "view_shape",
@@ -161,62 +187,6 @@ FORWARD_FAILURES = (
         "Either the number of elements differs (a batch size written into the code?), or the "
         "memory is not contiguous after a transpose.",
         ("Use -1 for the batch: x.view(-1, ...).", "After a transpose: x.reshape(...)."),
-    ),
-    # --- indices and targets -------------------------------------------------------------------
-    Failure(
-        "index_out_of_range",
-        r"index out of range in self|Index \d+ of input takes value (?P<value>-?\d+)",
-        "An embedding was asked for a row that it does not have.",
-        "Token ids beyond num_embeddings (tokenizer and model do not belong together, tokens were "
-        "added), a negative padding id, or positions longer than the position table.",
-        (
-            "Check ids.min() >= 0 and ids.max() < num_embeddings.",
-            "Tokens were added: model.resize_token_embeddings(len(tokenizer)).",
-            "Positions: shorten the sequence.",
-        ),
-        when=clues.in_embedding,
-        clues=clues.by_indices,
-    ),
-    Failure(
-        "target_out_of_range",
-        r"Target (?P<target>-?\d+) is out of bounds",
-        "The target holds class {target}, which the scores do not have.",
-        "Classes are counted from 0 to the number of scores - 1. Labels that start at 1, an "
-        "unknown label coded as -1, or a last layer with too few outputs.",
-        ("Check target.min() and target.max() against the last layer's out_features.",),
-        when=clues.in_loss,
-        clues=clues.by_target,
-    ),
-    Failure(
-        "target_dtype",
-        r"expected target dtype to be Long|expected scalar type Long but found"
-        r"|Expected floating point type for target|not implemented for 'Int'",
-        "The target of a classification loss has the wrong dtype.",
-        "cross_entropy takes class numbers as int64 of shape (b,), or probabilities as floats in "
-        "the shape of the scores.",
-        ("Class numbers: target.long().", "Probabilities or one-hot: target.float()."),
-        when=clues.in_loss,
-        clues=clues.by_target,
-    ),
-    Failure(
-        "target_shape",
-        r"Expected target size \[|multi-target not supported|Expected input batch_size \("
-        r"|Target size \(.*must be the same as input size|0D or 1D target tensor expected",
-        "The target of a loss has another shape than its scores ask for.",
-        "cross_entropy takes scores (b, classes, ...) and a target (b, ...): classes are "
-        "dimension 1, for sequences too. The binary losses take two equal shapes.",
-        (
-            "Sequences: cross_entropy(scores.flatten(0, 1), target.flatten()).",
-            "A trailing 1: target.squeeze(-1), or scores.squeeze(-1).",
-        ),
-    ),
-    Failure(
-        "index_dtype",
-        r"'indices' to have one of the following scalar types: Long, Int; but got (?P<got>\S+)",
-        "An embedding was given {got} instead of whole numbers.",
-        "An embedding looks up rows by number. Ids turned into floats on the way (a collate "
-        "function, .float(), NumPy), or the input goes to the wrong layer.",
-        ("Pass ids.long().",),
     ),
     # --- types and devices ---------------------------------------------------------------------
     Failure(

@@ -340,6 +340,18 @@ def saved_tensor_errors(node: Any) -> dict[str, str]:
     return errors
 
 
+def saved_count(node: Any) -> int | None:
+    """How many tensors a custom Function gave to `save_for_backward`; None where it is not known.
+
+    They are counted only, not unpacked.
+    """
+    try:
+        saved = getattr(node, "_raw_saved_tensors", None)
+    except RuntimeError:  # freed by a backward pass
+        return None
+    return None if saved is None else len(saved)
+
+
 def gradient_bytes(node: Any) -> int:
     """How large the largest gradient is that arrives at an autograd node, in bytes.
 

@@ -95,6 +95,38 @@ def test_linear_computes_only_what_is_asked_for(wanted: int) -> None:
     assert [each is not None for each in returned] == [k == wanted for k in range(3)]
 
 
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weight_of_textbooks_is_taken(shape: tuple[int, ...], bias: bool) -> None:
+    inputs = tensors(shape, (3, 5), *([(5,)] if bias else []))
+    assert_equal_to_autograd(LinearFunction.apply, lambda x, w, b=0.0: (x @ w) + b, inputs)
+    assert gradcheck(LinearFunction.apply, inputs)
+
+
+@pytest.mark.parametrize("layout", ["oi", "io"])
+def test_square_weight_is_what_the_layout_says(layout: str) -> None:
+    x, weight, bias = tensors((4, 3), (3, 3), (3,))
+    right = x @ (weight.T if layout == "oi" else weight) + bias
+    assert (LinearFunction.apply(x, weight, bias, layout) - right).abs().max() < EXACT
+
+
+def test_square_weight_is_never_taken_silently() -> None:
+    x, weight, bias = tensors((4, 3), (3, 3), (3,))
+    with pytest.warns(UserWarning, match=r"\(3, 3\) is square: it is taken as \(out, in\)") as seen:
+        y = LinearFunction.apply(x, weight, bias)
+    assert seen[0].filename == __file__, "the warning is about the user's line"
+    assert torch.equal(y, linear(x, weight, bias)), "as before, and as nn.Linear"
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3,), (1, 3, 3)])
+def test_weight_that_fits_neither_way_is_refused(shape: tuple[int, ...]) -> None:
+    x, weight = tensors((4, 3), shape)
+    with pytest.raises(
+        ValueError, match=r"\(out, 3\) as in nn\.Linear, or \(3, out\) as in x W \+ b"
+    ):
+        LinearFunction.apply(x, weight)
+
+
 # -- attention -------------------------------------------------------------------------------
 
 SHAPES = {
@@ -288,6 +320,49 @@ def test_light_attention_makes_nothing_of_that_size_meanwhile() -> None:
         largest[name] = max(sizes)
     assert largest["light"] == length * 128
     assert largest["kept"] == length * length
+
+
+# -- as the functions are called by themselves -----------------------------------------------
+
+
+@pytest.mark.parametrize("function", [AttentionFunction, LightAttentionFunction])
+def test_one_head_needs_no_axis(function: type[Function]) -> None:
+    inputs = tensors((2, 3, 4), (2, 5, 4), (2, 5, 6))
+    assert_equal_to_autograd(
+        function.apply, lambda *each: F.scaled_dot_product_attention(*each), inputs
+    )
+    assert gradcheck(function.apply, inputs, eps=1e-6)
+    assert gradgradcheck(function.apply, inputs)
+    output, kept = function.apply(*inputs, None, False, 1.0)
+    assert output.shape == (2, 3, 6)
+    assert kept.shape[:2] == (2, 3)
+
+
+def test_gradcheck_as_users_write_it() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        Q, K, V = (torch.randn(2, 3, 64, requires_grad=True) for _ in range(3))  # noqa: N806
+        assert gradcheck(AttentionFunction.apply, (Q, K, V), eps=1e-6)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("function", [AttentionFunction, LightAttentionFunction])
+@pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5), (2, 1, 5)])
+def test_masks_of_one_head(function: type[Function], shape: tuple[int, ...]) -> None:
+    inputs = tensors((2, 5, 4), (2, 5, 4), (2, 5, 4))
+    may_look = numbers(*shape, seed=7) > 0
+    may_look[..., 0] = True
+    output = function.apply(*inputs, may_look)[0]
+    right = F.scaled_dot_product_attention(*inputs, attn_mask=may_look)
+    assert (output - right).abs().max() < EXACT
+
+
+def test_mixed_dimensions_are_refused() -> None:
+    query, key, value = tensors((2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4))
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\), \(2, 1, 3, 4\), .* for one head"):
+        AttentionFunction.apply(query, key, value)
 
 
 # -- the tests can fail ----------------------------------------------------------------------

@@ -13,8 +13,9 @@ position, t key position, d width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,16 +34,44 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class LinearFunction(Function):
-    """y = x Wᵀ + b, with `apply(x, weight, bias)`.
+    """y = x Wᵀ + b, with `apply(x, weight, bias, layout)`.
 
-    x is (..., i), weight (o, i) as in `nn.Linear`, bias (o,) or None.
+    x is (..., i), weight (o, i) as in `nn.Linear`, bias (o,) or None. A weight (i, o), as in
+    y = x W + b of textbooks, is taken too: where i and o differ, the shapes tell which of the two
+    is meant. A square weight is taken as (o, i), with a warning unless `layout` says which it is.
 
     Example:
         >>> x, weight, bias = (torch.randn(*shape) for shape in [(5, 3), (2, 3), (2,)])
         >>> y = LinearFunction.apply(x, weight, bias)
         >>> torch.allclose(y, torch.nn.functional.linear(x, weight, bias), atol=1e-6)
         True
+        >>> torch.allclose(LinearFunction.apply(x, weight.T, bias), y)
+        True
     """
+
+    @classmethod
+    def apply(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        layout: Literal["oi", "io"] | None = None,
+    ) -> Tensor:
+        """The output, (..., o).
+
+        Args:
+            x: (..., i).
+            weight: (o, i) or (i, o).
+            bias: (o,).
+            layout: Which of the two the weight is: "oi" or "io"; by default told by the shapes.
+
+        Raises:
+            ValueError: The shapes do not fit together in either layout.
+        """
+        if (layout or _layout_of(x, weight)) == "io":
+            weight = weight.T
+        result: Tensor = super().apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return result
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,9 +99,14 @@ class AttentionFunction(Function):
     """Scaled dot-product attention, with `apply(query, key, value, mask, causal, scale)`.
 
     It returns the output (b, heads, s, d) and the weights (b, heads, s, t), and keeps the weights:
-    their size grows with the square of the length. See `attention` for the arguments.
+    their size grows with the square of the length. `apply(query, key, value)` alone returns the
+    output only. See `attention` for the arguments.
 
     Example:
+        >>> from torch.autograd import gradcheck
+        >>> inputs = torch.randn(3, 2, 3, 8, dtype=torch.float64, requires_grad=True).unbind()
+        >>> gradcheck(AttentionFunction.apply, inputs, eps=1e-6)
+        True
         >>> query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=torch.float64)
         >>> output, weights = AttentionFunction.apply(query, key, value, None, True, 8**-0.5)
         >>> output.shape, weights.shape
@@ -80,6 +114,11 @@ class AttentionFunction(Function):
         >>> torch.allclose(weights.sum(-1), torch.ones(4, dtype=torch.float64))
         True
     """
+
+    @classmethod
+    def apply(cls, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Any:
+        """The output; with `mask` and what follows it, the output and the weights."""
+        return _apply(super().apply, (query, key, value), arguments, (None, False, None))
 
     @staticmethod
     def forward(
@@ -137,6 +176,12 @@ class LightAttentionFunction(Function):
         >>> torch.allclose(light, output)
         True
     """
+
+    @classmethod
+    def apply(cls, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Any:
+        """The output; with `mask` and what follows it, the output and the logsumexp."""
+        defaults = (None, False, None, 128)
+        return _apply(super().apply, (query, key, value), arguments, defaults)
 
     @staticmethod
     def forward(
@@ -201,8 +246,7 @@ class LightAttentionFunction(Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`LinearFunction` as a function: x (..., i), weight (o, i), bias (o,) to (..., o)."""
-    result: Tensor = LinearFunction.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return result
+    return LinearFunction.apply(x, weight, bias, "oi")
 
 
 def attention(
@@ -217,7 +261,7 @@ def attention(
     """`AttentionFunction` as a function, like `scaled_dot_product_attention` without dropout.
 
     Args:
-        query: (b, heads, s, d).
+        query: (b, heads, s, d), or (b, s, d) for one head.
         key: (b, groups, t, d); `heads` is a multiple of `groups` (grouped-query attention).
         value: (b, groups, t, width); the output is (b, heads, s, width).
         mask: Broadcasts to (b, heads, s, t): added to the scores (and differentiated), or boolean,
@@ -225,9 +269,7 @@ def attention(
         causal: Query s sees keys 0 to s only; beside a mask, both hold.
         scale: Of the scores; 1/√d by default.
     """
-    arguments = _normalised(query, key, mask, causal, scale)
-    apply = AttentionFunction.apply
-    result: Tensor = apply(query, key, value, *arguments)[0]  # type: ignore[no-untyped-call]
+    result: Tensor = AttentionFunction.apply(query, key, value, mask, causal, scale)[0]
     return result
 
 
@@ -244,7 +286,7 @@ def light_attention(
     """`LightAttentionFunction` as a function: `attention` that keeps nothing of size s x t.
 
     Args:
-        query: (b, heads, s, d).
+        query: (b, heads, s, d), or (b, s, d) for one head.
         key: (b, groups, t, d).
         value: (b, groups, t, width).
         mask: As for `attention`; a mask of size s x t that you hand in is yours and is kept.
@@ -252,10 +294,55 @@ def light_attention(
         scale: As for `attention`.
         block: How many keys at a time.
     """
-    arguments = _normalised(query, key, mask, causal, scale)
     apply = LightAttentionFunction.apply
-    result: Tensor = apply(query, key, value, *arguments, block)[0]  # type: ignore[no-untyped-call]
+    result: Tensor = apply(query, key, value, mask, causal, scale, block)[0]
     return result
+
+
+def _layout_of(x: Tensor, weight: Tensor) -> str:
+    """Whether a weight is (o, i) or (i, o), as far as the shapes tell."""
+    features = x.shape[-1] if x.dim() else 0
+    if weight.dim() != 2 or features not in weight.shape:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: the weight is "
+            f"(out, {features}) as in nn.Linear, or ({features}, out) as in x W + b."
+        )
+    if weight.shape[0] == weight.shape[1]:
+        warnings.warn(
+            f"The weight {tuple(weight.shape)} is square: it is taken as (out, in), as in "
+            "nn.Linear, and not as (in, out), as in x W + b. Say which it is: "
+            "LinearFunction.apply(x, weight, bias, 'oi'), or 'io'.",
+            stacklevel=3,
+        )
+    return "oi" if weight.shape[1] == features else "io"
+
+
+def _apply(
+    apply: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    arguments: tuple[Any, ...],
+    defaults: tuple[Any, ...],
+) -> Any:
+    """What `apply` returns for tensors with an axis of heads and for all arguments.
+
+    One head needs no axis: (b, s, d) goes in as (b, 1, s, d), and the axis is taken out again.
+    """
+    shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+    dims = {each.dim() for each in tensors}
+    if dims not in ({3}, {4}):
+        raise ValueError(
+            f"Query, key and value {shapes}: all three are (b, heads, length, width), or all three "
+            "(b, length, width) for one head."
+        )
+    mask, causal, scale, *rest = (*arguments, *defaults[len(arguments) :])
+    one_head = dims == {3}
+    if one_head:
+        tensors = (tensors[0][:, None], tensors[1][:, None], tensors[2][:, None])
+        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
+    normalised = _normalised(tensors[0], tensors[1], mask, causal, scale)
+    results = apply(*tensors, *normalised, *rest)
+    results = tuple(each.squeeze(1) for each in results) if one_head else results
+    return results if arguments else results[0]
 
 
 def _normalised(

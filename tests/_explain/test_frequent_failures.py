@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from test_explanation import CASES as OTHER_CASES
 from test_explanation import DISTRIBUTED, FAKED, Case, Net, Wrap, assert_explained, failure_of, x
 from torch import Tensor, nn
+from torch.autograd import gradcheck
 from torch.utils.data import DataLoader, Dataset
 
 from torchfmri import InspectionError, explain
 from torchfmri._explain.failures import FAILURES
+from torchfmri.reference import AttentionFunction
 
 # --- custom Functions ----------------------------------------------------------------------------
 
@@ -76,6 +78,16 @@ class UnpacksShape(Keeps):
         ctx.saved_tensors  # noqa: B018 - read, and in order
         _b, _s, _o = g.shape
         return g, None, None
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return g
 
 
 def through(function: type[Keeps]) -> Callable[[], object]:
@@ -205,6 +217,18 @@ CASES = {
     "kept by number": Case(through(KeepsByNumber), "saved_tensors", None, "kept 2 tensors."),
     "kept a number": Case(through(KeepsNumber), "saved_tensors", "layers.1", "ctx.scale = scale"),
     "not kept": Case(through(KeepsAttribute), "saved_tensors", None, "ctx.factor = ..."),
+    "gradcheck in float32": Case(
+        lambda: gradcheck(AttentionFunction.apply, [x(2, 3, 64).requires_grad_()] * 3, eps=1e-6),
+        "gradcheck",
+        None,
+        "double precision",
+    ),
+    "gradcheck": Case(
+        lambda: gradcheck(Twice.apply, x().double().requires_grad_()),
+        "gradcheck",
+        None,
+        "verify_gradients",
+    ),
     "rows": Case(
         lambda: F.cross_entropy(x(32, 10), torch.zeros(8).long()), "target_shape", None, "4 x 8"
     ),

@@ -469,6 +469,24 @@ class Reversal(Function):
         return -0.3 * g
 
 
+@pytest.mark.parametrize("factor", [1.0001, 0.9999, 1.00037, 0.99988, 1.5, 0.99])
+def test_factor_near_one_is_told_with_its_digits(factor: float) -> None:
+    class Scaled(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * factor * g
+
+    found = verify_gradients(within(Elementwise(Scaled)), torch.randn(8, 4))
+    assert layers_of(found) == {"suspect"}
+    (told,) = {check.reason for check in found.findings}
+    assert told.endswith(" times the derivative: a wrong factor")
+    assert float(told.split()[0]) - 1 == pytest.approx(factor - 1, rel=0.05)
+
+
 INTENDED = {
     "straight-through": (Elementwise(StraightThrough), "straight-through estimator"),
     "straight-through without a function": (

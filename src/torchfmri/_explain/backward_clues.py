@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchfmri._explain.crash import Crash
@@ -106,6 +107,20 @@ def by_saved_tensors(crash: Crash, match: re.Match[str]) -> Clues:
     )
     place = place_of(crash, node)
     return Clues(tuple(facts), (), place.layer, place.near, forward_line(node))
+
+
+def by_checked_inputs(crash: Crash, _: re.Match[str]) -> Clues:
+    """Whether the inputs of gradcheck are too coarse for it."""
+    given = crash.local("inputs", "gradcheck")
+    given = given if isinstance(given, (list, tuple)) else (given,)
+    types = {each.dtype for each in given if isinstance(each, Tensor) and each.requires_grad}
+    coarse = [str(each) for each in types if each not in (torch.float64, torch.complex128)]
+    if not coarse:
+        return Clues()
+    told = (
+        f"Inputs are {', '.join(sorted(coarse))}, which cannot tell a right backward from a wrong"
+    )
+    return Clues((f"{told} one.",), ("Check in double precision: gradcheck(f, x.double(), ...).",))
 
 
 def by_function(crash: Crash, match: re.Match[str]) -> Clues:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.autograd.gradcheck import GradcheckError
 from torch.utils.checkpoint import CheckpointError
 
 from torchfmri._explain import backward_clues as clues
@@ -71,6 +72,20 @@ BACKWARD_FAILURES = (
             "Sums for logging: total += loss.item(), not total += loss.",
             "Only where you do need the same graph again: backward(retain_graph=True).",
         ),
+    ),
+    Failure(
+        "gradcheck",
+        r"Jacobian mismatch for output (?P<output>\d+) with respect to input (?P<input>\d+)",
+        "gradcheck found that the gradient of output {output} with respect to input {input} is not "
+        "the measured one.",
+        "gradcheck compares backward with differences of the forward pass over a step of 1e-6. In "
+        "float32 these differences are mostly rounding, so a right backward fails as well.",
+        (
+            "If the inputs are float64, the backward is wrong, or the forward is not smooth there.",
+            "torchfmri.verify_gradients(model, data) says in which layer, and how it is wrong.",
+        ),
+        error=GradcheckError,
+        clues=clues.by_checked_inputs,
     ),
     Failure(
         "number_of_gradients",

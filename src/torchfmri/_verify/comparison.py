@@ -105,11 +105,17 @@ def explain(judgement: Judgement) -> str:
     ratios = [analytic / numerical if numerical else math.inf for analytic, numerical in pairs]
     middle = median(ratios)
     if max(ratios) - min(ratios) < min(1e-3 * abs(middle), 1e-2 * abs(middle - 1)):
-        factor = f"{middle:.4g}"
+        factor = _factor(middle)
         if middle < 0:
             return f"{factor} times the derivative: gradient reversal, if that is meant"
         return f"{factor} times the derivative: a wrong factor"
     return f"off by {_percent(judgement.deviation)} of its size"
+
+
+def _factor(value: float) -> str:
+    """A factor with at least two digits of what makes it differ from 1, such as `1.0001`."""
+    digits = max(4, 2 - math.floor(math.log10(abs(value - 1))))
+    return f"{value:.{digits}g}"
 
 
 def _percent(share: float) -> str:

@@ -1,5 +1,6 @@
 """Statistics against a slow float64 oracle, and the algebra of merging."""
 
+import copy
 import json
 import math
 import pickle
@@ -21,8 +22,8 @@ from torchfmri.statistics import (
 )
 
 KEYS = [
-    *("count", "mean", "std", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf", "neg_inf"),
-    *("zero", "subnormal", "quantiles", "histogram"),
+    *("count", "mean", "std", "variance", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf"),
+    *("neg_inf", "zero", "subnormal", "quantiles", "histogram"),
 ]
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [torch.float64, torch.float32, *HALVES]
@@ -394,6 +395,63 @@ def test_variance_is_the_unbiased_one_on_request():
     assert math.isnan(calculate_statistics(x[:1]).variance())
 
 
+def test_variance_is_the_square_of_std():
+    values = torch.tensor([1.0, 2.0, 4.0, 8.5], dtype=torch.float64)
+    statistics = calculate_statistics(values)
+    assert statistics["variance"] == statistics["std"] ** 2
+    assert statistics["variance"] == pytest.approx(float(values.var(correction=0)), rel=1e-12)
+    assert statistics.variance() == pytest.approx(float(values.var()), rel=1e-12)
+    assert statistics.to_dict()["variance"] == statistics["variance"]
+    assert math.isnan(Statistics.empty()["variance"])
+    units = calculate_channel_statistics(values.reshape(2, 2), -1)
+    np.testing.assert_allclose(
+        units["variance"], values.reshape(2, 2).var(0, correction=0), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
+def test_is_a_dict_that_json_takes(kind):
+    values = torch.tensor([0, 1, 1, 3]).to(kind)
+    statistics = calculate_statistics(values)
+    assert isinstance(statistics, dict)
+    for text in (json.dumps(statistics), json.dumps(statistics, indent=1, sort_keys=True)):
+        read = json.loads(text)
+        assert set(read) == set(KEYS)
+        assert read["mean"] == statistics.mean
+        assert read["histogram"]["counts"] == statistics.histogram.counts.tolist()
+        assert read["quantiles"]["0.5"] == statistics.quantile(0.5)
+    assert json.loads(json.dumps(dict(statistics))) == json.loads(json.dumps(statistics))
+    assert json.loads(json.dumps({"layers": [statistics]}))["layers"][0]["count"] == 4
+    assert (
+        json.loads(json.dumps(calculate_statistics(values, histogram=False)))["quantiles"] is None
+    )
+
+
+def test_dict_can_be_read_in_every_way_and_not_changed():
+    statistics = calculate_statistics(torch.arange(5.0))
+    assert dict(statistics) == {key: statistics[key] for key in KEYS} == {**statistics}
+    assert list(statistics.items()) == list(zip(KEYS, statistics.values(), strict=True))
+    assert statistics.get("mean") == 2.0
+    assert statistics.get("median") is None
+    assert "" not in statistics
+    assert (statistics | {"mean": 7})["mean"] == 7
+    assert ({"mean": 7} | statistics)["mean"] == 2.0
+    for same in (copy.copy(statistics), copy.deepcopy(statistics), statistics.copy()):
+        assert same == statistics
+    for change in (
+        lambda: statistics.__setitem__("mean", 0),
+        lambda: statistics.__delitem__("mean"),
+        lambda: statistics.update(mean=0),
+        lambda: statistics.pop("mean"),
+        lambda: statistics.setdefault("median", 0),
+        statistics.clear,
+        statistics.popitem,
+    ):
+        with pytest.raises(TypeError, match="Statistics cannot be changed"):
+            change()
+    assert statistics["mean"] == 2.0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_survives_json_and_pickle(kind):
     statistics = calculate_statistics(sample(kind).float())
@@ -512,7 +570,7 @@ def check_same(one: Statistics, two: Statistics, tolerance: float = 1e-12) -> No
         if name in ("mean", "std", "l2"):
             scale = 0.0 if math.isnan(one.abs_max) else tolerance * one.abs_max
             np.testing.assert_allclose(one[name], two[name], rtol=tolerance, atol=scale)
-        elif name != "quantiles":
+        elif name not in ("variance", "quantiles"):  # both follow from the others
             assert one[name] == two[name] or (math.isnan(one[name]) and math.isnan(two[name]))
 
 

@@ -14,7 +14,7 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from torchfmri._kernels import (
     NEGATIVE,
     ChannelStatistics,
     Floats,
+    FrozenDict,
     Grid,
     Histogram,
     Pieces,
@@ -43,7 +44,7 @@ from torchfmri._kernels import (
     reduce_channels,
     refine,
 )
-from torchfmri._torch import is_transformed
+from torchfmri._torch import is_transformed, require_tensor
 from torchfmri.exceptions import InspectionError
 
 __all__ = [
@@ -55,21 +56,23 @@ __all__ = [
     "merge_statistics",
 ]
 
+_MASK = ("mask", "booleans over the leading dimensions of the tensor, such as (b, s)")
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 LARGEST_SHARE = 0.02
 """A bin with more of the mass than this makes quantiles vague; a grid is then taken as well."""
 KEYS = (
-    *("count", "mean", "std", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf", "neg_inf"),
-    *("zero", "subnormal", "quantiles", "histogram"),
+    *("count", "mean", "std", "variance", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf"),
+    *("neg_inf", "zero", "subnormal", "quantiles", "histogram"),
 )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Statistics(Mapping[str, Any]):
+class Statistics(FrozenDict):
     """What is known about the values of one or many tensors; never changes, adds with `+`.
 
-    It is a mapping with the keys count, mean, std, min, max, abs_max, l2, nan, inf, pos_inf,
-    neg_inf, zero, subnormal, quantiles, histogram; each is an attribute as well. Moments and
+    It is a dict, which `json.dumps` takes, with the keys count, mean, std, variance, min, max,
+    abs_max, l2, nan, inf, pos_inf, neg_inf, zero, subnormal, quantiles, histogram. Each is an
+    attribute as well, except that `variance()` is a method, which knows two divisors. Moments and
     extremes are those of the finite values, nan where there are none.
 
     Attributes:
@@ -96,6 +99,8 @@ class Statistics(Mapping[str, Any]):
         >>> (first + second)["mean"]
         3.0
     """
+
+    KEYS = KEYS
 
     count: int = 0
     mean: float = math.nan
@@ -164,7 +169,10 @@ class Statistics(Mapping[str, Any]):
         return _rank_error(self._pieces, self.finite)
 
     def variance(self, unbiased: bool = True) -> float:
-        """Variance of the finite values, divided by their number minus one unless told not to."""
+        """Variance of the finite values, divided by their number minus one unless told not to.
+
+        The key `statistics["variance"]` is the square of `std`: divided by their number.
+        """
         divisor = self.finite - unbiased
         return self.squared_deviations / divisor if divisor > 0 else math.nan
 
@@ -254,8 +262,9 @@ class Statistics(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it: lists for arrays, None for nan."""
         result: dict[str, Any] = {name: _to_json(value) for name, value in self._state().items()}
-        derived = ("std", "abs_max", "l2", "inf", "rank_error")
-        result |= {name: _to_json(getattr(self, name)) for name in derived}
+        result["rank_error"] = self.rank_error
+        derived = ("std", "variance", "abs_max", "l2", "inf")
+        result |= {name: _to_json(self[name]) for name in derived}
         quantiles = self.quantiles
         result["quantiles"] = quantiles and {str(q): _to_json(v) for q, v in quantiles.items()}
         return result
@@ -293,13 +302,7 @@ class Statistics(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if key not in KEYS:
             raise KeyError(f"{key!r} is not a statistic. There are: {', '.join(KEYS)}.")
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(KEYS)
-
-    def __len__(self) -> int:
-        return len(KEYS)
+        return self.std**2 if key == "variance" else getattr(self, key)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Statistics):
@@ -367,7 +370,7 @@ def calculate_channel_statistics(
             f"There is no axis {axis} in a tensor of shape {shape}. Name one that it has."
         )
     axis %= tensor.dim()
-    if mask is not None and axis < mask.dim():
+    if mask is not None and axis < require_tensor(mask, *_MASK).dim():
         raise InspectionError(
             f"Axis {axis} is one of the {mask.dim()} dimensions of the mask. "
             f"Choose an axis behind them, such as -1."
@@ -453,6 +456,7 @@ def _select(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[int, int
     """The counted positions of a tensor in one leading dimension, and (counted, seen)."""
     if mask is None:
         return tensor, None
+    require_tensor(mask, *_MASK)
     if tensor.is_nested or tuple(tensor.shape[: mask.dim()]) != tuple(mask.shape):
         shape = "nested" if tensor.is_nested else tuple(tensor.shape)
         raise InspectionError(
@@ -574,7 +578,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, Histogram):
-        return {"codes": value.codes.tolist(), "counts": value.counts.tolist()}
+        return dict(value)
     if isinstance(value, Grid):
         arrays = {"codes": value.codes.tolist(), "counts": value.counts.tolist()}
         return {"exponent": value.exponent, **arrays}

@@ -629,6 +629,60 @@ def test_get_statistics() -> None:
     )
 
 
+def test_get_statistics_of_several_layers() -> None:
+    inspector = Inspector(model())
+    inspector.watch("*")
+    inspector.watch("2", "gradients")
+    inspector.run_inspection(data(), loss="sum")
+    one = {name: inspector.get_statistics(name) for name in "012"}
+    assert inspector.get_statistics(layer_name="0") == one["0"]
+    assert inspector.get_statistics("*") == one
+    assert list(inspector.get_statistics("*")) == ["0", "1", "2"], "in model order"
+    assert inspector.get_statistics(layer_name="[12]") == {"1": one["1"], "2": one["2"]}
+    assert inspector.get_statistics(["2", "0"]) == {"0": one["0"], "2": one["2"]}
+    assert inspector.get_statistics(layer_name=nn.ReLU) == {"1": one["1"]}
+    assert list(inspector.get_statistics("*", "gradients")) == ["2"], "only there were they watched"
+    assert json.loads(json.dumps(inspector.get_statistics("*")))["1"]["zero"] == one["1"].zero
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({}, "takes the name of a layer"),
+        ({"layer": "0", "layer_name": "0"}, "takes the name of a layer"),
+        ({"layer_name": "conv*"}, r"No layer matches 'conv\*'"),
+        ({"layer_name": ["0", "conv"]}, "No layer matches 'conv'"),
+        ({"layer_name": "*", "what": "gradients"}, "'gradients' of '0' was not watched"),
+        ({"layer_name": "[12]"}, "'1' was not watched in the latest run"),
+        ({"layer": 3}, "not 3"),
+    ],
+)
+def test_bad_choice_of_layers(arguments: Any, match: str) -> None:
+    inspector = Inspector(model())
+    inspector.watch("0")
+    inspector.run_inspection(data())
+    with pytest.raises(InspectionError, match=match):
+        inspector.get_statistics(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("output", "activations"),
+        ("outputs", "activations"),
+        ("Outputs", "activations"),
+        ("input", "inputs"),
+        ("grad", "gradients"),
+        ("grad_output", "gradients"),
+        ("grad_input", "input_gradients"),
+        ("weights", "parameters"),
+    ],
+)
+def test_word_of_another_library_is_understood(word: str, meant: str) -> None:
+    with pytest.raises(InspectionError, match=f"Did you mean '{meant}'"):
+        Inspector(model()).watch("*", word)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

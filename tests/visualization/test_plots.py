@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchfmri import Inspection, InspectionError, Inspector, LayerNotFoundError
+from torchfmri.statistics import calculate_statistics
 from torchfmri.visualization import plots
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -197,6 +198,23 @@ def test_histogram_of_a_layer_that_is_not_there() -> None:
         plots.plot_histogram(inspect_values(torch.ones(3)), "layr")
     with pytest.raises(InspectionError, match="was not watched"):
         plots.plot_histogram(inspect_values(torch.ones(3)), "layer", "gradients")
+
+
+def test_histogram_of_a_tensor_or_of_statistics() -> None:
+    from torchfmri.visualization import plot_histogram
+
+    values = torch.tensor([0.5, 1.5, 1.5, 3.5])
+    for data in (values, values.requires_grad_(), calculate_statistics(values)):
+        ax = plot_histogram(data, bins=4, limits=(0.0, 4.0))
+        assert [bar.get_height() for bar in ax.patches] == pytest.approx([1, 2, 0, 1])
+        assert "4 values" in texts(ax)[0]
+    assert plot_histogram(values, "scores").get_title() == "scores"
+    inspection = inspect_values(values)
+    assert plot_histogram(inspection, "layer").get_title() == "activations of 'layer' (Identity)"
+    with pytest.raises(InspectionError, match=r"shows one layer; name one of \['layer'\]"):
+        plot_histogram(inspection)
+    with pytest.raises(InspectionError, match="of tensors, not of list"):
+        plot_histogram([1.0, 2.0])  # type: ignore[arg-type]
 
 
 # -- plot_statistics -------------------------------------------------------------------------------

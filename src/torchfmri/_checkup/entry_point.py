@@ -67,6 +67,16 @@ def diagnose(
         raise InspectionError(f"diagnose takes an nn.Module, not {type(model).__name__}.")
     if optimizer is None:
         raise InspectionError("diagnose needs the optimizer that trains the model.")
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise InspectionError(
+            f"batches={batches!r} cannot be iterated over. Pass a DataLoader or a list of batches, "
+            "such as [(x, y)]."
+        )
+    if loss is not None and not callable(loss):
+        raise InspectionError(
+            f"loss={loss!r} is no function. Pass nn.CrossEntropyLoss(), for example, or None for a "
+            "model that returns its loss."
+        )
     if not isinstance(steps, int) or steps < 1:
         raise InspectionError(f"steps={steps!r}: give the number of training steps to look at.")
     started = time.perf_counter()

@@ -38,6 +38,7 @@ from torchfmri._incidents import find_origin
 from torchfmri._model import compiled_code_as_eager, copy_of_data
 from torchfmri._monitor import Monitor
 from torchfmri._records import Finding, History
+from torchfmri._torch import require_scalar
 from torchfmri.exceptions import InspectionError
 
 
@@ -174,7 +175,7 @@ class Checkup:
             raise InspectionError(
                 f"step= should return the loss (or nothing), not {type(value).__name__}."
             )
-        return value
+        return require_scalar(value) if isinstance(value, Tensor) else value
 
     def _weights_are_finite(self) -> bool:
         return all(bool(torch.isfinite(each).all()) for each in self._copies.model.parameters())

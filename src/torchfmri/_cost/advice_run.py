@@ -22,6 +22,7 @@ from torchfmri._cost.techniques import (
 )
 from torchfmri._cost.trial import Trial, copy_setup, deviation, random_state, time_side_by_side
 from torchfmri._model import Loss, compiled_code_as_eager, unchanged, unwrap
+from torchfmri._torch import require_count
 from torchfmri.exceptions import InspectionError
 
 _Chosen = tuple[Technique, ...]
@@ -64,8 +65,8 @@ def advise(
         InspectionError: The loss is not finite or not differentiable, the data is empty, or the
             model cannot be copied.
     """
-    if rounds < 1:
-        raise InspectionError(f"rounds={rounds}: time is measured once or more.")
+    require_count(rounds, "rounds", 1, "the times that each arrangement is timed")
+    require_count(combine, "combine", 0, "the most combinations to try")
     step = Step(model, data, loss, target)
     with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))

@@ -20,7 +20,7 @@ from torchfmri._cost.measured_step import Step
 from torchfmri._cost.resizing import data_of_size
 from torchfmri._model import Loss, named_layers, unwrap
 from torchfmri._text import bytes_text, seconds_text
-from torchfmri.exceptions import InspectionError
+from torchfmri._torch import require_count
 
 
 def cost(
@@ -52,8 +52,7 @@ def cost(
     Raises:
         InspectionError: The data is empty or cannot be resized, or `sizes` is malformed.
     """
-    if rounds < 0:
-        raise InspectionError(f"rounds={rounds}: it takes 0 (no time) or more.")
+    require_count(rounds, "rounds", 0, "the times that time is measured (0: not at all)")
     given = data_of_size(data, target, sizes)
     step = Step(model, given.data, loss, given.target)
     count_step(step)  # the first time libraries load, choose kernels and take workspaces

@@ -22,7 +22,7 @@ from torchfmri._model import (
     switched_off,
     unchanged,
 )
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, require_module
 from torchfmri.exceptions import InspectionError
 
 
@@ -45,15 +45,20 @@ class Step:
     notes: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise InspectionError(f"This takes an nn.Module, not {type(self.model).__name__}.")
+        require_module(self.model, "This")
         if isinstance(self.data, list):
             raise InspectionError(
                 f"data is a list of {len(self.data)}. For [x, y] give data=x, target=y; for "
                 "several positional arguments a tuple; for a model that takes a list (data,)."
             )
         tensors = [each.tensor for each in flatten(self.data)]
-        if tensors and all(each.numel() == 0 for each in tensors):
+        if not tensors:
+            raise InspectionError(
+                f"data={self.data!r} holds no tensor. Pass what the model is called with: a "
+                "tensor, a tuple of positional arguments or a dict of keyword arguments; NumPy "
+                "arrays become tensors with torch.from_numpy."
+            )
+        if all(each.numel() == 0 for each in tensors):
             shapes = ", ".join(str(tuple(each.shape)) for each in tensors[:3])
             raise InspectionError(f"The data is empty (shape {shapes}): there is nothing to run.")
         if switched_off():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, require_count
 from torchfmri.exceptions import InspectionError
 
 AXES = ("batch", "length")
@@ -39,11 +39,15 @@ def check_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
             f"sizes={sizes!r}: write sizes={{'batch': (1, 2, 4), 'length': (64, 128, 256)}}, or "
             "one of the two."
         )
-    result = {axis: sorted(set(map(int, sizes[axis]))) for axis in AXES if axis in sizes}
+    result = {}
+    for axis in AXES:
+        if axis in sizes:
+            given = sizes[axis] if isinstance(sizes[axis], Sequence) else (sizes[axis],)
+            result[axis] = sorted({require_count(each, axis, 0, "a size") for each in given})
     for axis, values in result.items():
         if len(values) < 2 or values[0] < 1:
             raise InspectionError(
-                f"sizes[{axis!r}]={tuple(sizes[axis])}: a law needs two sizes or more, better "
+                f"sizes[{axis!r}]={sizes[axis]}: a law needs two sizes or more, better "
                 "three, all of them positive."
             )
     return result

@@ -38,7 +38,12 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
     for parameter in twin.parameters():
         parameter.grad = None
     if optimizer is not None and not ready:
-        own = optimizer(twin.parameters())
+        own = optimizer(twin.parameters()) if callable(optimizer) else optimizer
+    if own is not None and not isinstance(own, torch.optim.Optimizer):
+        raise InspectionError(
+            f"optimizer={optimizer!r} is no optimizer, and no function of parameters that returns "
+            "one. Write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)."
+        )
     if own is not None and _needs_closure(own):
         raise InspectionError(
             f"{type(own).__name__} asks for a closure in each step, which advice does not know; "

@@ -38,8 +38,6 @@ from torchfmri.visualization import plots
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from torchfmri.statistics import ChannelStatistics, Statistics
-
 
 class Inspector:
     """Shows what happens inside a model; the model itself stays as it is.
@@ -323,25 +321,61 @@ class Inspector:
         }
 
     def get_statistics(
-        self, layer: str, what: str | None = None, **options: Any
-    ) -> Statistics | ChannelStatistics:
+        self,
+        layer: Pattern | None = None,
+        what: str | None = None,
+        *,
+        layer_name: Pattern | None = None,
+        **options: Any,
+    ) -> Any:
         """The statistics of one layer in the latest inspection, dict-like, merged over its calls.
 
+        A wildcard, a list or a module type gives a dict: layer -> statistics, in model order.
+        Layers of which nothing was captured are left out; `inspection.missing` says why.
+
         Args:
-            layer: The layer's name.
+            layer: The layer's name, or a pattern as for `layers`.
             what: What to describe; activations by default, or the first thing watched.
+            layer_name: Another word for `layer`.
             **options: `element`, `call` and `per` of `Record.statistics`.
 
         Raises:
             LayerNotFoundError: The layer was not inspected.
             InspectionError: Nothing of it was captured; the reason is in the message.
         """
+        if (layer is None) == (layer_name is None):
+            raise InspectionError(
+                "get_statistics takes the name of a layer: get_statistics('fc1'), or "
+                f"layer_name='fc1'; it was given layer={layer!r} and layer_name={layer_name!r}."
+            )
+        wanted = layer_name if layer is None else layer
+        if isinstance(wanted, str) and (wanted in self.inspection or not set("*?[{") & {*wanted}):
+            return self._statistics_of(wanted, what, options)
+        layers = named_layers(self.model)
+        names = find_layers(layers, wanted, hint="inspector.layers()")  # type: ignore[arg-type]
+        return self._statistics_of_several(names, what, options)
+
+    def _statistics_of(self, layer: str, what: str | None, options: dict[str, Any]) -> Any:
         if layer not in self.inspection and layer in named_layers(self.model):
             raise InspectionError(
                 f"{layer!r} was not watched in the latest run. Write "
                 f"inspector.watch({layer!r}) and run again."
             )
-        found: Statistics | ChannelStatistics = self.inspection.statistics(layer, what, **options)
+        return self.inspection.statistics(layer, what, **options)
+
+    def _statistics_of_several(
+        self, names: list[str], what: str | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        watched = [name for name in names if name in self.inspection]
+        records = {name: self.inspection[name] for name in watched}
+        chosen = {
+            name: record.statistics(what, **options)
+            for name, record in records.items()
+            if what in (None, *record.what)
+        }
+        found = {name: each for name, each in chosen.items() if each is not None}
+        if not found:  # the first layer's own error says what to do
+            return {names[0]: self._statistics_of(names[0], what, options)}
         return found
 
     # -- looking -----------------------------------------------------------------------------

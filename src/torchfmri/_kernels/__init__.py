@@ -16,6 +16,7 @@ from torchfmri._kernels.channels import ChannelStatistics, reduce_channels
 from torchfmri._kernels.cpu import block_squares, count_grid
 from torchfmri._kernels.cuda_plan import upload
 from torchfmri._kernels.cuda_rows import heaviest
+from torchfmri._kernels.frozen_dict import FrozenDict
 from torchfmri._kernels.histogram import (
     NEGATIVE,
     Floats,
@@ -48,6 +49,7 @@ __all__ = [
     "ChannelStatistics",
     "Floats",
     "Form",
+    "FrozenDict",
     "Grid",
     "Histogram",
     "Lane",

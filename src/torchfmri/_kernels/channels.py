@@ -14,8 +14,8 @@ from torchfmri._kernels.histogram import Floats, Integers
 from torchfmri.exceptions import InspectionError
 
 CHANNEL_KEYS = (
-    *("count", "mean", "std", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf", "neg_inf"),
-    "zero",
+    *("count", "mean", "std", "variance", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf"),
+    *("neg_inf", "zero"),
 )
 CHUNK = 1 << 18
 """Values that are converted to float64 at a time."""
@@ -25,9 +25,9 @@ CHUNK = 1 << 18
 class ChannelStatistics(Mapping[str, Any]):
     """Statistics of each unit along one axis, as arrays of one value per unit; adds with `+`.
 
-    A mapping with the keys count, mean, std, min, max, abs_max, l2, nan, inf, pos_inf, neg_inf and
-    zero; each is an attribute as well. Moments and extremes are those of the finite values, nan
-    where a unit has none.
+    A mapping with the keys count, mean, std, variance, min, max, abs_max, l2, nan, inf, pos_inf,
+    neg_inf and zero; each is an attribute as well. Moments and extremes are those of the finite
+    values, nan where a unit has none.
 
     Attributes:
         axis: The dimension of the tensor whose entries are told apart.
@@ -76,6 +76,11 @@ class ChannelStatistics(Mapping[str, Any]):
         """Standard deviation of each unit (population)."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.sqrt(self.squared_deviations / self.finite)
+
+    @property
+    def variance(self) -> Floats:
+        """Variance of each unit: the square of `std`."""
+        return self.std**2
 
     @property
     def abs_max(self) -> Floats:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchfmri._kernels.frozen_dict import FrozenDict
+
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -37,7 +39,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Histogram:
+class Histogram(FrozenDict):
     """Counts per float32 bit pattern truncated to sign, exponent and five mantissa bits.
 
     Only occupied bins are kept. Values are truncated toward zero, so the bin of 1.0 is
@@ -47,6 +49,8 @@ class Histogram:
         codes: The upper 14 bits of the float32, ordered by value ascending.
         counts: How many finite values fell into each.
 
+    As a dict, which JSON can hold, it has the two as lists.
+
     Example:
         >>> from torchfmri.statistics import Histogram
         >>> histogram = Histogram.from_codes([127 << 5], [3])
@@ -54,8 +58,16 @@ class Histogram:
         [[1.0], [1.03125]]
     """
 
+    KEYS = ("codes", "counts")
+
     codes: Integers
     counts: Integers
+
+    def __getitem__(self, key: str) -> list[int]:
+        if key not in self.KEYS:
+            raise KeyError(key)
+        numbers: list[int] = getattr(self, key).tolist()
+        return numbers
 
     @classmethod
     def from_codes(cls, codes: npt.ArrayLike, counts: npt.ArrayLike) -> Histogram:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from torchfmri._model.layers import runnable
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Hook, flatten, require_scalar
 from torchfmri.exceptions import InspectionError
 
 Loss: TypeAlias = "Callable[..., Tensor] | str | None"
@@ -84,9 +84,7 @@ def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | No
                 "loss=lambda output: ..., or loss='sum' for the sum of the output."
             )
         return None
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InspectionError(f"The loss must be one number, but it is {found}. Take its mean().")
+    value = require_scalar(value)
     if backward and not value.requires_grad:
         raise InspectionError(
             "Gradients are watched, but the loss does not require grad: the model ran under "

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from torchfmri._model.factory import find_factory
+from torchfmri._torch import require_device
 from torchfmri.exceptions import InspectionError
 
 CHOICES = (
@@ -103,7 +104,7 @@ def load_model(
         InspectionError: There is no such model, what it needs is not installed, or its files cannot
             be read.
     """
-    place = _read_device(device)
+    place = None if device is None else require_device(device)
     wanted = _read_dtype(dtype)
     named = _find(name, wanted, trust_remote_code)
     if place is not None:
@@ -282,23 +283,6 @@ def _read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     raise InspectionError(
         f"{dtype!r} is no dtype of parameters. Write float32, bfloat16, float16 or float64."
     )
-
-
-def _read_device(device: torch.device | str | None) -> torch.device | None:
-    """The device, tried out: a model is not loaded for one that is not there."""
-    if device is None:
-        return None
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        there = ", ".join(["cpu", *(f"cuda:{each}" for each in range(count))])
-        reason = shorten(str(error), 200, placeholder=" ...").rstrip(".")
-        raise InspectionError(
-            f"device={str(device)!r} cannot be used: {reason}. Here are {there}."
-        ) from error
-    return place
 
 
 def _require(*packages: str, name: str) -> None:

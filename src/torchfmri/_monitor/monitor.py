@@ -33,6 +33,7 @@ from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, Series, Step
+from torchfmri._torch import require_scalar, require_scaler
 from torchfmri.exceptions import InspectionError, NonFiniteError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
@@ -118,6 +119,7 @@ class Monitor:
                 f"loss={loss!r} is no module such as nn.CrossEntropyLoss(). With a function, tell "
                 "the monitor its result: step.loss(loss) in a step, or monitor.loss(loss)."
             )
+        require_scaler(scaler)
         self.model, self.every = model, every
         layers = named_layers(model)
         names = leaf_layers(layers) if watch is None else find_layers(layers, watch)
@@ -464,6 +466,8 @@ class MonitoredStep:
 
     def loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step; with several (micro-batches), their mean is kept."""
+        if isinstance(loss, Tensor) or not hasattr(loss, "__float__"):
+            require_scalar(loss)
         if self._step is not None:
             self._step.was_told_loss(loss)
         if self._hold is not None:

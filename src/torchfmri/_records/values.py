@@ -23,6 +23,14 @@ WHAT = (
     "parameters",
     "parameter_gradients",
 )
+_MEANT = {
+    **dict.fromkeys(("output", "outputs", "out", "features"), "activations"),
+    **dict.fromkeys(("grad", "grads", "grad_output", "output_gradients"), "gradients"),
+    **dict.fromkeys(("grad_input", "grad_inputs"), "input_gradients"),
+    **dict.fromkeys(("weight", "weights", "params", "bias"), "parameters"),
+    **dict.fromkeys(("weight_gradients", "weight_grad", "param_grads"), "parameter_gradients"),
+}
+"""Words for the same in other libraries, for the error that suggests ours."""
 BACKWARD_WHAT = frozenset({"gradients", "input_gradients", "parameter_gradients"})
 PARAMETER_WHAT = frozenset({"parameters", "parameter_gradients"})
 # A gradient has the elements of the values it belongs to.
@@ -37,8 +45,8 @@ def check_what(what: str) -> str:
         InspectionError: It is not.
     """
     if what not in WHAT:
-        near = nearest_names(what, WHAT, count=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest_names(what, (*WHAT, *_MEANT), count=1)
+        hint = f" Did you mean {_MEANT.get(near[0], near[0])!r}?" if near else ""
         raise InspectionError(f"Cannot watch {what!r}: there are {', '.join(WHAT)}.{hint}")
     return what
 

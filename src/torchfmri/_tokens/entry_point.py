@@ -11,6 +11,7 @@ from torchfmri._tokens.algebra.parameter import VOXEL
 from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri._tokens.calls.plan import find_parameters
 from torchfmri._tokens.losses.gradients import TokenLossGradients
+from torchfmri._torch import require_module
 from torchfmri.exceptions import InspectionError
 
 MAX_BYTES = 1 << 34
@@ -73,6 +74,7 @@ def token_gradients(
         LayerNotFoundError: The pattern matches no parameter.
         InspectionError: The matching parameters require no gradient, or an option is wrong.
     """
+    require_module(model, "token_gradients")
     if per == "position":
         return TokenGradients(
             model, pattern, keep=keep or "factors", max_bytes=max_bytes, voxel=voxel

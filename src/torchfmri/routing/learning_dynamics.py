@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchfmri._capture import CallKey
 from torchfmri._model import compiled_code_as_eager, unwrap
 from torchfmri._records import History
+from torchfmri._torch import gradient_scale, require_count, require_scalar, require_scaler
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.capture import Capture, Captured
 from torchfmri.routing.meta_loss import Divergence, MetaLoss
@@ -27,12 +28,12 @@ MODES = ("strict", "joint")
 
 
 class StepResult(NamedTuple):
-    """What one call of `compute_and_apply_gradients` brought.
+    """What one pass brought.
 
     Attributes:
         loss: The main loss.
         meta_loss: The sum of the calls' meta losses, detached; 0 without a meta loss.
-        applied: Whether the optimizers took a step.
+        applied: Whether the optimizers took a step. A scaler skips those with Inf or NaN.
     """
 
     loss: Tensor
@@ -58,12 +59,14 @@ class LearningDynamics:
         mode: "strict" or "joint".
         accumulation_steps: Passes per step of the optimizers; both losses are divided by it.
         history_every: Steps between two entries of `history`; 0 keeps none.
+        scaler: A `torch.amp.GradScaler`, for float16: it scales the loss, and takes the steps.
         keep_signals: Keep those of the last pass in `signals`.
 
     Attributes:
         history: A `History` with the series "activation_rate" of every layer, over its units.
         signals: Those of the last pass by layer and call, with `keep_signals`.
         step: How many steps were taken.
+        ready: Whether the gradients of a step are complete, and wait for `apply_gradients`.
 
     Example:
         >>> import torch
@@ -90,6 +93,7 @@ class LearningDynamics:
         mode: Literal["strict", "joint"] = "strict",
         accumulation_steps: int = 1,
         history_every: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
         keep_signals: bool = False,
     ) -> None:
         if mode not in MODES:
@@ -98,8 +102,7 @@ class LearningDynamics:
             raise InspectionError(
                 "mode='strict' without a meta loss trains no routing; write mode='joint'."
             )
-        if accumulation_steps < 1:
-            raise InspectionError(f"accumulation_steps={accumulation_steps}: give at least 1.")
+        require_count(accumulation_steps, "accumulation_steps", 1, "the passes of one step")
         self._model = model
         self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
         self._capture = Capture(model, with_totals=signal == AGGREGATE)
@@ -108,11 +111,13 @@ class LearningDynamics:
         self._meta_loss, self._signal, self._mode = meta_loss, require_signal(signal), mode
         self._passes, self._every = accumulation_steps, history_every
         self._keep_signals = keep_signals
+        self._scaler = require_scaler(scaler)
         self._pass = 0
         self._stack: contextlib.ExitStack | None = None
         self.history = History()
         self.signals: dict[CallKey, Signals] = {}
         self.step = 0
+        self.ready = False
 
     # -- attaching -----------------------------------------------------------------------------
 
@@ -140,16 +145,36 @@ class LearningDynamics:
         """One standard backward pass of `loss`, both streams' gradients, and a step of each.
 
         Raises:
-            InspectionError: The forward pass did not run inside the `with` block.
+            InspectionError: The forward pass did not run inside the `with` block, or `loss` is not
+                a single number.
+        """
+        result = self.compute_gradients(loss)
+        return result._replace(applied=self.apply_gradients()) if self.ready else result
+
+    def compute_gradients(self, loss: Tensor) -> StepResult:
+        """The first half of `compute_and_apply_gradients`: gradients, and no step.
+
+        Once `ready`, `.grad` of all parameters is what the optimizers will be given, without the
+        factor of a scaler: clip it or look at it, then call `apply_gradients`.
+
+        Raises:
+            InspectionError: As `compute_and_apply_gradients`, or gradients are waiting already.
         """
         if self._stack is None:
             raise InspectionError(
                 "LearningDynamics is not attached: run forward passes and "
                 "compute_and_apply_gradients inside `with LearningDynamics(...) as dynamics:`."
             )
+        if self.ready:
+            raise InspectionError(
+                "The gradients of a step are complete and were not applied. Call "
+                "dynamics.apply_gradients() before the next pass."
+            )
+        loss = require_scalar(loss)
         before = self._set_aside() if self._mode == "strict" else None
         try:
-            torch.autograd.backward(loss / self._passes if self._passes > 1 else loss)
+            scaled = self._scaled(loss)
+            torch.autograd.backward(scaled / self._passes if self._passes > 1 else scaled)
         finally:
             if before is not None:  # what the main loss asks of the routing is dropped
                 for parameter, gradient in zip(self._routing, before, strict=True):
@@ -160,16 +185,47 @@ class LearningDynamics:
                 "No gradient came back to a SparseProtoLinear: the loss was not computed inside "
                 "the `with` block, or by reentrant checkpointing (use_reentrant=False works)."
             )
+        if self._scaler is not None:
+            calls = [_unscaled(each, gradient_scale(self._scaler)) for each in calls]
         meta = self._add_meta_gradients(calls, loss)
         self._pass += 1
-        applied = self._pass % self._passes == 0
-        if applied:
+        self.ready = self._pass % self._passes == 0
+        if self.ready and self._scaler is not None:
+            for optimizer in (self._optimizer, self._meta_optimizer):
+                self._scaler.unscale_(optimizer)
+        return StepResult(loss.detach(), meta, applied=False)
+
+    def apply_gradients(self) -> bool:
+        """Take a step of both optimizers, and say whether it was taken.
+
+        Raises:
+            InspectionError: There is no complete gradient; see `ready`.
+        """
+        if not self.ready:
+            raise InspectionError(
+                "There are no gradients to apply: call dynamics.compute_gradients(loss) first, "
+                f"{self._passes} times for each step (accumulation_steps={self._passes})."
+            )
+        applied = self._take_steps()
+        self._optimizer.zero_grad()
+        self._meta_optimizer.zero_grad()
+        self.step += applied
+        self.ready = False
+        return applied
+
+    def _take_steps(self) -> bool:
+        if self._scaler is None:
             self._optimizer.step()
             self._meta_optimizer.step()
-            self._optimizer.zero_grad()
-            self._meta_optimizer.zero_grad()
-            self.step += 1
-        return StepResult(loss.detach(), meta, applied)
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.step(self._meta_optimizer)
+        self._scaler.update()
+        return bool(self._scaler.get_scale() >= before)  # it falls where a step was skipped
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def _set_aside(self) -> list[Tensor | None]:
         """The gradients that the routing has so far, taken off it."""
@@ -200,7 +256,8 @@ class LearningDynamics:
         if not parts:
             return loss.new_zeros(())
         total = torch.stack(parts).sum()
-        gradients = torch.autograd.grad(total / self._passes, self._routing, allow_unused=True)
+        scaled = self._scaled(total / self._passes)
+        gradients = torch.autograd.grad(scaled, self._routing, allow_unused=True)
         group = _process_group(self._model)
         _accumulate(self._routing, _averaged_over_processes(gradients, group))
         return total.detach()
@@ -245,6 +302,14 @@ def _check_optimizers(
             f"{len(held - ours)} other parameters; give it "
             "torchfmri.routing.routing_parameters(model)."
         )
+
+
+def _unscaled(each: Captured, scale: Tensor | float) -> Captured:
+    """The same without the factor that a scaler gave to the loss, in float32 or wider."""
+    g, total = each.factors.g, each.factors.total
+    wide = torch.promote_types(g.dtype, torch.float32)
+    total = None if total is None else total / scale
+    return each._replace(factors=replace(each.factors, g=g.to(wide) / scale, total=total))
 
 
 def _route_again(each: Captured) -> Routing:

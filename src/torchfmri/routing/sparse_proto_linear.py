@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class SparseProtoLinear(nn.Module):
     The computation mu is an `nn.Linear`. Beside it every output unit has a prototype p and a gate
     g, both of the size of the input: match = x p^T / sqrt(d), cost = MAS(x g^T),
     weights = MAS(match - cost). Where input and output have different sizes there is no residual:
-    the output is mu(x) * weights.
+    the output is mu(x) * weights. The layer `computation_output` passes mu(x) on unchanged: dL/d
+    mu(x) of every token is what `Inspector.watch("*.computation_output", "gradients")` shows.
 
     Args:
         in_features: Size of the input, d.
@@ -55,9 +56,15 @@ class SparseProtoLinear(nn.Module):
             )
         self.in_features, self.out_features = in_features, out_features
         self.computation = nn.Linear(in_features, out_features)
+        self.computation_output = nn.Identity()  # so that mu(x) can be watched by this name
         self.prototypes = nn.Parameter(torch.empty(out_features, in_features))
         self.gate = nn.Parameter(torch.empty(out_features, in_features))
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a saved layer, also of one saved before `computation_output` was."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._modules.setdefault("computation_output", nn.Identity())
 
     def reset_parameters(self) -> None:
         """Draw new parameters: matches of size 1 for inputs of size 1, and half the units on."""
@@ -85,7 +92,7 @@ class SparseProtoLinear(nn.Module):
 
     def forward(self, x: Tensor, inherited: Tensor | None = None) -> Tensor:
         """The output, (b, s, o), with zeros where a unit is off."""
-        computed = self.computation(x)
+        computed = self.computation_output(self.computation(x))
         if self.in_features == self.out_features:
             computed = x + computed
         weighted: Tensor = computed * self.route(x, inherited).weights

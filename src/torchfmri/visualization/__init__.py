@@ -14,6 +14,12 @@ from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, sc
 from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
 from torchfmri.visualization.diagnosis_plots import plot_diagnosis
+from torchfmri.visualization.plots import (
+    plot_compare,
+    plot_feature_maps,
+    plot_histogram,
+    plot_statistics,
+)
 from torchfmri.visualization.routing_plots import (
     plot_activation,
     plot_prototypes,
@@ -37,9 +43,13 @@ __all__ = [
     "meaning",
     "new_figure",
     "plot_activation",
+    "plot_compare",
     "plot_diagnosis",
+    "plot_feature_maps",
+    "plot_histogram",
     "plot_prototypes",
     "plot_selectivity",
+    "plot_statistics",
     "plot_tradeoff",
     "plots",
     "render",

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from torchfmri._records import Inspection
 from torchfmri._text import describe_bad, describe_state, layer_label, number_text, share_text
-from torchfmri.statistics import Statistics
+from torchfmri.exceptions import InspectionError
+from torchfmri.statistics import Statistics, calculate_statistics
 from torchfmri.visualization._figure import (
     BLUE,
     GREY,
@@ -30,8 +32,8 @@ _DWARFED = 6
 
 
 def plot_histogram(
-    inspection: Inspection,
-    layer: str,
+    data: Inspection | Statistics | Tensor,
+    layer: str | None = None,
     what: str | None = None,
     *,
     ax: Axes | None = None,
@@ -40,14 +42,14 @@ def plot_histogram(
     log: bool = False,
     **options: Any,
 ) -> Axes:
-    """The distribution of one layer's values, merged over its calls.
+    """The distribution of one layer's values, merged over its calls, or of any tensor's.
 
     Counts come from the statistics, so no tensors need to be kept; within 3 % of a value they are
     spread evenly. Where a few values lie far out, the axis leaves them out and says how many.
 
     Args:
-        inspection: What to show.
-        layer: The layer.
+        data: An inspection, or a tensor or statistics to show as they are.
+        layer: The layer of an inspection; else a title.
         what: activations by default, or the first thing watched.
         ax: Where to draw.
         bins: How many bars.
@@ -59,12 +61,14 @@ def plot_histogram(
         LayerNotFoundError: The layer was not inspected.
         InspectionError: Nothing of it was captured; the reason is in the message.
     """
-    statistics: Statistics = inspection.statistics(layer, what, **options)
-    record = inspection[layer]
-    what = what or ("activations" if "activations" in record.what else record.what[0])
+    if isinstance(data, Inspection):
+        statistics, title, meaning = _of_layer(data, layer, what, options)
+    else:
+        statistics = data if isinstance(data, Statistics) else calculate_statistics(data)
+        title, meaning = layer or "values", "value"
     ax = axes_or_new(ax, 6.4, 3.8)
-    ax.set_title(escape(f"{what} of '{layer_label(layer)}' ({record.kind})"), fontsize=11)
-    ax.set_xlabel(MEANING[what])
+    ax.set_title(escape(title), fontsize=11)
+    ax.set_xlabel(meaning)
     ax.set_ylabel("number of values")
     ax.spines[["top", "right"]].set_visible(False)
     if statistics.finite:
@@ -94,6 +98,20 @@ def plot_histogram(
         linespacing=1.5,
     )
     return ax
+
+
+def _of_layer(
+    inspection: Inspection, layer: str | None, what: str | None, options: dict[str, Any]
+) -> tuple[Statistics, str, str]:
+    """The statistics of a layer, the title and the label of their histogram."""
+    if layer is None:
+        raise InspectionError(
+            f"plot_histogram of an inspection shows one layer; name one of {list(inspection)}."
+        )
+    statistics: Statistics = inspection.statistics(layer, what, **options)
+    record = inspection[layer]
+    what = what or ("activations" if "activations" in record.what else record.what[0])
+    return statistics, f"{what} of '{layer_label(layer)}' ({record.kind})", MEANING[what]
 
 
 def _summary(statistics: Statistics, outside: int) -> list[str]:

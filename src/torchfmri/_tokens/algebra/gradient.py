@@ -16,6 +16,7 @@ from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.algebra.sketch import Sketch
 from torchfmri._tokens.algebra.voxels import voxel_squares
+from torchfmri._torch import require_tensor
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 MAX_BYTES = 1 << 32
@@ -223,6 +224,7 @@ class TokenGradient:
         """
         terms = self.terms("sum()")
         if mask is not None:
+            require_tensor(mask, "mask", "booleans or weights, (b, s)")
             if tuple(mask.shape) != self._grid:
                 raise InspectionError(
                     f"sum(mask): the mask is {tuple(mask.shape)}, the tokens are {self._grid}."

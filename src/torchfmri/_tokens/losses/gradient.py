@@ -11,6 +11,7 @@ from torch import Tensor
 from torchfmri._tokens.algebra.block import Block
 from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.sketch import Sketch
+from torchfmri._torch import require_tensor
 from torchfmri.exceptions import InspectionError
 
 
@@ -150,7 +151,8 @@ class TokenLossGradient:
         Args:
             mask: (b, s), booleans or weights; without it all tokens.
         """
-        weights = self._computed.squares.new_ones(self._grid) if mask is None else mask
+        ones = self._computed.squares.new_ones(self._grid)
+        weights = ones if mask is None else require_tensor(mask, "mask", "(b, s) of weights")
         if tuple(weights.shape) != self._grid:
             raise InspectionError(
                 f"sum(mask): the mask is {tuple(weights.shape)}, the losses are {self._grid}."

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchfmri._torch import require_tensor
 from torchfmri.exceptions import InspectionError
 
 _REDUCTIONS = ("none", "sum", "mean")
@@ -64,6 +65,8 @@ def token_losses(
 
 
 def _check(logits: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> None:
+    require_tensor(logits, "logits", "the scores of the model, (b, s, vocabulary)")
+    require_tensor(labels, "labels", "token numbers, (b, s)")
     if reduction not in _REDUCTIONS:
         raise InspectionError(f"reduction={reduction!r}: choose one of {', '.join(_REDUCTIONS)}.")
     if not logits.is_floating_point() or logits.ndim not in (2, 3):

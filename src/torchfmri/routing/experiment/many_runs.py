@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchfmri._text import Progress
+from torchfmri._torch import require_count, require_device
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun
 from torchfmri.routing.experiment.variants import VARIANTS
@@ -52,8 +53,10 @@ class Experiment:
                 known = ", ".join(VARIANTS)
                 raise InspectionError(f"There is no variant {name!r}; there are {known}.")
         for name in ("seeds", "workers", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise InspectionError(f"{name}={getattr(self, name)}: give at least 1.")
+            require_count(getattr(self, name), name, 1, "of the experiment")
+        for name in ("steps", "batch", "hidden_size", "blocks", "heads"):
+            require_count(getattr(self.plan, name), name, 1, "of each run")
+        require_device(self.device)
 
     @property
     def plans(self) -> list[RunPlan]:

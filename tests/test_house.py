@@ -2,8 +2,11 @@
 
 import ast
 import importlib
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "torchfmri"
 ROOMS = sorted(each.parent.name for each in PACKAGE.glob("*/__init__.py"))
 FILES = ["exceptions.py", "reference.py", "statistics.py"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 
 
@@ -103,6 +107,70 @@ def test_public_names_report_the_public_module(module: object) -> None:
     assert {each.__module__ for each in names.values()} == {module.__name__}  # type: ignore[attr-defined]
     for value in names.values():
         assert pickle.loads(pickle.dumps(value)) is value
+
+
+def test_what_the_security_page_says_about_pickles_is_true() -> None:
+    page = " ".join((ROOT / "SECURITY.md").read_text("utf-8").split())
+    calls = [
+        (path.relative_to(PACKAGE).as_posix(), ast.unparse(node))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and re.search(r"\bload\w*$", ast.unparse(node.func))
+    ]
+    assert not [call for call in calls if re.search(r"\b(pickle|marshal|shelve|dill)\b", call[1])]
+    torchs = [call for call in calls if call[1].startswith("torch.load")]
+    assert [path for path, _ in torchs] == ["routing/experiment/training_run.py"]
+    assert all("weights_only=True" in text for _, text in torchs)
+    assert all("allow_pickle=False" in text for _, text in calls if text.startswith("np.load"))
+    for said in ("`torch.load(weights_only=True)`", "`pytorch_model.bin`", "all_gather_object"):
+        assert said in page
+    assert "tells damage by accident, not by intent" in page
+
+
+IMPORTED = """
+import sys
+import torchfmri
+heavy = ("triton", "numba", "matplotlib", "transformers", "pandas", "xarray", "IPython")
+assert not [name for name in heavy if name in sys.modules], "by import torchfmri"
+rooms = [name for name in sys.modules if name.startswith("torchfmri.")]
+assert not rooms, rooms
+assert {*torchfmri.__all__, "statistics", "reference"} <= set(dir(torchfmri))
+for name in torchfmri.__all__:
+    getattr(torchfmri, name)
+assert not [name for name in heavy if name in sys.modules], "by all names together"
+for name in ("exceptions", "reference", "routing", "statistics", "visualization"):
+    assert getattr(torchfmri, name).__name__ == "torchfmri." + name
+assert not hasattr(torchfmri, "Inspektor")
+"""
+
+RESULT = """
+import torch, torchfmri
+inspection = torchfmri.Inspector(torch.nn.Linear(2, 2)).run_inspection(torch.ones(1, 2))
+result = type(inspection), type(inspection[""]), type(inspection[""].statistics())
+print(*(f"{each.__module__}.{each.__name__}" for each in result))
+"""
+
+
+def test_import_is_light_and_names_come_when_they_are_used() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTED], check=True, env=ENVIRONMENT)
+
+
+def test_results_of_names_not_yet_used_report_the_public_module_too() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", RESULT], check=True, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert found.stdout.split() == [
+        "torchfmri.Inspection",
+        "torchfmri.Record",
+        "torchfmri.Statistics",
+    ]
+
+
+def test_every_name_has_one_room() -> None:
+    rooms = torchfmri._ROOM_OF
+    assert sorted(rooms) == sorted(torchfmri.__all__)
+    for name, room in rooms.items():
+        assert hasattr(importlib.import_module(f"torchfmri.{room}"), name)
 
 
 def test_a_file_saved_while_hooks_were_attached_still_loads() -> None:

@@ -1,55 +1,63 @@
-"""A digital fMRI for PyTorch models."""
+"""A digital fMRI for PyTorch models.
 
-from torchfmri._checkup import diagnose
-from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
-from torchfmri._diagnosis import Diagnosis
-from torchfmri._explain import Explanation, explain, explained
-from torchfmri._incidents import Incident, Incidents
-from torchfmri._inspect import Difference, Inspector, first_difference
-from torchfmri._model import NamedModel, load_model
-from torchfmri._monitor import Monitor, MonitorWarning
-from torchfmri._records import Call, Finding, History, Inspection, Record
-from torchfmri._scan import (
-    Anatomy,
-    DatasetScan,
-    LiveToken,
-    Scan,
-    ScannedSequence,
-    Scanner,
-    ScanOptions,
-    ScanStream,
-    Tokens,
-    load,
-    scan,
-    scan_dataset,
-    stream,
-)
-from torchfmri._tokens import (
-    Coverage,
-    CoverageRow,
-    TokenGradient,
-    TokenGradients,
-    TokenLossGradient,
-    TokenLossGradients,
-    TokenSelection,
-    TopEntries,
-    token_gradients,
-    token_loss_dots,
-    token_losses,
-)
-from torchfmri._verify import GradientCheck, Verification, verify_gradients
-from torchfmri.exceptions import (
-    ExplainedError,
-    FindingWarning,
-    InspectionError,
-    LayerNotFoundError,
-    MemoryLimitError,
-    NonFiniteError,
-    NonFiniteWarning,
-    ScanFormatError,
-    UnsupportedLayerError,
-)
-from torchfmri.statistics import ChannelStatistics, Statistics, calculate_statistics
+Names are imported when they are first used, so that `import torchfmri` costs nothing beside torch.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchfmri._checkup import diagnose
+    from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
+    from torchfmri._diagnosis import Diagnosis
+    from torchfmri._explain import Explanation, explain, explained
+    from torchfmri._incidents import Incident, Incidents
+    from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._model import NamedModel, load_model
+    from torchfmri._monitor import Monitor, MonitorWarning
+    from torchfmri._records import Call, Finding, History, Inspection, Record
+    from torchfmri._scan import (
+        Anatomy,
+        DatasetScan,
+        LiveToken,
+        Scan,
+        ScannedSequence,
+        Scanner,
+        ScanOptions,
+        ScanStream,
+        Tokens,
+        load,
+        scan,
+        scan_dataset,
+        stream,
+    )
+    from torchfmri._tokens import (
+        Coverage,
+        CoverageRow,
+        TokenGradient,
+        TokenGradients,
+        TokenLossGradient,
+        TokenLossGradients,
+        TokenSelection,
+        TopEntries,
+        token_gradients,
+        token_loss_dots,
+        token_losses,
+    )
+    from torchfmri._verify import GradientCheck, Verification, verify_gradients
+    from torchfmri.exceptions import (
+        ExplainedError,
+        FindingWarning,
+        InspectionError,
+        LayerNotFoundError,
+        MemoryLimitError,
+        NonFiniteError,
+        NonFiniteWarning,
+        ScanFormatError,
+        UnsupportedLayerError,
+    )
+    from torchfmri.statistics import ChannelStatistics, Statistics, calculate_statistics
 
 __version__ = "0.1.0"
 
@@ -121,7 +129,78 @@ __all__ = [
     "verify_gradients",
 ]
 
-# Reprs, tracebacks and pickles name `torchfmri`, not the room where a name happens to be defined.
-for _name in __all__:
-    globals()[_name].__module__ = __name__
-del _name
+_NAMES = {
+    "_checkup": ("diagnose",),
+    "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
+    "_diagnosis": ("Diagnosis",),
+    "_explain": ("Explanation", "explain", "explained"),
+    "_incidents": ("Incident", "Incidents"),
+    "_inspect": ("Difference", "Inspector", "first_difference"),
+    "_model": ("NamedModel", "load_model"),
+    "_monitor": ("Monitor", "MonitorWarning"),
+    "_records": ("Call", "Finding", "History", "Inspection", "Record"),
+    "_scan": (
+        "Anatomy",
+        "DatasetScan",
+        "LiveToken",
+        "Scan",
+        "ScanOptions",
+        "ScanStream",
+        "ScannedSequence",
+        "Scanner",
+        "Tokens",
+        "load",
+        "scan",
+        "scan_dataset",
+        "stream",
+    ),
+    "_tokens": (
+        "Coverage",
+        "CoverageRow",
+        "TokenGradient",
+        "TokenGradients",
+        "TokenLossGradient",
+        "TokenLossGradients",
+        "TokenSelection",
+        "TopEntries",
+        "token_gradients",
+        "token_loss_dots",
+        "token_losses",
+    ),
+    "_verify": ("GradientCheck", "Verification", "verify_gradients"),
+    "exceptions": (
+        "ExplainedError",
+        "FindingWarning",
+        "InspectionError",
+        "LayerNotFoundError",
+        "MemoryLimitError",
+        "NonFiniteError",
+        "NonFiniteWarning",
+        "ScanFormatError",
+        "UnsupportedLayerError",
+    ),
+    "statistics": ("ChannelStatistics", "Statistics", "calculate_statistics"),
+}
+"""Where each public name is defined."""
+_ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
+_MODULES = ("exceptions", "integrations", "reference", "routing", "statistics", "visualization")
+
+
+def __getattr__(name: str) -> Any:
+    """A public name or module, imported now."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(f"{__name__}.{_ROOM_OF[name]}")
+    # Reprs, tracebacks and pickles name `torchfmri`, not the room where a name is defined: also of
+    # what other rooms have brought along, such as the class of a result.
+    for room in filter(None, (sys.modules.get(f"{__name__}.{each}") for each in _NAMES)):
+        for each in _NAMES[room.__name__.removeprefix(f"{__name__}.")]:
+            globals()[each] = getattr(room, each)
+            globals()[each].__module__ = __name__
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

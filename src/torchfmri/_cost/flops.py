@@ -14,7 +14,6 @@ from math import prod as _prod
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 Rule: TypeAlias = "Callable[[Sequence[Any], Any], int]"
 """From the arguments and the output of an operation to its FLOPs."""
@@ -152,6 +151,8 @@ def flops_of(operation: Any, arguments: Sequence[Any], keywords: Any, output: An
     rule = RULES.get(operation_name(operation))
     if rule is not None:
         return rule(arguments, output)
+    from torch.utils.flop_counter import flop_registry  # imports Triton, which takes a while
+
     formula = flop_registry.get(getattr(operation, "overloadpacket", operation))
     if formula is not None:
         return int(formula(*arguments, **keywords, out_val=output))

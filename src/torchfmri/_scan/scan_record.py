@@ -230,6 +230,8 @@ class Scan:
         if sequence.padding:
             notes.append(f"padding is left out: {plural(sequence.padding, 'position')}")
         notes += failed_checks(sequence)
+        said = dict.fromkeys([*(self.meta.get("notes") or ()), *sequence.unmeasured])
+        notes += [each for each in said if each.partition(": ")[0] not in self.layers]
         return [*notes, *(f"not read: {problem}" for problem in self.problems)]
 
     def _first(self) -> ScannedSequence | None:

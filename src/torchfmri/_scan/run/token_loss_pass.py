@@ -59,7 +59,7 @@ def run_token_losses(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trainable(model))
         stack.enter_context(Taps(targets, sink))
-        output = call_model(model, sequences.ids, sequences.mask)
+        output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
         losses = loss.losses(output, logits, sequences.ids, sequences.mask, sequences.generated)

@@ -748,6 +748,41 @@ def test_a_loop_that_differentiates_leaves_no_gradients() -> None:
     assert_same_state(before, state_of(model))
 
 
+class Recomputed(torch.autograd.Function):
+    """A layer that runs its own backward pass, as reversible ones do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradients[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(Recomputed.apply(self.embedding(ids), self.layer))
+
+
+@pytest.mark.parametrize("per", ["position", "token_loss"])
+def test_a_function_that_runs_backward_passes(per: Any) -> None:
+    model = Reversible()
+    before = state_of(model)
+    torchfmri.scan(model, None, [1, 2, 3], 2, per=per, layers=["embedding", "head"])
+    assert_same_state(before, state_of(model))
+
+
 def test_logits_in_a_named_tuple() -> None:
     torch.manual_seed(0)
     model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))

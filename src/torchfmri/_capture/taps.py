@@ -233,6 +233,7 @@ class _Tap:
         self._frames: dict[int, list[_Frame]] = {}
         self._unrecorded: list[_Unrecorded] = []
         self._handles: list[Any] = []  # on the module's parameters
+        self._heard: dict[str, int] = {}  # the parameter of each name that is listened to
         self._passing: list[Any] = []  # on tensors and nodes of the graph of this step
 
     def failed(self, error: Exception) -> None:
@@ -253,9 +254,8 @@ class _Tap:
             return
         self._attach_parameters(module)
         if "parameter_gradients" in self._what:
-            self._handles.append(
-                module.register_forward_pre_hook(Hook(self._backwards.notice, module))
-            )
+            for act in (self._backwards.notice, self._listen_to_gathered):
+                self._handles.append(module.register_forward_pre_hook(Hook(act, module)))
         if not self._what - {"parameters", "parameter_gradients"}:
             return
         framed = bool(self._what & {"inputs", "input_gradients"})
@@ -295,9 +295,27 @@ class _Tap:
             if "parameters" in watched:
                 self._read_parameter(name, parameter)
             if "parameter_gradients" in watched and parameter.requires_grad:
-                listener = ParameterGradient(self._backwards, partial(self._emit_parameter, name))
-                hook = Hook(listener.arrived, failed=self._failed_backward)
-                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._listen_to_parameter(name, parameter)
+
+    def _listen_to_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        listener = ParameterGradient(self._backwards, partial(self._emit_parameter, name))
+        hook = Hook(listener.arrived, failed=self._failed_backward)
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+        self._heard[name] = id(parameter)
+
+    def _listen_to_gathered(self, module: nn.Module, arguments: object) -> None:
+        """Listen to what FSDP (`fully_shard`) puts in the place of its shards for a forward pass.
+
+        The graph ends there, so that no gradient arrives at the shard while it runs.
+        """
+        for name, parameter in module._parameters.items():
+            if parameter is not None and self._heard.get(name, id(parameter)) != id(parameter):
+                self._listen_to_parameter(name, parameter)
+                self._sink.noted(
+                    self._layer,
+                    "is sharded: its parameter gradients are whole, and those of this process, "
+                    "before they are averaged",
+                )
 
     def _read_parameter(self, name: str, parameter: nn.Parameter) -> None:
         try:

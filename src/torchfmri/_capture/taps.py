@@ -233,7 +233,7 @@ class _Tap:
         self._frames: dict[int, list[_Frame]] = {}
         self._unrecorded: list[_Unrecorded] = []
         self._handles: list[Any] = []  # on the module's parameters
-        self._heard: dict[str, int] = {}  # the parameter of each name that is listened to
+        self._shards: dict[str, nn.Parameter] = {}  # those that FSDP will put whole ones in for
         self._passing: list[Any] = []  # on tensors and nodes of the graph of this step
 
     def failed(self, error: Exception) -> None:
@@ -268,6 +268,7 @@ class _Tap:
         self.next_step()
         while self._handles:
             self._handles.pop().remove()
+        self._shards.clear()
 
     def next_step(self) -> None:
         while self._passing:
@@ -301,15 +302,18 @@ class _Tap:
         listener = ParameterGradient(self._backwards, partial(self._emit_parameter, name))
         hook = Hook(listener.arrived, failed=self._failed_backward)
         self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-        self._heard[name] = id(parameter)
+        if hasattr(parameter, "to_local"):
+            self._shards[name] = parameter
 
     def _listen_to_gathered(self, module: nn.Module, arguments: object) -> None:
         """Listen to what FSDP (`fully_shard`) puts in the place of its shards for a forward pass.
 
         The graph ends there, so that no gradient arrives at the shard while it runs.
         """
-        for name, parameter in module._parameters.items():
-            if parameter is not None and self._heard.get(name, id(parameter)) != id(parameter):
+        for name, shard in list(self._shards.items()):
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter is not shard and parameter.requires_grad:
+                del self._shards[name]  # FSDP keeps this tensor, and gathers into it again
                 self._listen_to_parameter(name, parameter)
                 self._sink.noted(
                     self._layer,

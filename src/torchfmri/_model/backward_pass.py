@@ -33,6 +33,7 @@ def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[],
     spared = {**leaves, **{id(each): each for each in parameters}}
     if reentrant:
         return partial(_backward_with_spare_grad, loss, spared)
+    run: Callable[[], object]
     if leaves:
         run = partial(torch.autograd.grad, loss, list(leaves.values()), allow_unused=True)
     else:  # a graph that ends in no leaf at all: nothing to differentiate, hooks still fire

@@ -137,11 +137,12 @@ class Reading:
             metric: What the values are.
             values: (s, layer), as `table` or `whole` gives them.
         """
-        finite = np.isfinite(values)
+        finite: NDArray[np.bool_] = np.isfinite(values)
         if metric not in FROM_LOSS:
             return finite
         reached = finite & (self._has_loss()[:, None] | (values != 0))
-        return np.where(reached.any(0), reached, finite)
+        kept: NDArray[np.bool_] = np.where(reached.any(0), reached, finite)
+        return kept
 
     def _has_loss(self) -> NDArray[np.bool_]:
         """(s,): whether the loss is computed there; of a user's own loss it is not known."""

@@ -873,6 +873,7 @@ def test_a_number_of_tokens_that_no_memory_holds() -> None:
         assert many.text == few.text
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_models_that_cannot_be_run() -> None:
     own = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
     traced = torch.jit.trace(own, torch.tensor([[1, 2, 3]]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchfmri
 from torchfmri import Finding, FindingWarning, Monitor, NonFiniteWarning
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -186,3 +187,59 @@ def test_lightning_trainer_warns(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.warns(FindingWarning, match="returned 0 for everything"):
         trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=32))
+
+
+# -- random numbers of a device ------------------------------------------------------------------
+
+
+class Unlucky(nn.Module):
+    """Takes the logarithm of a number that it draws on a device: now and then a negative one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.draw = lambda: torch.rand((), generator=generator)  # which a copy shares
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.log(self.draw() - 0.1 + 0 * x)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+    """Two stand-ins for GPUs: nothing of them but their random generators."""
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+
+    def put_back(states: list[Tensor]) -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state_all", lambda: [each.get_state() for each in generators]
+    )
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", put_back)
+    return generators
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_the_step_that_is_run_again_draws_the_same_numbers_on_a_device(
+    devices: list[torch.Generator], device: int
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Unlucky(devices[device]), nn.Linear(4, 1))
+    batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(30)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = torchfmri.diagnose(model, batches, nn.MSELoss(), optimizer, steps=30, show=False)
+    assert [finding.problem for finding in found] == ["nonfinite_forward"]
+    assert found[0].layers == ("1",)
+    assert "log of a negative number" in found[0].text
+
+
+def test_an_inspection_leaves_the_random_state_of_every_device(
+    devices: list[torch.Generator],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Unlucky(devices[0]), Unlucky(devices[1]))
+    before = [each.get_state() for each in devices]
+    torchfmri.Inspector(model).run_inspection(torch.randn(2, 4))
+    assert all(
+        torch.equal(state, each.get_state()) for state, each in zip(before, devices, strict=True)
+    )

@@ -190,3 +190,16 @@ def test_result_reads_as_table_page_and_json() -> None:
         growth["self_atn"]
     with pytest.raises(InspectionError, match="positive"):
         growth.predict(batch=0)
+
+
+@pytest.mark.parametrize(("given", "other"), [("length", "batch"), ("batch", "length")])
+def test_an_axis_of_one_size_has_no_law(given: str, other: str) -> None:
+    layer, data, loss = build("encoder")
+    growth = torchfmri.cost(layer, data, loss, sizes={given: (2, 4, 8)}, rounds=0).growth
+    assert growth is not None
+    ((own,),) = [{size[("batch", "length").index(other)] for size in growth.measured}]
+    whole = growth.predict(**{given: 16})
+    assert growth.predict(**{given: 16, other: own}) == whole
+    for size in (own + 1, 2 * own):
+        with pytest.raises(InspectionError, match=f"{other}={size} .*{other} {own} alone was"):
+            growth.predict(**{given: 16, other: size})

@@ -8,6 +8,8 @@ import json
 import pickle
 import warnings
 from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -916,3 +918,95 @@ def test_wrong_kinds_of_arguments_are_named() -> None:
     assert repr(inspection[""].calls[0]) == (
         "<Call 0 of '': 1 tensors returned, 0 backward passes>"
     )
+
+
+# -- layers whose backward pass is special -------------------------------------------------------
+
+
+class Recomputed(torch.autograd.Function):
+    """As reversible layers do: the backward pass runs the layer again, and `backward()` on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradients[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(self.first(x), self.second)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_function_that_runs_backward_passes_leaves_no_grad(filled: bool) -> None:
+    reversible = Reversible()
+    if filled:
+        reversible(data()).square().sum().backward()
+    before = state_of(reversible)
+    inspector = Inspector(reversible)
+    inspector.watch("first", ["gradients", "parameter_gradients"])
+    inspector.run_inspection(data(), loss="sum")
+    assert_same_state(before, state_of(reversible))
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    meeting = f"file://{tmp_path}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("each_layer", [False, True])
+def test_parameter_gradients_of_a_sharded_model(each_layer: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain, sharded = model(), model()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (sharded[0], sharded[2], sharded) if each_layer else (sharded,):
+        fully_shard(layer, mesh=mesh)
+    plain(data()).square().sum().backward()
+    inspector = Inspector(sharded, keep="tensors")
+    inspector.watch("[02]", "parameter_gradients")
+    for _ in range(2):  # the second time the parameters were gathered before
+        inspection = inspector.run_inspection(data(), loss=lambda y: y.square().sum())
+        assert inspection.missing == {}
+        for name in ("0", "2"):
+            found = inspector.captured_data[name]["parameter_gradients"]
+            for key, parameter in plain[int(name)].named_parameters():
+                torch.testing.assert_close(found[key], parameter.grad)
+        assert all(parameter.grad is None for parameter in sharded.parameters())
+    assert any("before they are averaged" in note for note in inspection.notes)
+
+
+def test_why_no_parameter_gradient_arrived() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.frozen, self.apart = (nn.Linear(4, 3) for _ in range(3))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) + self.frozen(x) + self.apart(x).detach()
+
+    inspector = Inspector(Both())
+    inspector.watch(["frozen", "apart"], "parameter_gradients")
+    missing = inspector.run_inspection(data(), loss="sum").missing
+    assert missing["frozen"] == "parameter_gradients: none arrived: frozen"
+    assert missing["apart"] == "parameter_gradients: none arrived: not on the path from the loss"

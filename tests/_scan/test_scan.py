@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import threading
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from transformers import GenerationConfig
 
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, Scan, Scanner, ScanOptions
+from torchfmri.routing import RoutingConfig, RoutingLanguageModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
@@ -435,7 +437,7 @@ def test_what_is_not_captured_is_listed_with_its_reason() -> None:
         for column, layer in enumerate(scan.layers):
             empty = all(np.isnan(each.layers["activation"][:, column]).all() for each in scan)
             assert not empty or "learning cost" in notes.get(layer, "") or layer in missed, layer
-        assert ("not captured" in scan.table(width=400)) is bool(missed)
+        assert ("not captured" in scan.table(width=400, sequence=0)) is bool(missed)
 
 
 def test_a_tied_head_says_where_its_learning_cost_stands() -> None:
@@ -558,6 +560,15 @@ def test_a_loop_that_never_runs_the_model() -> None:
 # -- what is refused -----------------------------------------------------------------------------
 
 
+def differentiates(model: Any, ids: Tensor) -> Tensor:
+    """A loop that differentiates something at each step."""
+    for _ in range(2):
+        logits = model(input_ids=ids).logits[:, -1]
+        logits.logsumexp(-1).sum().backward()
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    return ids
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -575,6 +586,10 @@ def test_a_loop_that_never_runs_the_model() -> None:
         ({"live": "no"}, "live='no': choose True or False"),
         ({"verify": 1}, "verify=1: choose True or False"),
         ({"adapter_names": ["a"]}, "adapter_names=.*set_adapter"),
+        ({"temperature": 0}, "temperature=0: .*do_sample=False"),
+        ({"temperature": -1.5, "do_sample": True}, r"temperature=-1\.5: .* above 0"),
+        ({"temperature": math.nan, "do_sample": True}, "temperature=nan"),
+        ({"decode": differentiates}, "does not require grad.*torch.enable_grad"),
         ({"position_ids": torch.ones(1, 7)}, "position_ids= is an input of Qwen3For.*per=None"),
         ({"loss": lambda output: output}, r"lambda>\(output\) is called with output, ids and"),
         ({"loss": lambda output, ids, other, mask, more: output}, "more.*def loss"),
@@ -652,7 +667,7 @@ def test_other_inputs_while_generating() -> None:
 def test_tensors_that_are_left_out_are_refused_each_time() -> None:
     scanner = Scanner(build("llama"), None, ScanOptions(None, "*.mlp", tensors="model.norm"))
     for _ in range(2):
-        with pytest.raises(InspectionError, match=r"tensors='model\.norm'.*leaves out"):
+        with pytest.raises(InspectionError, match=r"tensors='model\.norm'.*leaves them out"):
             scanner.scan(prompts()[0], 2)
 
 
@@ -714,3 +729,174 @@ def test_a_stream_runs_under_the_caller_s_autocast() -> None:
     assert np.array_equal(
         scan[0].layers["activation"], stream.scan[0].layers["activation"], equal_nan=True
     )
+
+
+# -- other models --------------------------------------------------------------------------------
+
+
+def test_a_loop_that_differentiates_leaves_no_gradients() -> None:
+    model = model_in_use()
+    before = state_of(model)
+
+    def decode(model: Any, ids: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return differentiates(model, ids)
+
+    scan = torchfmri.scan(model, None, prompts()[0], decode=decode)
+    assert scan.tokens.generated.sum() == 2
+    assert scan.only.checks["live_difference"] < 1e-5
+    assert_same_state(before, state_of(model))
+
+
+class Recomputed(torch.autograd.Function):
+    """A layer that runs its own backward pass, as reversible ones do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradients[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(Recomputed.apply(self.embedding(ids), self.layer))
+
+
+@pytest.mark.parametrize("per", ["position", "token_loss"])
+def test_a_function_that_runs_backward_passes(per: Any) -> None:
+    model = Reversible()
+    before = state_of(model)
+    torchfmri.scan(model, None, [1, 2, 3], 2, per=per, layers=["embedding", "head"])
+    assert_same_state(before, state_of(model))
+
+
+def test_logits_in_a_named_tuple() -> None:
+    torch.manual_seed(0)
+    model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))
+    found = torchfmri.scan(model, None, [1, 2, 3], 4)
+    ids = torch.from_numpy(found.tokens.ids)[None]
+    assert torch.equal(ids, model.generate(ids[:, :3], max_new_tokens=4))
+    with torch.no_grad():
+        logs = model(ids).logits[0, :-1].log_softmax(-1)
+    expected = -logs.gather(-1, ids[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(found.tokens.surprisal[1:], expected, rtol=1e-4)
+    activations = torchfmri.scan(model, None, [1, 2, 3], 4, per=None)
+    np.testing.assert_allclose(activations.tokens.surprisal[1:], expected, rtol=1e-4)
+
+
+def test_a_generate_of_its_own_ends_where_it_says() -> None:
+    torch.manual_seed(0)
+    model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))
+    free = torchfmri.scan(model, None, [[1, 2, 3], [7, 7, 7]], 5, per=None)
+    end = int(free[0].tokens.ids[4])
+    ended = torchfmri.scan(model, None, [[1, 2, 3], [7, 7, 7]], 5, per=None, eos_token_id=end)
+    for one, other in zip(free, ended, strict=True):
+        written = one.tokens.ids[3:].tolist()
+        count = written.index(end) + 1 if end in written else 5
+        assert other.tokens.ids.tolist() == one.tokens.ids[: 3 + count].tolist()
+
+
+class LossFirst(nn.Module):
+    """Returns a loss before its logits, or no logits at all."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.hidden = hidden
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.head(self.embedding(ids))
+        return logits.mean(), (logits[..., None] if self.hidden else logits)
+
+
+def test_a_tuple_with_the_loss_first() -> None:
+    assert np.isfinite(torchfmri.scan(LossFirst(False), None, [1, 2], 2).tokens.surprisal[1:]).all()
+
+
+def test_without_gradients_what_is_missing_is_said_and_a_pass_has_it() -> None:
+    model = build("llama")
+    live = torchfmri.scan(model, None, prompts()[0], STEPS, per=None)
+    start = len(prompts()[0])
+    assert np.isnan(live.tokens.surprisal[:start]).all()
+    assert np.isfinite(live.tokens.surprisal[start:]).all()
+    assert np.isnan(live.values().values[-1]).all()
+    notes = " ".join(live.meta["notes"])
+    for words in ("no surprisal and entropy of the prompt", "no activations of the last token"):
+        assert words in notes
+        assert words in " ".join(live.table(width=100).split())
+    passed = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, live=False)
+    assert np.isfinite(passed.tokens.surprisal[1:]).all()
+    assert np.isfinite(passed.values().values).all()
+    assert passed.meta["notes"] == []
+
+
+def test_no_logits_at_all_are_said() -> None:
+    found = torchfmri.scan(LossFirst(True), None, [1, 2, 3], 0, per=None)
+    assert np.isnan(found.tokens.surprisal).all()
+    assert "no surprisal and entropy of any token" in " ".join(found.meta["notes"])
+    assert "no surprisal and entropy of any token" in found.table(width=400)
+
+
+def test_a_table_of_positions_that_ends() -> None:
+    model = build("gpt2")
+    table = model.config.n_positions
+    options: dict[str, Any] = {"layers": "*.mlp", "per": None, "eos_token_id": None}
+    for prompt, count in ((prompts()[0], 10**9), ([3] * (table + 1), 0)):
+        with pytest.raises(InspectionError, match=f"has a table of {table}"):
+            torchfmri.scan(model, None, prompt, count, **options)
+    with pytest.raises(InspectionError, match=f"{table + 1} positions.*table of {table}"):
+        torchfmri.scan(model, None, [3] * (table - 1), 2, layers="*.mlp", eos_token_id=None)
+    assert len(torchfmri.scan(model, None, [3] * (table - 1), 1, **options).only) == table
+
+
+def test_a_number_of_tokens_that_no_memory_holds() -> None:
+    """The model ends by itself; room for all that it might write is not made."""
+    model, tokenizer = torchfmri.load_model("tiny")
+    few = torchfmri.scan(model, tokenizer, "What is the capital of France?", 64, None, chat=True)
+    for count in (10**12, 2**62):
+        many = torchfmri.scan(
+            model, tokenizer, "What is the capital of France?", count, None, chat=True
+        )
+        assert many.text == few.text
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_models_that_cannot_be_run() -> None:
+    own = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    traced = torch.jit.trace(own, torch.tensor([[1, 2, 3]]))
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    for model, words in ((traced, "TorchScript"), (empty, r"'0\.weight' is on the meta device")):
+        with pytest.raises(InspectionError, match=words):
+            torchfmri.scan(model, None, [1, 2, 3], 2)
+    with pytest.raises(InspectionError, match=r"Token id 99 at position 1 .* from 0 to 49"):
+        torchfmri.scan(own, None, [[1, 2], [3, 99]], 2)
+    scanner = Scanner(own)
+    scanner.scan(list(range(20)), 0)
+    with pytest.raises(InspectionError, match=r"Token id 50 at position 17 .* from 0 to 49"):
+        scanner.scan([*range(17), 50], 0)
+
+
+def test_all_tensors() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    for per in ("position", None):
+        scan = torchfmri.scan(model, tokenizer, "One,", 2, per, tensors="*")
+        assert set(scan.only.tensors) == set(scan.layers)
+    some = torchfmri.scan(model, tokenizer, "One,", 2, None, "*.mlp", tensors="*")
+    assert set(some.only.tensors) == set(some.layers)
+    assert "leaves out" in " ".join(some.meta["notes"])
+    with pytest.raises(InspectionError, match=r"tensors='model\.layers' matches no layer"):
+        torchfmri.scan(model, tokenizer, "One,", 2, tensors="model.layers")

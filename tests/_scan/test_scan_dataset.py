@@ -394,7 +394,7 @@ def test_rows_that_fail_are_named_and_tried_again(tmp_path: Path, batch: int) ->
     assert (found.scanned, found.found) == (4, 0)
     names = [row.name for row in rows_of(rows)]
     assert set(found.failed) == {names[1], names[4]}
-    assert found.failed[names[4]].startswith("Record 4: IndexError: index out of range")
+    assert found.failed[names[4]].startswith("Record 4: InspectionError: Token id 100000")
     assert sorted(load(tmp_path / "x.fmri").names) == [names[i] for i in (0, 2, 3, 5)]
     again = scan(rows, tmp_path / "x.fmri", batch=batch)
     assert (again.scanned, again.found, len(again.failed)) == (0, 4, 2)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from scan_oracles import (
     LANGUAGE_MODELS,
     activations,
@@ -1029,3 +1030,102 @@ def test_full_tensors_outside_of_the_layers() -> None:
     except InspectionError:
         return
     assert scan.only.tensors
+
+
+# -- models that read otherwise than they write --------------------------------------------------
+
+ROBERTA = {
+    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 1, "bos_token_id": 0,
+    "eos_token_id": None, "is_decoder": True, "type_vocab_size": 1,
+}  # fmt: skip
+ROBERTAS = (
+    *("Roberta", "XLMRoberta", "Camembert", "Data2VecText", "XLMRobertaXL"),
+    *("RobertaPreLayerNorm", "Xmod"),
+)
+
+
+def roberta(name: str) -> Any:
+    config = {**ROBERTA, **({"default_language": "en_XX"} if name == "Xmod" else {})}
+    made = getattr(transformers, f"{name}Config")(**config)
+    return getattr(transformers, f"{name}ForCausalLM")(made).eval()
+
+
+@pytest.mark.parametrize("name", ROBERTAS)
+@pytest.mark.parametrize("prompt", [[5, 6, 7, 8, 9], [[5, 6, 7, 8, 9], [10, 11, 12]]])
+def test_the_pass_is_fed_the_positions_that_generate_feeds(name: str, prompt: Any) -> None:
+    """These models count positions from 2, where nobody tells them; generate counts from 0."""
+    model = roberta(name)
+    for live in (True, False):
+        scan = torchfmri.scan(model, None, prompt, 4, live=live, do_sample=False)
+        for each in scan:
+            assert each.checks["greedy_tokens"]
+            assert each.checks.get("live_difference", 0.0) < 1e-5
+            ids = torch.from_numpy(each.tokens.ids)[None]
+            with torch.no_grad():
+                logits = model(ids, position_ids=torch.arange(ids.shape[1])[None]).logits[0]
+            expected = -logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            np.testing.assert_allclose(each.tokens.surprisal[1:], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("per", ["position", "cached", "token_loss"])
+def test_reading_counts_positions_as_the_model_does_with_padding_too(per: Any) -> None:
+    model = roberta("Roberta")
+    rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    together = torchfmri.scan(model, None, rows, 0, per=per)
+    for row, each in zip(rows, together, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([row])).logits[0]
+        expected = -logits[:-1].log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+        np.testing.assert_allclose(each.tokens.surprisal[1:], expected, rtol=1e-4)
+        alone = torchfmri.scan(model, None, row, 0, per=per)
+        for metric, values in alone.only.layers.items():
+            np.testing.assert_allclose(each.layers[metric], values, rtol=2e-3, atol=1e-6)
+
+
+def test_a_loop_with_positions_of_its_own() -> None:
+    model = roberta("Roberta")
+
+    def decode(model: Any, ids: Tensor) -> Tensor:
+        for _ in range(3):
+            places = 2 + torch.arange(ids.shape[1])[None]
+            logits = model(input_ids=ids, position_ids=places, use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        return ids
+
+    scan = torchfmri.scan(model, None, [5, 6, 7], decode=decode)
+    assert scan.only.checks["live_difference"] < 1e-5
+
+
+def xlnet() -> Any:
+    sizes = {"vocab_size": 60, "d_model": 16, "n_layer": 2, "n_head": 4, "d_inner": 24}
+    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes)).eval()
+
+
+def cpm_ant() -> Any:
+    sizes = {
+        "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "dim_head": 4, "dim_ff": 24, "prompt_length": 4,
+    }  # fmt: skip
+    return transformers.CpmAntForCausalLM(transformers.CpmAntConfig(**sizes)).eval()
+
+
+def xlm() -> Any:
+    sizes = {"vocab_size": 60, "emb_dim": 16, "n_layers": 2, "n_heads": 4}
+    return transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes)).eval()
+
+
+@pytest.mark.parametrize("make", [xlnet, cpm_ant, xlm])
+def test_a_model_that_looks_ahead_is_refused_for_that_reason(make: Any) -> None:
+    model = make()
+    for per in ("position", None):
+        with pytest.raises(InspectionError, match=f"{type(model).__name__} looks ahead"):
+            torchfmri.scan(model, None, [5, 6, 7, 8], 3, per=per)
+    read = torchfmri.scan(model, None, [5, 6, 7, 8], 0)
+    assert any("looks ahead" in note for note in read.meta["notes"])
+
+
+def test_a_causal_model_is_not_said_to_look_ahead() -> None:
+    for name in ("llama", "mixtral", "mamba", "falcon-alibi"):
+        scan = torchfmri.scan(build(name), None, prompts()[0], 2)
+        assert not any("looks ahead" in note for note in scan.meta["notes"]), name

@@ -600,3 +600,22 @@ def test_page_without_tokens_says_so(tmp_path: Path) -> None:
     Scan(anatomy, [make_sequence(anatomy, 0)], {}).save_html(tmp_path / "scan.html")
     address = (tmp_path / "scan.html").as_uri()
     assert "no tokens" in read_out(run_chromium(tmp_path, "--dump-dom", address=address))
+
+
+def test_plot_layers_of_gradients_is_over_the_positions_that_the_loss_reaches() -> None:
+    scan = make_scan(blocks=3, tokens=12, metrics=["activation", "gradient"])
+    gradient = scan.only.layers["gradient"]
+    head = scan.layers.index("lm_head")
+    gradient[:5, head] = 0.0  # the loss is that of the tokens from 6 on, predicted from 5 on
+    ax = scan.plot_layers("gradient", layers="*")
+    (line,) = [each for each in ax.lines if each.get_label() == "lm_head"]
+    np.testing.assert_allclose(line.get_ydata(), [np.median(gradient[5:-1, head])], rtol=1e-6)
+    assert "median over 6 to 11 of 12 tokens that the loss reaches" in ax.get_title()
+    assert "median over 12 tokens," in scan.plot_layers("activation").get_title()
+
+
+@pytest.mark.parametrize("name", ["x.zzz", "scan.html"])
+def test_a_picture_in_a_format_that_there_is_not(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InspectionError, match=r"no format of pictures.*png"):
+        make_scan(1).draw(tmp_path / name)
+    assert not list(tmp_path.iterdir())

@@ -5,7 +5,11 @@ import json
 import math
 import re
 import statistics as plain
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scans import make_anatomy, make_scan, make_sequence
 
+import torchfmri
 from torchfmri import Anatomy, InspectionError, LayerNotFoundError, Scan, ScannedSequence
 from torchfmri._scan.record.blocks import depth_of, inside_of, kinds_of, outline_of
 from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers, standardised
@@ -288,6 +293,104 @@ def test_table_has_medians_over_tokens() -> None:
             each == pytest.approx(expected, rel=6e-3)
             for each in map(float, re.findall(r"[\d.]+(?:e-?\d+)?", line.split("Linear")[1]))
         ), (metric, expected, line)
+
+
+def gradients_after(reached: dict[str, int], meta: dict[str, str]) -> Scan:
+    """Ten tokens, five generated; each layer's gradient is 0 before its first position."""
+    anatomy = Anatomy.of_widths(
+        list(reached), ["Linear"] * len(reached), [4] * len(reached), [4] * len(reached)
+    )
+    values = np.tile(np.arange(1.0, 11.0, dtype=np.float32)[:, None], (1, len(reached)))
+    values[-1] = np.nan
+    for column, first in enumerate(reached.values()):
+        values[:first, column] = 0.0
+    tables = {"activation": np.ones_like(values), "gradient": values, "learning_cost": values}
+    return Scan(anatomy, [ScannedSequence("0", make_scan(1, 10).tokens, tables, {})], meta)
+
+
+def row_of(scan: Scan, layer: str) -> list[str]:
+    (line,) = [each for each in scan.table(width=200).splitlines() if each.startswith(layer + " ")]
+    return line.split()
+
+
+def test_gradients_are_summarised_where_the_loss_reaches_and_the_table_says_how_many() -> None:
+    scan = gradients_after({"embed": 0, "head": 4}, {"loss": "the generated tokens"})
+    assert row_of(scan, "embed")[2:] == ["1", "5", "9", "5"]  # 1 to 9
+    assert row_of(scan, "head")[2:] == ["1", "7", "5", "7"]  # 5 to 9: five tokens were generated
+
+
+def test_a_zero_where_the_loss_is_computed_counts() -> None:
+    """Positions 4 to 8 have a loss. At 4, 5 and 6 the layer is dead; the prompt never counts."""
+    assert row_of(gradients_after({"dead": 7}, {}), "dead")[3:] == ["0", "5", "0"]
+    everywhere = gradients_after({"dead": 7}, {"loss": "the sum of -log p of all tokens"})
+    assert row_of(everywhere, "dead")[3:] == ["0", "9", "0"]
+    own = gradients_after({"some": 7}, {"loss": "your own loss (confidence)"})
+    assert row_of(own, "some")[3:] == ["8.5", "2", "8.5"], "where an own loss is, only zeros tell"
+    nowhere = gradients_after({"none": 9}, {"loss": "your own loss (confidence)"})
+    assert row_of(nowhere, "none")[3:] == ["0", "9", "0"]
+
+
+def test_the_head_of_a_scanned_model_has_the_median_of_the_positions_with_a_loss() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    scan = torchfmri.scan(model, tokenizer, "What is the capital of France?", chat=True)
+    names, values = scan.values("gradient")
+    has_loss = np.append(scan.tokens.generated[1:], False)
+    for layer in ("lm_head", "model.norm", "model"):
+        expected = float(np.median(values[has_loss, names.index(layer)]))
+        row = row_of(scan, layer)
+        at = next(place for place, cell in enumerate(row) if cell == str(has_loss.sum()))
+        assert expected > 0
+        assert float(row[at - 1]) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("width", [-5, 0, 1.5, "wide", True])
+def test_a_width_that_is_none(width: Any) -> None:
+    with pytest.raises(InspectionError, match=f"width={width!r}"):
+        make_scan(1).table(width=width)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+def test_a_table_of_hardly_any_width_ends(width: int) -> None:
+    scan = make_scan(1)
+    assert Scan(scan.anatomy, list(scan), {"missed": {"x": "no room"}}).table(width=width)
+
+
+def test_a_table_of_thousands_of_layers_takes_time_in_proportion() -> None:
+    def seconds(layers: int) -> float:
+        names = [f"layer{number}" for number in range(layers)]
+        anatomy = Anatomy.of_widths(names, ["Linear"] * layers, [4] * layers, [4] * layers)
+        table = {"activation": np.ones((3, layers), np.float32)}
+        scan = Scan(anatomy, [ScannedSequence("0", make_scan(1, 3).tokens, table, {})], {})
+        started = time.perf_counter()
+        scan.table(fold=False, width=100)
+        return time.perf_counter() - started
+
+    seconds(500)
+    assert seconds(8000) < 8 * 4 * seconds(1000)  # 64 times as long if it were quadratic
+
+
+def test_of_several_sequences_one_must_be_chosen(tmp_path: Path) -> None:
+    several = make_scan(blocks=1, sequences=3)
+    calls: list[Callable[..., Any]] = [
+        several.values,
+        several.delta_sc,
+        several.table,
+        several.plot_brain,
+        several.plot_layers,
+        several.draw,
+        partial(several.plot_token, 1),
+        partial(several.plot_voxels, "lm_head"),
+        partial(several.save_html, tmp_path / "page.html"),
+    ]
+    for call in calls:
+        with pytest.raises(InspectionError, match=r"3 sequences: choose one.*sequence=0"):
+            call()
+    assert not list(tmp_path.iterdir())
+    for number in range(3):
+        expected = several[number].layers["activation"]
+        np.testing.assert_array_equal(several.values(sequence=number).values, expected)
+    assert several.values(sequence=-1).values is not None
+    assert "sequence 2 of" in several.table(sequence=2)
 
 
 def test_table_folds_layers_of_one_kind() -> None:

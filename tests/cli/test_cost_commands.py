@@ -46,11 +46,25 @@ def test_cost_predicts(subject: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "predicted batch 8, length 12: peak" in capsys.readouterr().out
 
 
+def test_an_axis_of_one_size_is_predicted_at_that_size(
+    subject: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["cost", subject, "--rounds", "0", "--length", "2,3,6", "--predict", "4x12"]
+    assert cli.main([*arguments, "--json"]) == 0
+    (predicted,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert predicted["forward_flops"] == 2 * 2 * 4 * 12 * 64
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--predict", "8x12"], "--predict needs sizes"),
         (["--batch", "2"], "two sizes or more"),
+        (
+            ["--length", "2,3,6", "--predict", "64x12", "--rounds", "0"],
+            "batch 4 alone was measured",
+        ),
+        (["--batch", "1,2", "--predict", "4x12", "--rounds", "0"], "length 6 alone was measured"),
         (["--rounds", "-1"], "rounds=-1"),
     ],
 )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,9 +104,35 @@ def test_a_prompt_as_json_has_the_numbers_of_a_scan(capsys: pytest.CaptureFixtur
     assert data["meta"]["per"] == "position"
     assert data["files"] == []
     for metric in ("activation", "gradient"):
-        values = torch.from_numpy(expected[0].layers[metric].copy())
-        median = float(values[~values[:, 0].isnan(), 0].median())
+        values = expected[0].layers[metric][:, 0]
+        median = float(np.median(values[~np.isnan(values)]))
         assert data["medians"][metric]["model.layers.0.mlp"] == pytest.approx(median, rel=1e-5)
+
+
+def test_the_json_says_over_how_many_positions_a_median_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--max-new-tokens", "3", "--layers", "lm_head", "--layers", "*.embed_tokens"]
+    assert cli.main(["scan", "--prompt", QUESTION, "--json", *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    model, tokenizer = loaded_once("tiny")
+    found = scan(model, tokenizer, QUESTION, 3, do_sample=False)
+    names, values = found.values("gradient")
+    assert data["positions"]["gradient"] == {
+        "model.embed_tokens": len(found.only) - 1,
+        "lm_head": 3,
+    }
+    head = values[-4:-1, names.index("lm_head")]
+    assert data["medians"]["gradient"]["lm_head"] == pytest.approx(float(np.median(head)), rel=1e-4)
+
+
+def test_all_tensors_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "x.fmri"
+    options = ["--tensors", "*", "--max-new-tokens", "2", "--per", "none", "--out", str(out)]
+    assert cli.main(["scan", "--prompt", QUESTION, *options]) == 0
+    capsys.readouterr()
+    stored = load(out)
+    assert set(stored.only.tensors) == set(stored.layers)
 
 
 @needs_plots

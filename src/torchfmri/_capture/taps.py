@@ -233,6 +233,7 @@ class _Tap:
         self._frames: dict[int, list[_Frame]] = {}
         self._unrecorded: list[_Unrecorded] = []
         self._handles: list[Any] = []  # on the module's parameters
+        self._shards: dict[str, nn.Parameter] = {}  # those that FSDP will put whole ones in for
         self._passing: list[Any] = []  # on tensors and nodes of the graph of this step
 
     def failed(self, error: Exception) -> None:
@@ -253,9 +254,8 @@ class _Tap:
             return
         self._attach_parameters(module)
         if "parameter_gradients" in self._what:
-            self._handles.append(
-                module.register_forward_pre_hook(Hook(self._backwards.notice, module))
-            )
+            for act in (self._backwards.notice, self._listen_to_gathered):
+                self._handles.append(module.register_forward_pre_hook(Hook(act, module)))
         if not self._what - {"parameters", "parameter_gradients"}:
             return
         framed = bool(self._what & {"inputs", "input_gradients"})
@@ -268,6 +268,7 @@ class _Tap:
         self.next_step()
         while self._handles:
             self._handles.pop().remove()
+        self._shards.clear()
 
     def next_step(self) -> None:
         while self._passing:
@@ -295,9 +296,30 @@ class _Tap:
             if "parameters" in watched:
                 self._read_parameter(name, parameter)
             if "parameter_gradients" in watched and parameter.requires_grad:
-                listener = ParameterGradient(self._backwards, partial(self._emit_parameter, name))
-                hook = Hook(listener.arrived, failed=self._failed_backward)
-                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._listen_to_parameter(name, parameter)
+
+    def _listen_to_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        listener = ParameterGradient(self._backwards, partial(self._emit_parameter, name))
+        hook = Hook(listener.arrived, failed=self._failed_backward)
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+        if hasattr(parameter, "to_local"):
+            self._shards[name] = parameter
+
+    def _listen_to_gathered(self, module: nn.Module, arguments: object) -> None:
+        """Listen to what FSDP (`fully_shard`) puts in the place of its shards for a forward pass.
+
+        The graph ends there, so that no gradient arrives at the shard while it runs.
+        """
+        for name, shard in list(self._shards.items()):
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter is not shard and parameter.requires_grad:
+                del self._shards[name]  # FSDP keeps this tensor, and gathers into it again
+                self._listen_to_parameter(name, parameter)
+                self._sink.noted(
+                    self._layer,
+                    "is sharded: its parameter gradients are whole, and those of this process, "
+                    "before they are averaged",
+                )
 
     def _read_parameter(self, name: str, parameter: nn.Parameter) -> None:
         try:

@@ -16,6 +16,7 @@ from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.watcher import Watcher
 from torchfmri._checkup.weights import relative_size
 from torchfmri._diagnosis import ConstantLayer, LossFacts
+from torchfmri._model import generators_restored
 from torchfmri._torch import flatten
 
 _SURE = 20.0
@@ -91,7 +92,7 @@ def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float
     asked = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     sure = _SURE * (2 * marks - 1)
     right, wrong = (marks, 1 - marks) if squashed else (sure, -sure)
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
+    with torch.no_grad(), generators_restored():
         return float(asked(right, target)), float(asked(wrong, target))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._model import random_state
 from torchfmri._torch import flatten, map_tensors
 
 LEAST_SAMPLES = 4
@@ -40,13 +41,13 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
         return math.nan
 
     with _still(model):
-        state = torch.get_rng_state()
+        state = random_state()
         before = _rows(model(*arguments, **keywords), count)
-        torch.set_rng_state(state)
+        state.restore()
         again = _rows(model(*arguments, **keywords), count)
         if before is None or again is None or not torch.equal(before, again):
             return math.nan
-        torch.set_rng_state(state)
+        state.restore()
         exchange = partial(_exchanged, place)
         others = map_tensors(tuple(arguments), exchange)
         after = _rows(model(*others, **map_tensors(dict(keywords), exchange)), count)

@@ -35,7 +35,7 @@ from torchfmri._diagnosis import (
     trace_of,
 )
 from torchfmri._incidents import find_origin
-from torchfmri._model import compiled_code_as_eager, copy_of_data
+from torchfmri._model import RandomState, compiled_code_as_eager, copy_of_data, random_state
 from torchfmri._monitor import Monitor
 from torchfmri._records import Finding, History
 from torchfmri._torch import require_scalar
@@ -108,7 +108,7 @@ class Checkup:
         split = None if copies.own_step is not None else split_batch(batch, copies.loss)
         with self._notes.guard("A batch"):
             self._batches.add(parts_of(batch, split))
-        state = torch.get_rng_state()
+        state = random_state()
         rates = [float(group["lr"]) for each in copies.optimizers for group in each.param_groups]
         lost, value = False, None
         with ExitStack() as stack:
@@ -181,10 +181,10 @@ class Checkup:
         return all(bool(torch.isfinite(each).all()) for each in self._copies.model.parameters())
 
     def _trace_back(
-        self, number: int, batch: Any, split: Split | None, state: Tensor, updated: bool
+        self, number: int, batch: Any, split: Split | None, state: RandomState, updated: bool
     ) -> None:
         """Run the step again, operation by operation, without touching the weights."""
-        torch.set_rng_state(state)
+        state.restore()
 
         def again() -> Any:
             if split is not None:

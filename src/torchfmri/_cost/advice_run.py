@@ -20,8 +20,8 @@ from torchfmri._cost.techniques import (
     Technique,
     has_running_statistics,
 )
-from torchfmri._cost.trial import Trial, copy_setup, deviation, random_state, time_side_by_side
-from torchfmri._model import Loss, compiled_code_as_eager, unchanged, unwrap
+from torchfmri._cost.trial import Trial, copy_setup, deviation, time_side_by_side
+from torchfmri._model import Loss, compiled_code_as_eager, random_state, unchanged, unwrap
 from torchfmri._torch import require_count
 from torchfmri.exceptions import InspectionError
 

@@ -94,14 +94,31 @@ class Growth:
         return self.layers[layer]
 
     def predict(self, *, batch: int | None = None, length: int | None = None) -> Prediction:
-        """What another size would take; an axis left out stays at the largest size measured."""
-        largest = max(self.measured)
-        b = batch if batch is not None else largest[0]
-        s = length if length is not None else max(size[1] for size in self.measured)
-        if b < 1 or s < 1:
-            raise InspectionError(f"batch={b}, length={s}: sizes are positive.")
+        """What another size would take; an axis left out stays at the largest size measured.
+
+        Raises:
+            InspectionError: A size is not positive, or another one is asked for of an axis that was
+                measured at one size only, which shows no law.
+        """
+        b = self._size("batch", 0, batch)
+        s = self._size("length", 1, length)
         forward, backward, saved = (round(law(b, s)) for law in self.total)
         return Prediction(b, s, round(self._peak(b, s)), saved, forward, backward)
+
+    def _size(self, axis: str, place: int, asked: int | None) -> int:
+        """The size to predict along an axis."""
+        seen = sorted({size[place] for size in self.measured})
+        if asked is None:
+            return seen[-1]
+        if asked < 1:
+            raise InspectionError(f"{axis}={asked}: sizes are positive.")
+        if len(seen) == 1 and asked != seen[0]:
+            raise InspectionError(
+                f"{axis}={asked} cannot be predicted: {axis} {seen[0]} alone was measured, which "
+                f"does not show how cost grows with it. Measure others too, as in "
+                f"sizes={{'{axis}': (1, 2, 4), ...}} (--{axis} 1,2,4), or leave it at {seen[0]}."
+            )
+        return asked
 
     def __repr__(self) -> str:
         return self.table()

@@ -17,7 +17,7 @@ from torchfmri._cost.live_memory import LiveMemory
 from torchfmri._cost.measured_step import resting_collector
 from torchfmri._cost.resizing import size_of
 from torchfmri._cost.techniques import Setup, Technique, device_of, parts_of
-from torchfmri._model import Loss, arguments_for, copy_of_data, loss_of, runnable
+from torchfmri._model import Loss, RandomState, arguments_for, copy_of_data, loss_of, runnable
 from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
@@ -118,9 +118,9 @@ class Trial:
             self.setup.optimizer.step()
         self.setup.model.zero_grad(set_to_none=True)
 
-    def gradients(self, state: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    def gradients(self, state: RandomState) -> tuple[float, dict[str, Tensor]]:
         """The loss and the gradients of the parameters, from a given random state."""
-        set_random_state(state)
+        state.restore()
         losses = self.losses()
         value = sum(float(loss) for loss in losses)
         gradients = {
@@ -180,21 +180,6 @@ def summarise(ratios: Sequence[float]) -> Ratio:
     ordered = sorted(ratios)
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return Ratio(statistics.median(ordered), round((middle[-1] - middle[0]) / 2, 6))
-
-
-def random_state() -> dict[str, Any]:
-    """What the next random numbers of torch depend on."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Draw the same numbers again."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def deviation(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -14,9 +13,9 @@ from torchfmri._text import (
     BOLD,
     DIM,
     RED,
-    WIDTH_OFF_TERMINAL,
     encodable,
     layer_label,
+    line_width,
     output_style,
     plural,
     wrap,
@@ -103,7 +102,7 @@ class Diagnosis(Sequence[Finding]):
         Args:
             width: In characters; the terminal's, at most 100, by default.
         """
-        room = width or min(100, shutil.get_terminal_size((WIDTH_OFF_TERMINAL, 24)).columns)
+        room = min(100, line_width(None)) if width is None else line_width(width)
         style = output_style()
         lines = wrap(f"{self.model}: {self._verdict()}", room)
         for finding in self.findings:

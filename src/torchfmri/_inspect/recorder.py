@@ -61,13 +61,19 @@ class Keep:
 class Watched:
     """One watched module: its record, what is wanted, and whether per unit."""
 
-    __slots__ = ("channels", "has_parameters", "is_scripted", "kind", "record", "what")
+    __slots__ = (
+        *("channels", "has_parameters", "is_frozen", "is_scripted", "is_sharded"),
+        *("kind", "record", "what"),
+    )
 
     def __init__(
         self, record: Record, module: nn.Module, what: frozenset[str], channels: bool
     ) -> None:
         self.record, self.kind, self.what, self.channels = record, type(module), what, channels
-        self.has_parameters = any(each is not None for each in module._parameters.values())
+        own = [each for each in module._parameters.values() if each is not None]
+        self.has_parameters = bool(own)
+        self.is_frozen = not any(each.requires_grad for each in own)
+        self.is_sharded = any(hasattr(each, "to_local") for each in own)
         self.is_scripted = isinstance(module, torch.jit.ScriptModule)
 
 
@@ -208,8 +214,10 @@ class Recorder:
                 and watched.has_parameters
                 and not record.parameter_values("parameter_gradients")
             ):
-                reason = "none arrived: frozen, or not on the path from the loss"
-                self.missed(layer, "parameter_gradients", reason)
+                reason = "frozen" if watched.is_frozen else "not on the path from the loss"
+                if watched.is_sharded:
+                    reason += ", or sharded and used without a call of its layer"
+                self.missed(layer, "parameter_gradients", f"none arrived: {reason}")
         # The same instance under another name misses the same.
         for name, record in self.inspection.items():
             if record.layer in self.inspection.missing:

@@ -15,7 +15,7 @@ from torchfmri._model.backward_pass import (
 )
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
-from torchfmri._model.generators import RandomState, random_state
+from torchfmri._model.generators import RandomState, generators_restored, random_state
 from torchfmri._model.layers import (
     Pattern,
     find_layers,
@@ -27,7 +27,7 @@ from torchfmri._model.layers import (
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
 from torchfmri._model.patterns import match_names, nearest_names
-from torchfmri._model.snapshot import copy_of_data, generators_restored, unchanged
+from torchfmri._model.snapshot import copy_of_data, unchanged
 
 __all__ = [
     "CHOICES",

@@ -30,13 +30,24 @@ def run_backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
 def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[], object]:
     """What `run_backward` will run, with the search through the graph already done."""
     leaves, reentrant = _explore(loss)
+    spared = {**leaves, **{id(each): each for each in parameters}}
     if reentrant:
-        spared = {**leaves, **{id(each): each for each in parameters}}
         return partial(_backward_with_spare_grad, loss, spared)
+    run: Callable[[], object]
     if leaves:
-        return partial(torch.autograd.grad, loss, list(leaves.values()), allow_unused=True)
-    # A graph that ends in no leaf at all: nothing to differentiate, hooks still fire.
-    return partial(torch.autograd.backward, loss)
+        run = partial(torch.autograd.grad, loss, list(leaves.values()), allow_unused=True)
+    else:  # a graph that ends in no leaf at all: nothing to differentiate, hooks still fire
+        run = partial(torch.autograd.backward, loss)
+    return partial(_run_spared, run, spared.values())
+
+
+def _run_spared(run: Callable[[], object], leaves: Iterable[Tensor]) -> None:
+    """Run a backward pass in which a Function may run others, as reversible layers do.
+
+    Those are `backward()`s, whatever the outer pass is: they fill the `.grad` of their leaves.
+    """
+    with spared_grad(leaves):
+        run()
 
 
 def _explore(loss: Tensor) -> tuple[dict[int, Tensor], bool]:

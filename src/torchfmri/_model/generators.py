@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,22 +17,22 @@ class RandomState(NamedTuple):
 
     Attributes:
         torch: Of the CPU.
-        cuda: Of the current CUDA device, where one is in use.
+        devices: Kind of device ("cuda") -> of each device of that kind, where they are in use.
         python: Of the module `random`.
         numpy: Of NumPy's global generator, where NumPy is loaded: name, keys, position, and two
             numbers about a normal variate in store.
     """
 
     torch: Tensor
-    cuda: Tensor | None
+    devices: Mapping[str, Sequence[Tensor]]
     python: Any
     numpy: Any
 
     def restore(self) -> None:
         """Let the generators go on from here."""
         torch.set_rng_state(self.torch)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+        for kind, states in self.devices.items():
+            _set_states(kind, states)
         random.setstate(self.python)
         if self.numpy is not None:
             import numpy as np
@@ -44,8 +46,8 @@ class RandomState(NamedTuple):
             "torch": self.torch,
             "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
         }
-        if self.cuda is not None:
-            found["cuda"] = self.cuda
+        if self.devices:
+            found["devices"] = {kind: list(states) for kind, states in self.devices.items()}
         if self.numpy is not None:
             name, keys, *rest = self.numpy
             keys = torch.from_numpy(keys.astype("int64"))
@@ -62,9 +64,10 @@ class RandomState(NamedTuple):
 
             keys = data["numpy"]["keys"].numpy().astype(np.uint32)
             numpy_state = (data["numpy"]["name"], keys, *data["numpy"]["rest"])
+        before = {"cuda": [data["cuda"]]} if "cuda" in data else {}  # of older files: one device
         return cls(
             data["torch"],
-            data.get("cuda"),
+            data.get("devices", before),
             (python["version"], tuple(python["internal"].tolist()), python["gauss"]),
             numpy_state,
         )
@@ -72,12 +75,43 @@ class RandomState(NamedTuple):
 
 def random_state() -> RandomState:
     """The state now; waits for no device."""
-    cuda = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        cuda = torch.cuda.get_rng_state()
+    devices = {kind: states for kind in _KINDS if (states := _states(kind))}
     numpy_state = None
     if "numpy" in sys.modules:
         import numpy as np
 
         numpy_state = np.random.get_state()
-    return RandomState(torch.get_rng_state(), cuda, random.getstate(), numpy_state)
+    return RandomState(torch.get_rng_state(), devices, random.getstate(), numpy_state)
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the random generators as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+_KINDS = ("cuda", "xpu", "mps")
+
+
+def _states(kind: str) -> list[Tensor]:
+    """The states of the devices of a kind, in their order; none where nobody has used one yet."""
+    module: Any = getattr(torch, kind, None)
+    if kind == "mps":
+        return [module.get_rng_state()] if torch.backends.mps.is_available() else []
+    if module is None or not module.is_available() or not module.is_initialized():
+        return []
+    return list(module.get_rng_state_all())
+
+
+def _set_states(kind: str, states: Sequence[Tensor]) -> None:
+    """Set as many devices of a kind as there are: the states may be from another machine."""
+    present = len(_states(kind))
+    module: Any = getattr(torch, kind, None)
+    if present and kind == "mps":
+        module.set_rng_state(states[0])
+    elif present:
+        module.set_rng_state_all(list(states[:present]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchfmri._model.generators import random_state
 from torchfmri.exceptions import InspectionError
 
 
@@ -27,7 +26,7 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
     each that the forward pass wrote into. `.grad` is for the caller to spare.
     """
     _reshard(model)
-    restore = [*_save_generators(), *_save_modules(model)]
+    restore = [random_state().restore, *_save_modules(model)]
     spared = {id(each) for each in _renormalised(model)}
     versions = [
         (name, parameter, parameter._version)
@@ -56,17 +55,6 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-@contextmanager
-def generators_restored() -> Iterator[None]:
-    """Leave the random generators as they were."""
-    restore = _save_generators()
-    try:
-        yield
-    finally:
-        for put_back in restore:
-            put_back()
-
-
 def copy_of_data(value: Any) -> Any:
     """`value` with every tensor copied and detached, so that a run cannot write into the original.
 
@@ -90,28 +78,6 @@ def copy_of_data(value: Any) -> Any:
             f"The {type(value).__name__} among the data cannot be copied ({error}); the model may "
             "change it. Use `with inspector.recording():` around your own call instead."
         ) from error
-
-
-def _save_generators() -> list[Callable[[], None]]:
-    """Functions that put back the random state of torch (all devices in use), Python and NumPy."""
-    state = random.getstate()
-    torch_state = torch.get_rng_state()
-    restore: list[Callable[[], None]] = [
-        lambda: random.setstate(state),
-        lambda: torch.set_rng_state(torch_state),
-    ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        cuda = torch.cuda.get_rng_state_all()
-        restore.append(lambda: torch.cuda.set_rng_state_all(cuda))
-    if torch.backends.mps.is_available():
-        mps = torch.mps.get_rng_state()
-        restore.append(lambda: torch.mps.set_rng_state(mps))
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        numpy_state = np.random.get_state()
-        restore.append(lambda: np.random.set_state(numpy_state))
-    return restore
 
 
 def _save_modules(model: nn.Module) -> list[Callable[[], None]]:

@@ -8,6 +8,7 @@ written and read there.
 
 from torchfmri._scan.loading import load
 from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
@@ -22,6 +23,7 @@ __all__ = [
     "Anatomy",
     "DatasetScan",
     "LiveToken",
+    "Reading",
     "Row",
     "Scan",
     "ScanOptions",

@@ -13,7 +13,7 @@ from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.record.reading import Reading, Values, merged_statistics
+from torchfmri._scan.record.reading import FROM_LOSS, Reading, Values, merged_statistics
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
@@ -106,7 +106,8 @@ class Scan:
         """
         if len(self) != 1:
             raise InspectionError(
-                f"This scan has {plural(len(self), 'sequence')}: choose one, as in scan[0]."
+                f"This scan has {plural(len(self), 'sequence')}: choose one, as in scan[0], or "
+                "with sequence=0 in values, table, draw and the other methods."
                 if len(self)
                 else "This scan has no sequences."
             )
@@ -131,7 +132,7 @@ class Scan:
 
     def values(
         self, metric: str = "activation", by: str = "layer", pattern: Pattern = "*",
-        *, sequence: int = 0,
+        *, sequence: int | None = None,
     ) -> Values:  # fmt: skip
         """The values of a metric, token by token, with the names of their columns.
 
@@ -140,7 +141,7 @@ class Scan:
                 "learning_cost" (norm of the gradient of the layer's own parameters) or "delta_sc".
             by: "layer", or "voxel" for the parts of the layers that match.
             pattern: A pattern for layers, or several.
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
 
         Returns:
             names: One per column.
@@ -152,7 +153,9 @@ class Scan:
         """
         return self._reading(sequence).values(metric, by, pattern)
 
-    def delta_sc(self, by: str = "layer", pattern: Pattern = "*", *, sequence: int = 0) -> Values:
+    def delta_sc(
+        self, by: str = "layer", pattern: Pattern = "*", *, sequence: int | None = None
+    ) -> Values:
         """z(activation) - z(gradient norm): where a model is loud without need, or the reverse.
 
         By voxel it is a contrast within a layer, z over the layer's voxels. By layer it compares
@@ -162,7 +165,7 @@ class Scan:
         Args:
             by: "layer" or "voxel".
             pattern: A pattern for layers, or several. What is compared does not depend on it.
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
         """
         return self.values("delta_sc", by, pattern, sequence=sequence)
 
@@ -180,7 +183,9 @@ class Scan:
         chosen = list(self) if sequence is None else [self._reading(sequence).sequence]
         return merged_statistics(chosen, column)
 
-    def _reading(self, sequence: int) -> Reading:
+    def _reading(self, sequence: int | None) -> Reading:
+        if sequence is None:
+            return Reading(self.anatomy, self.only, self.meta)
         if not hasattr(sequence, "__index__") or not -len(self) <= sequence < len(self):
             number = plural(len(self), "sequence")
             raise InspectionError(
@@ -191,22 +196,28 @@ class Scan:
     # -- tables ----------------------------------------------------------------------------------
 
     def table(
-        self, *, sequence: int = 0, fold: bool | None = None, width: int | None = None
+        self, *, sequence: int | None = None, fold: bool | None = None, width: int | None = None
     ) -> str:
         """One line per layer: the median over tokens of each metric.
 
+        Gradients and learning costs are zero at positions that the loss does not reach in a layer
+        (the prompt, in the head): they are summarised over those it does, and `positions` says how
+        many these are.
+
         Args:
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             fold: Make one line of the layers whose names differ only in numbers, with a sparkline
                 of their medians over depth (logarithmic); by default from 40 layers on.
             width: In characters; that of the terminal by default.
         """
         return self._grid(sequence, fold).text(width)
 
-    def _grid(self, sequence: int, fold: bool | None) -> Grid:
+    def _grid(self, sequence: int | None, fold: bool | None) -> Grid:
         reading = self._reading(sequence)
         which = f"sequence {sequence} of {self!r}" if len(self) > 1 else repr(self)
         title = f"{which[1:-1] if which[0] == '<' else which}; medians over tokens"
+        if any(metric in reading.metrics for metric in FROM_LOSS):
+            title += ", of gradients over the positions that the loss reaches"
         folded = len(self.layers) > _LINES_BEFORE_FOLDING if fold is None else fold
         return summary_grid(reading, title, fold=folded, notes=self._notes(reading.sequence))
 
@@ -219,6 +230,8 @@ class Scan:
         if sequence.padding:
             notes.append(f"padding is left out: {plural(sequence.padding, 'position')}")
         notes += failed_checks(sequence)
+        said = dict.fromkeys([*(self.meta.get("notes") or ()), *sequence.unmeasured])
+        notes += [each for each in said if each.partition(": ")[0] not in self.layers]
         return [*notes, *(f"not read: {problem}" for problem in self.problems)]
 
     def _first(self) -> ScannedSequence | None:
@@ -251,8 +264,9 @@ class Scan:
     # -- pictures --------------------------------------------------------------------------------
 
     def plot_brain(
-        self, metric: str = "activation", *, sequence: int = 0, layers: Pattern | None = None,
-        normalise: str = "layer", by: str = "layer", order: str = "kind", ax: Axes | None = None,
+        self, metric: str = "activation", *, sequence: int | None = None,
+        layers: Pattern | None = None, normalise: str = "layer", by: str = "layer",
+        order: str = "kind", ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
         """Layers down, tokens across, the text below and its surprisal above.
 
@@ -262,7 +276,7 @@ class Scan:
 
         Args:
             metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             layers: A pattern, or several; "*" for all. By default those that give an overview: the
                 numbered blocks, their parts that have parts (attention, MLP), and what is outside
                 of blocks; the learning cost of a block is then that of everything inside it.
@@ -281,21 +295,23 @@ class Scan:
         )
 
     def plot_layers(
-        self, metric: str = "activation", *, sequence: int = 0, layers: Pattern | None = None,
-        ax: Axes | None = None,
+        self, metric: str = "activation", *, sequence: int | None = None,
+        layers: Pattern | None = None, ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
         """A metric over depth, a line for each kind of layer: the median and 80% of the tokens.
 
+        Of gradients and learning costs, of the tokens that the loss reaches in that layer.
+
         Args:
             metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             layers: A pattern, or several; those that give an overview by default.
             ax: Where to draw.
         """
         return pictures.plot_layers(self._reading(sequence), metric, layers=layers, ax=ax)
 
     def plot_token(
-        self, index: int, metric: str = "activation", *, sequence: int = 0,
+        self, index: int, metric: str = "activation", *, sequence: int | None = None,
         layers: Pattern | None = None, ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
         """What each layer did at one token against the others: z of log10 values over tokens.
@@ -303,14 +319,14 @@ class Scan:
         Args:
             index: Which token.
             metric: "activation", "gradient", "learning_cost" or "delta_sc" (without log10).
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             layers: A pattern, or several; those that give an overview by default.
             ax: Where to draw.
         """
         return pictures.plot_token(self._reading(sequence), index, metric, layers=layers, ax=ax)
 
     def plot_voxels(
-        self, layer: str, metric: str = "activation", *, sequence: int = 0,
+        self, layer: str, metric: str = "activation", *, sequence: int | None = None,
         normalise: str = "layer", ax: Axes | None = None,
     ) -> Axes:  # fmt: skip
         """The voxels of one layer down, tokens across.
@@ -318,7 +334,7 @@ class Scan:
         Args:
             layer: Its name.
             metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             normalise: "layer" for each voxel by itself, "global" for one scale.
             ax: Where to draw.
         """
@@ -326,23 +342,29 @@ class Scan:
         return pictures.plot_voxels(reading, layer, metric, normalise=normalise, ax=ax)
 
     def draw(
-        self, path: str | Path | None = None, *, sequence: int = 0, title: str | None = None
+        self,
+        path: str | Path | None = None,
+        *,
+        sequence: int | None = None,
+        title: str | None = None,
     ) -> Figure:
         """Activation, gradient and learning cost over the same tokens, as one figure.
 
         Args:
             path: Where to save it too; the ending says in which format.
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             title: Above it; the name of the model by default.
         """
         return pictures.draw_scan(self._reading(sequence), path, title)
 
-    def save_html(self, path: str | Path, *, sequence: int = 0, layers: Pattern = "*") -> None:
+    def save_html(
+        self, path: str | Path, *, sequence: int | None = None, layers: Pattern = "*"
+    ) -> None:
         """Write a page to look at a sequence in: one file that needs nothing else.
 
         Args:
             path: Where to.
-            sequence: Which sequence.
+            sequence: Which sequence; may be left out where there is only one.
             layers: A pattern, or several.
         """
         Path(path).write_text(page.scan_page(self._reading(sequence), layers), encoding="utf-8")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torchfmri._text.labels import display_width, wrap
+from torchfmri.exceptions import InspectionError
 
-WIDTH_OFF_TERMINAL = 120
+_WIDTH_OFF_TERMINAL = 120
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 RED, BOLD, DIM, PLAIN = "\x1b[1;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
@@ -29,7 +33,8 @@ class Style(NamedTuple):
         return "…" if self.unicode else "~"
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Column:
     """One column: its cells by line; the higher `importance`, the longer it stays."""
 
     title: str
@@ -37,7 +42,7 @@ class Column(NamedTuple):
     importance: int
     right: bool = True
 
-    @property
+    @cached_property  # every cell is padded to it
     def width(self) -> int:
         """In characters."""
         return max(map(display_width, [self.title, *self.cells]))
@@ -58,6 +63,22 @@ def output_style() -> Style:
     except (UnicodeEncodeError, LookupError):
         return Style(unicode=False, colour=terminal and not plain)
     return Style(unicode=True, colour=terminal and not plain)
+
+
+def line_width(wanted: int | None) -> int:
+    """How wide lines may be, in characters: as wanted, or as wide as the terminal.
+
+    Raises:
+        InspectionError: It is no whole number above 0.
+    """
+    if wanted is None:
+        return shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns or _WIDTH_OFF_TERMINAL
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
+        raise InspectionError(
+            f"width={wanted!r}: how many characters a line has, such as 100, or None for the "
+            "width of the terminal."
+        )
+    return wanted
 
 
 def fit(columns: list[Column], room: int) -> tuple[list[Column], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,10 +9,10 @@ from html import escape
 from torchfmri._text.columns import (
     BOLD,
     DIM,
-    WIDTH_OFF_TERMINAL,
     Column,
     encodable,
     fit,
+    line_width,
     output_style,
     paragraph,
 )
@@ -45,7 +44,7 @@ class Grid:
 
     def text(self, width: int | None = None) -> str:
         """For the terminal, as wide as that, or as `width`; columns that do not fit are named."""
-        width = width or shutil.get_terminal_size((WIDTH_OFF_TERMINAL, 24)).columns
+        width = line_width(width)
         style = output_style()
         wanted = max(map(display_width, [self.heading, *self.names]))
         columns, dropped = fit(list(self.columns), width - min(wanted, _NARROWEST_NAME))

@@ -76,6 +76,8 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
             line, empty = rest, True
         while empty and display_width(line + word) > width:
             part = _take(word, max(width - display_width(line), 2))
+            if part == word:  # there is room for nothing: what begins the line is too wide already
+                break
             lines.append(line + part)
             word, line = word[len(part) :], rest
         line = line + word if empty else f"{line} {word}"

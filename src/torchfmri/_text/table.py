@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 
 from torchfmri._text.columns import (
@@ -12,11 +11,11 @@ from torchfmri._text.columns import (
     BOLD,
     DIM,
     RED,
-    WIDTH_OFF_TERMINAL,
     Column,
     Style,
     encodable,
     fit,
+    line_width,
     output_style,
     paragraph,
 )
@@ -76,7 +75,7 @@ def text_table(
         width: In characters; the terminal's, or 120 where there is none, by default.
         fold: Show layers whose names differ only in numbers as one line; by default from 100 rows.
     """
-    width = width or shutil.get_terminal_size((WIDTH_OFF_TERMINAL, 24)).columns
+    width = line_width(width)
     style = output_style()
     fold = len(rows) > ROWS_BEFORE_FOLDING if fold is None else fold
     lines = make_lines(rows, fold=fold)

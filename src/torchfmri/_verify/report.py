@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
 from torchfmri._text import (
-    WIDTH_OFF_TERMINAL,
     Column,
     Grid,
     encodable,
     group_reasons,
     layer_label,
+    line_width,
     number_text,
     paragraph,
     plural,
@@ -149,7 +148,7 @@ class Verification:
         Args:
             width: In characters; the terminal's by default.
         """
-        width = width or shutil.get_terminal_size((WIDTH_OFF_TERMINAL, 24)).columns
+        width = line_width(width)
         title, *rest = self._grid().text(width).split("\n\n", 1)
         listed = [encodable(paragraph(text, width)) for text in self._wrong_in_words()]
         return "\n\n".join([title, *(["\n".join(["wrong", *listed])] if listed else []), *rest])

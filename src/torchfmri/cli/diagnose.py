@@ -14,6 +14,7 @@ from torchfmri._checkup import diagnose, diagnose_script
 from torchfmri._diagnosis import Diagnosis
 from torchfmri._model import FORM, find_factory
 from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import check_picture
 
 _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
@@ -33,6 +34,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     """Diagnose, and return the result as data, as text, and as an exit code."""
+    if options.plot:
+        check_picture(options.plot)  # before the model trains
     print(f"torchfmri diagnose: {options.subject}", file=sys.stderr, flush=True)
     if options.subject.endswith(".py"):
         diagnosis = _user_code(lambda: diagnose_script(Path(options.subject), options.steps))

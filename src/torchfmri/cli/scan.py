@@ -17,6 +17,7 @@ from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
     DatasetScan,
     LiveToken,
+    Reading,
     Row,
     Scan,
     Scanner,
@@ -27,6 +28,7 @@ from torchfmri._scan import (
 )
 from torchfmri._text import Progress, plural
 from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import check_picture
 
 Result = tuple[dict[str, Any], str, int]
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite")
@@ -149,14 +151,7 @@ def _check_picture(path: Path) -> None:
         raise InspectionError(
             "--picture needs matplotlib, which is not installed: pip install 'torchfmri[plots]'"
         )
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise InspectionError(
-            f"--picture {path}: {path.suffix!r} is no format of pictures. The ending is one of "
-            f"{', '.join(sorted(known))}."
-        )
+    check_picture(path)
 
 
 def _device(wanted: str | None) -> str | None:
@@ -184,27 +179,28 @@ def _run_prompt(options: Namespace, scanner: Scanner, generate: dict[str, Any]) 
 
 
 def summary(scan: Scan) -> dict[str, Any]:
-    """A scan of one sequence as plain data: the text, its checks, and medians per layer."""
+    """A scan of one sequence as plain data: the text, its checks, and medians per layer.
+
+    `positions` says how many tokens each median is over: of a gradient, those the loss reaches.
+    """
     sequence = scan[0]
-    medians = {
-        metric: {
-            name: float(value) for name, value in zip(scan.layers, _medians(values), strict=True)
-        }
-        for metric, values in sequence.layers.items()
-    }
+    reading = Reading(scan.anatomy, sequence, scan.meta)
+    found = {metric: reading.medians(metric) for metric in sequence.layers}
     return {
         "text": sequence.text,
         "tokens": len(sequence),
         "generated": int(sequence.tokens.generated.sum()),
         "checks": dict(sequence.checks),
         "meta": dict(scan.meta),
-        "medians": medians,
+        "medians": {
+            metric: dict(zip(scan.layers, medians.tolist(), strict=True))
+            for metric, (medians, _) in found.items()
+        },
+        "positions": {
+            metric: dict(zip(scan.layers, counts.tolist(), strict=True))
+            for metric, (_, counts) in found.items()
+        },
     }
-
-
-def _medians(values: Any) -> list[float]:
-    found = torch.from_numpy(values.copy()).nanmedian(0).values
-    return [float(each) for each in found]
 
 
 def _write(options: Namespace, scan: Scan) -> list[Path]:

@@ -20,7 +20,7 @@ EPSILON = 1e-6
 
 
 def worth(signals: Signals) -> Tensor:
-    """MAS(MAS(contribution) * MAS(relevance)) / (MAS(cost) + eps): the decision's own formula."""
+    """MAS(MAS(contribution) * MAS(relevance)) / (MAS(cost) + eps): the default."""
     return _worth(signals, UNITS)
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,17 +39,38 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         ImportError: matplotlib is not installed; the message says how to.
     """
+    figure = _figure_class()
+    if _in_notebook():
+        from matplotlib import pyplot
+
+        return pyplot.figure(figsize=(width, height), layout="constrained")
+    return figure(figsize=(width, height), layout="constrained")
+
+
+def _figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "Plots need matplotlib, which is not installed: pip install 'torchfmri[plots]'"
         ) from error
-    if _in_notebook():
-        from matplotlib import pyplot
+    return Figure
 
-        return pyplot.figure(figsize=(width, height), layout="constrained")
-    return Figure(figsize=(width, height), layout="constrained")
+
+def check_picture(path: str | PathLike[str]) -> None:
+    """Raise where the ending of a file is no format that matplotlib can write.
+
+    Raises:
+        InspectionError: Naming the ending, and those that there are.
+        ImportError: matplotlib is not installed.
+    """
+    suffix = Path(path).suffix[1:]
+    known = _figure_class()().canvas.get_supported_filetypes()
+    if suffix and suffix.lower() not in known:
+        raise InspectionError(
+            f"{str(path)!r}: {suffix!r} is no format of pictures. The ending is one of "
+            f"{', '.join(sorted(known))}."
+        )
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._scan.pictures.bands import in_order, layer_bands, voxel_bands, without_prefix
 from torchfmri._scan.record.blocks import depth_of, kinds_of, outline_of
-from torchfmri._scan.record.delta_sc import Doubles, log10, standardised
-from torchfmri._scan.record.reading import DELTA, Reading, voxel_name
+from torchfmri._scan.record.delta_sc import log10, standardised
+from torchfmri._scan.record.reading import (
+    DELTA,
+    FROM_LOSS,
+    Reading,
+    quantile,
+    span_text,
+    voxel_name,
+)
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, Tokens
 from torchfmri._text import plural, star
 from torchfmri.exceptions import InspectionError
@@ -23,6 +30,7 @@ from torchfmri.visualization import (
     Line,
     TokenTrack,
     axes_or_new,
+    check_picture,
     draw_brain,
     draw_lines,
     escape,
@@ -80,7 +88,8 @@ def plot_layers(reading: Reading, metric: str, *, layers: Pattern, ax: Axes | No
     """A metric over depth by kind of layer; see `Scan.plot_layers`."""
     values = reading.whole(metric)
     columns = _rows(reading, layers)
-    low, middle, high = (_quantile(values, q) for q in (0.1, 0.5, 0.9))
+    kept = reading.counted(metric, values)
+    low, middle, high = (quantile(values, kept, q) for q in (0.1, 0.5, 0.9))
     lines = [
         Line(kind, depths, middle[members], low[members], high[members], _outside(reading, members))
         for kind, members, depths in _by_depth(reading, columns)
@@ -89,7 +98,9 @@ def plot_layers(reading: Reading, metric: str, *, layers: Pattern, ax: Axes | No
     if metric != DELTA:
         scale_wide(ax, lines)
     _name_layers(ax, reading, columns)
-    said = f"median over {plural(len(reading.sequence), 'token')}, 10th to 90th percentile shaded"
+    reached = " that the loss reaches" if metric in FROM_LOSS else ""
+    count = _tokens(reading, kept[:, columns])
+    said = f"median over {count}{reached}, 10th to 90th percentile shaded"
     ax.set_title(escape(f"{_model(reading)}: {_words(metric)} over depth\n{said}"), fontsize=10)
     return ax
 
@@ -130,6 +141,8 @@ def plot_token(
 
 def draw_scan(reading: Reading, path: str | Path | None = None, title: str | None = None) -> Figure:
     """All metrics of a sequence over the same tokens, in one figure; see `Scan.draw`."""
+    if path is not None:
+        check_picture(path)
     metrics = [metric for metric in METRICS if metric in reading.sequence.layers]
     if not metrics:
         raise InspectionError("This scan has no values per layer: there is nothing to draw.")
@@ -246,19 +259,15 @@ def _name_layers(ax: Axes, reading: Reading, columns: Sequence[int]) -> None:
         ax.set_xlabel("layer, in model order")
 
 
-def _quantile(values: NDArray[np.floating[Any]], q: float) -> Doubles:
-    """Of each column's finite values over tokens; nan where there is none."""
-    found = np.full(values.shape[1], np.nan)
-    for column, numbers in enumerate(values.T):
-        finite = numbers[np.isfinite(numbers)]
-        if len(finite):
-            found[column] = np.quantile(finite, q)
-    return found
-
-
 def _part(name: str) -> str:
     """The name of a voxel within its layer: "head 3", and units as they are cut, "[0:64]"."""
     return name.strip("[]") if name[1:2].isalpha() else name
+
+
+def _tokens(reading: Reading, kept: NDArray[np.bool_]) -> str:
+    """How many tokens a summary is made of, in words; layers may differ in that."""
+    everything, some = plural(len(reading.sequence), "token"), span_text(kept.sum(0))
+    return everything if some == f"{len(kept):,}" else f"{some} of {everything}"
 
 
 # -- words ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._scan.record.blocks import kinds_of
-from torchfmri._scan.record.reading import Reading
+from torchfmri._scan.record.reading import Reading, quantile, span_text
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence
 from torchfmri._text import (
     ASCII,
@@ -36,6 +36,9 @@ _SUSPICIOUS = 0.05
 def summary_grid(reading: Reading, title: str, *, fold: bool, notes: Sequence[str]) -> Grid:
     """One line per layer, or per kind of layer: the median over tokens of each metric.
 
+    Gradients and learning costs are summarised over the positions that the loss reaches; the table
+    says how many these are.
+
     Args:
         reading: The sequence.
         title: Above the table.
@@ -53,9 +56,13 @@ def summary_grid(reading: Reading, title: str, *, fold: bool, notes: Sequence[st
         columns.append(Column("layers", [f"{len(group):,}" for group in groups], 4))
     for place, metric in enumerate(each for each in METRICS if each in reading.sequence.layers):
         table = reading.sequence.layers[metric]
-        medians = _medians(table)
-        cells = [number_text(_median(table[:, group])) for group in groups]
+        kept = reading.counted(metric, table)
+        medians = quantile(table, kept, 0.5)
+        cells = [number_text(_median(table[:, group][kept[:, group]])) for group in groups]
         columns.append(Column(_TITLES[metric], cells, 9 - place))
+        if metric == "gradient":
+            counts = [span_text(kept[:, group].sum(0)) for group in groups]
+            columns.append(Column("positions", counts, 5))
         if folded:
             lines = [_sparkline(medians[group]) for group in groups]
             columns.append(Column("over depth", lines, 3 - place, right=False))
@@ -102,11 +109,6 @@ def failed_checks(sequence: ScannedSequence) -> list[str]:
 def _type_of(types: Sequence[str], group: Sequence[int]) -> str:
     found = list(dict.fromkeys(types[column] for column in group))
     return printable(found[0]) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
-
-
-def _medians(table: NDArray[np.floating]) -> NDArray[np.float64]:
-    """(s, layer) -> the median of each layer's finite values, nan where there is none."""
-    return np.array([_median(column) for column in table.T], dtype=np.float64)
 
 
 def _median(values: NDArray[np.floating]) -> float:

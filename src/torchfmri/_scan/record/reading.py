@@ -18,6 +18,10 @@ from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 DELTA = "delta_sc"
 BY = ("layer", "voxel")
+FROM_LOSS = ("gradient", "learning_cost")
+"""The metrics that are zero wherever the loss does not depend on a layer."""
+OWN_LOSS, ALL_TOKENS = "your own loss", "all tokens"
+"""How `meta["loss"]` begins for a user's loss, and what it says of one over every token."""
 _ADVICE = {
     "activation": "",
     "gradient": " Gradients are measured with per='position', 'cached' or 'token_loss'.",
@@ -120,6 +124,54 @@ class Reading:
             total = np.sqrt(np.where(known, parts * parts, 0.0).sum(1))
             result[:, column] = np.where(known.any(1), total, np.nan)
         return result
+
+    def counted(self, metric: str, values: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """(s, layer): which values of a metric a summary over tokens is made of.
+
+        All that are finite. Of a gradient or a learning cost, only those at positions that the loss
+        reaches in that layer: where the loss is computed, or where the value is not zero. (The
+        output of the head matters nowhere but where the loss is computed.) Where a layer has no
+        such position, all of them: then zero is what was measured.
+
+        Args:
+            metric: What the values are.
+            values: (s, layer), as `table` or `whole` gives them.
+        """
+        finite: NDArray[np.bool_] = np.isfinite(values)
+        if metric not in FROM_LOSS:
+            return finite
+        reached = finite & (self._has_loss()[:, None] | (values != 0))
+        kept: NDArray[np.bool_] = np.where(reached.any(0), reached, finite)
+        return kept
+
+    def _has_loss(self) -> NDArray[np.bool_]:
+        """(s,): whether the loss is computed there; of a user's own loss it is not known."""
+        loss = str(self.meta.get("loss") or "")
+        if loss.startswith(OWN_LOSS):
+            return np.zeros(len(self.sequence), dtype=bool)
+        if ALL_TOKENS in loss:
+            return np.ones(len(self.sequence), dtype=bool)
+        return np.append(self.sequence.tokens.generated[1:], False)  # t predicts token t + 1
+
+    def medians(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """(layer,) the median of a metric over the tokens that count, and how many these are."""
+        values = self.table(metric, "layer")
+        kept = self.counted(metric, values)
+        return quantile(values, kept, 0.5), kept.sum(0)
+
+
+def quantile(
+    values: NDArray[np.floating], kept: NDArray[np.bool_], q: float
+) -> NDArray[np.float64]:
+    """(layer,) a quantile of each column's values that are kept; nan where there is none."""
+    pairs = zip(values.T, kept.T, strict=True)
+    return np.array([np.quantile(v[k], q) if k.any() else np.nan for v, k in pairs], np.float64)
+
+
+def span_text(counts: NDArray[np.integer]) -> str:
+    """How many tokens several layers have, those without any left out: "8", or "8 to 17"."""
+    known = sorted(set(counts[counts > 0].tolist()))
+    return " to ".join(f"{each:,}" for each in dict.fromkeys(known[:1] + known[-1:])) or "-"
 
 
 def metrics_of(sequence: ScannedSequence, by: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ METRICS = ("activation", "gradient", "learning_cost")
 layer's own parameters' gradient."""
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf", "zero")
 """The statistics of a layer over all tokens and units."""
+_PASS = " while generating (live=False takes them from a pass over the finished sequence)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,3 +123,22 @@ class ScannedSequence:
     def text(self) -> str:
         """The whole text."""
         return self.tokens.text
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """What tokens of this sequence lack though tokens have it, in words, with the reason."""
+        found = []
+        lacking, written = np.isnan(self.tokens.surprisal[1:]), self.tokens.generated[1:]
+        if lacking.any():
+            which = "the prompt" if not lacking[written].any() else "some tokens"
+            if lacking.all():
+                which = "any token"
+            reason = "the model gave no logits (b, s, vocabulary) that predict them"
+            found.append(
+                f"no surprisal and entropy of {which}: {reason}{'' if lacking.all() else _PASS}"
+            )
+        activation = self.layers.get("activation")
+        if activation is not None and activation.size and np.isnan(activation[-1]).all():
+            reason = "the model was not run on it"
+            found.append(f"no activations of the last token: {reason}{_PASS}")
+        return found

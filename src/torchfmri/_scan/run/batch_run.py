@@ -8,20 +8,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchfmri._model import compiled_code_as_eager, generators_restored
+from torchfmri._model import compiled_code_as_eager, generators_restored, spared_grad
 from torchfmri._scan.run.batch_rows import BatchRow, Frame, cut_rows
 from torchfmri._scan.run.cached_pass import run_cached
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.endings import Endings
+from torchfmri._scan.run.first_call import FirstCall
 from torchfmri._scan.run.gradient_pass import Pass, Sequences, run_pass
 from torchfmri._scan.run.live import LiveRecording, Step
 from torchfmri._scan.run.live_token import LiveToken, live_tokens
+from torchfmri._scan.run.model_call import is_causal, positions_of
 from torchfmri._scan.run.prompt import EncodedPrompt
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.spelling import Speller
 from torchfmri._scan.run.subject import Subject
 from torchfmri._scan.run.token_loss_pass import run_token_losses
+
+_ROOM = 1024
+"""For how many new tokens room is made at first; the model may well stop long before the most."""
 
 
 @dataclass(eq=False)
@@ -64,27 +69,34 @@ class BatchRun:
         """Generate, pass, and cut the batch into its sequences."""
         options, model = self.options, self.subject.model
         start = self.prompt.ids.shape[1]
-        ids, live, tokens_identical = self.prompt.ids, None, None
+        ids, live, tokens_identical, first_position = self.prompt.ids, None, None, None
         if generates:
             reason = self.decoding.pass_only(model) if options.live else "live=False"
             if reason and options.live:
                 self.notes.append(f"activations are from the pass alone: {reason}")
             endings = self.decoding.endings(model, self._expanded())
-            ids, live = self._generate(endings, record=not reason)
-            if reason or self.decoding.decode is not None:
+            with FirstCall(model, self.prompt.mask) as first_call:
+                ids, live = self._generate(endings, record=not reason)
+            first_position = first_call.first
+            if reason or not self.decoding.tells_endings(model):
                 endings.look_through(ids)
             if options.verify:
                 again, _ = self._generate(self.decoding.endings(model, self._expanded()))
                 tokens_identical = bool(torch.equal(ids, again))
         else:
             endings = Endings(start, frozenset())
-        sequences = self._sequences(ids, start, endings.lengths(ids))
+        sequences = self._sequences(ids, start, endings.lengths(ids), first_position)
         found = None
         if options.per is not None or live is None:
             found = self._pass(sequences)
         if live is None and self.on_token is not None and found is not None:
             self._tell_all(sequences, found, start, endings)
         checks = {"tokens_identical": tokens_identical} if tokens_identical is not None else {}
+        if self.subject.looks_ahead and is_causal(model):
+            self.notes.append(
+                "the model looks ahead: what it computes at a position depends on the tokens after "
+                "it, and so do the surprisals"
+            )
         return cut_rows(self.frame(), sequences, found, live, checks)
 
     def frame(self) -> Frame:
@@ -96,7 +108,9 @@ class BatchRun:
         self, endings: Endings, record: bool = False
     ) -> tuple[Tensor, LiveRecording | None]:
         model, options = self.subject.model, self.options
-        with generators_restored(), torch.no_grad(), compiled_code_as_eager():
+        # A loop of the user's own may run backward passes.
+        own = model.parameters() if self.decoding.decode is not None else ()
+        with spared_grad(own), generators_restored(), torch.no_grad(), compiled_code_as_eager():
             if self.seed is not None:
                 torch.manual_seed(self.seed)
             if not record:
@@ -105,7 +119,7 @@ class BatchRun:
             recording = LiveRecording(
                 self.subject,
                 prompt.ids,
-                prompt.ids.shape[1] + self.decoding.max_new_tokens,
+                prompt.ids.shape[1] + min(self.decoding.max_new_tokens, _ROOM),
                 mask=prompt.mask,
                 endings=endings,
                 statistics=options.per is None,
@@ -158,16 +172,25 @@ class BatchRun:
 
         return act
 
-    def _sequences(self, ids: Tensor, start: int, lengths: list[int]) -> Sequences:
+    def _sequences(
+        self, ids: Tensor, start: int, lengths: list[int], first_position: int | None
+    ) -> Sequences:
+        """The finished sequences, with the positions that the model was fed while generating."""
         copies = len(ids) // len(self.prompt.ids)
         mask = torch.ones_like(ids)
         mask[:, :start] = self.prompt.mask.repeat_interleave(copies, 0)
         for row, length in enumerate(lengths):
             mask[row, length:] = 0
         width = max(lengths)
+        mask = mask[:, :width]
+        if self.options.per is not None or not self.options.live:
+            self.subject.refuse_length(int(mask.sum(1).max()))
         generated = torch.zeros_like(ids, dtype=torch.bool)
         generated[:, start:] = True
-        return Sequences(ids[:, :width], mask[:, :width], (generated & mask.bool())[:, :width])
+        if first_position is None and is_causal(self.subject.model) and not bool(mask.all()):
+            first_position = self.subject.first_position  # as the model would count without padding
+        positions = None if first_position is None else positions_of(mask) + first_position
+        return Sequences(ids[:, :width], mask, generated[:, :width] & mask.bool(), positions)
 
     def _pass(self, sequences: Sequences) -> Pass:
         options = self.options

@@ -26,7 +26,7 @@ from torchfmri._scan.run.gradient_pass import (
 )
 from torchfmri._scan.run.live import surprisal_and_entropy
 from torchfmri._scan.run.measurements import Measurements
-from torchfmri._scan.run.model_call import like_parameters, logits_of, positions_of, takes
+from torchfmri._scan.run.model_call import like_parameters, logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import Subject
 from torchfmri.exceptions import InspectionError
@@ -129,7 +129,7 @@ class _Steps:
 
     def __init__(self, model: nn.Module, sequences: Sequences, sink: PassSink, found: Pass) -> None:
         self._model, self._sequences, self._sink, self._found = model, sequences, sink, found
-        self._positions = positions_of(sequences.mask)
+        self._positions = needed_positions(model, sequences.mask, sequences.positions)
         self._cache: Any = None
         self._last: Tensor | None = None
         self._is_constant = False  # whether the cache was seen to hold nothing but constants
@@ -148,7 +148,7 @@ class _Steps:
             keywords["output_router_logits"] = False  # its loss does not know of a cache
         if takes(self._model, "attention_mask"):
             keywords["attention_mask"] = self._sequences.mask[:, : first + count]
-        if takes(self._model, "position_ids"):
+        if self._positions is not None and takes(self._model, "position_ids"):
             keywords["position_ids"] = self._positions[:, where]
         output = self._model(input_ids=ids, **keywords)
         logits = logits_of(output)

@@ -110,6 +110,11 @@ class Decoding:
             criteria = StoppingCriteriaList(criteria)
         return Endings(prompt.ids.shape[1], self.ends(model), criteria)
 
+    def tells_endings(self, model: nn.Module) -> bool:
+        """Whether `endings` is told of each token while it is generated: not by a user's code."""
+        own = self.decode is not None or (_generates(model) and not _takes_criteria(model))
+        return not own
+
     def run(self, model: nn.Module, prompt: EncodedPrompt, endings: Endings) -> Tensor:
         """The ids of prompt and answer, (b, s).
 
@@ -117,7 +122,7 @@ class Decoding:
             InspectionError: What was generated does not begin with the prompt.
         """
         if self.decode is not None:
-            found = self.decode(model, prompt.ids)
+            found = _run_own(self.decode, model, prompt.ids)
         elif _generates(model):
             found = self._generate(model, prompt, endings)
         else:
@@ -143,7 +148,7 @@ class Decoding:
             options["past_key_values"] = copy.deepcopy(options["past_key_values"])
         if takes_option(generate, "attention_mask"):
             options["attention_mask"] = prompt.mask
-        if hasattr(unwrap(model), "generation_config"):
+        if _takes_criteria(model):
             if self.setting(model, "pad_token_id") is None and self.ends(model):
                 options["pad_token_id"] = min(self.ends(model))  # as transformers, with a warning
             if not self.pass_only(model):
@@ -188,8 +193,27 @@ class Decoding:
         return torch.multinomial(scaled.softmax(-1), 1)[:, 0]
 
 
+def _run_own(decode: Decode, model: nn.Module, ids: Tensor) -> Any:
+    """What a loop of the user's own returns."""
+    try:
+        return decode(model, ids)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise InspectionError(
+            f"Your decode= ran a backward pass ({error}), and a scan runs it without gradients, as "
+            "generate() does. Write `with torch.enable_grad():` around what you differentiate; the "
+            "model's .grad is put back afterwards."
+        ) from error
+
+
 def _generates(model: nn.Module) -> bool:
     return _generate_of(model) is not None
+
+
+def _takes_criteria(model: nn.Module) -> bool:
+    """Whether `generate` is that of transformers, with its settings and stopping criteria."""
+    return hasattr(unwrap(model), "generation_config")
 
 
 def _generate_of(model: nn.Module) -> Callable[..., Any] | None:

@@ -68,11 +68,13 @@ class Sequences:
         ids: (b, s).
         mask: (b, s), 0 for padding on either side.
         generated: (b, s), what the model wrote.
+        positions: (b, s), what the model is to be fed as `position_ids`; None leaves it to it.
     """
 
     ids: Tensor
     mask: Tensor
     generated: Tensor
+    positions: Tensor | None = None
 
 
 def run_pass(
@@ -111,7 +113,7 @@ def run_pass(
             if tokens is not None:
                 stack.enter_context(tokens)
         stack.enter_context(Taps(targets, sink))
-        output = call_model(model, sequences.ids, sequences.mask)
+        output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
         if loss is not None:

@@ -73,6 +73,7 @@ class LiveRecording:
         self._subject, self._on_step = subject, on_step
         self._prompt, self._mask, self._endings = prompt, mask, endings
         self._b, self._length = len(prompt), length
+        self._padding = int((mask == 0).sum(1).min())  # of the longest row
         like = like_parameters(subject.model)
         self.activation = Measurements(subject, self._b, length, like)
         self.surprisal = torch.full((self._b, length), torch.nan, device=like.device)
@@ -143,11 +144,15 @@ class LiveRecording:
         cache = keywords.get("past_key_values")
         # The first pass may be without one: the model makes it.
         again = cache is self._cache or (self._cache is None and self._passes > 0)
-        start = _held(keywords, ids.shape[1], self.seen, again)
+        start = held_positions(keywords, ids.shape[1], self.seen, again)
         self._cache = cache
         known = self._prompt.shape[1] + self._passes
-        if start and start + ids.shape[1] > known:
+        longer = start + ids.shape[1] > known
+        if longer and self._subject.looks_ahead:
+            raise fed_in_its_own_way(model)
+        if longer and start:
             raise fed_twice(start, ids.shape[1], known)
+        self._subject.refuse_length(start + ids.shape[1] - self._padding)
         self._make_room(start + ids.shape[1])
         self._fed_ids[:, start : start + ids.shape[1]] = ids
         if not self._passes:
@@ -203,9 +208,10 @@ class LiveRecording:
         self.activation.put(layer, rows, first)
         self._keep(layer, rows, first)
         if self.statistics is not None:
-            mask = self._mask[:, first : first + new] if first < self._mask.shape[1] else None
+            mask = self._mask[:, first : first + new].bool()
+            mask = F.pad(mask, (0, new - mask.shape[1]), value=True)  # no padding after the prompt
             for row, parts in enumerate(self.statistics):
-                own = rows[row] if mask is None else rows[row][mask[row].bool()]
+                own = rows[row][mask[row]]
                 if not self._endings.has_ended(row, first):
                     parts[layer.index] += calculate_statistics(own, histogram=False)
 
@@ -298,6 +304,8 @@ class LiveRecording:
         fed, real = self._fed_ids[:, :count], ids[:, :count].to(self._fed_ids.device)
         wrong = ((fed >= 0) & (fed != real)).nonzero()
         if len(wrong) or self.seen > ids.shape[1]:
+            if self._subject.looks_ahead:
+                raise fed_in_its_own_way(unwrap(self._subject.model))
             row, at = wrong[0].tolist() if len(wrong) else (0, ids.shape[1])
             there = int(ids[row, at]) if at < ids.shape[1] else "nothing"
             raise InspectionError(
@@ -469,7 +477,7 @@ def surprisal_and_entropy(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return surprisal, entropy
 
 
-def _held(keywords: Mapping[str, Any], fed: int, seen: int, again: bool) -> int:
+def held_positions(keywords: Mapping[str, Any], fed: int, seen: int, again: bool) -> int:
     """How many positions the model remembers as it is called.
 
     A KV cache says so. Another cache, or a single token without any, goes on from what was seen;
@@ -498,6 +506,17 @@ def _length_of(length: Callable[[], Any]) -> int | None:
         return int(length())
     except (ValueError, NotImplementedError):
         return None
+
+
+def fed_in_its_own_way(model: nn.Module) -> InspectionError:
+    """The error for a model that writes in another way than it reads (XLNet, XLM, CPM-Ant)."""
+    return InspectionError(
+        f"{type(model).__name__} looks ahead: in a pass over a whole sequence, what it computes at "
+        "a position depends on the tokens after it. To write nevertheless, its generate() feeds it "
+        "placeholders for tokens that are not there yet, or all tokens again at each step, so that "
+        "no pass over the finished sequence computes what generating did. Read a text with "
+        "max_new_tokens=0, or scan a model whose attention is causal."
+    )
 
 
 def fed_twice(held: int, fed: int, known: int) -> InspectionError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import unwrap
+from torchfmri.exceptions import InspectionError
 
 
 @lru_cache(maxsize=256)
@@ -26,27 +27,38 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in _parameters(type(unwrap(model)).forward)
 
 
-def call_model(model: nn.Module, ids: Tensor, mask: Tensor | None, **options: Any) -> Any:
+def call_model(
+    model: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor | None = None
+) -> Any:
     """The output of the model for (b, s) ids.
 
-    Mask, positions and options are handed over where its forward takes them. Positions count the
-    tokens that are not padding, as `generate` has them.
+    Mask and positions are handed over where its forward takes them.
 
     Args:
         model: The model.
         ids: (b, s).
         mask: (b, s), 0 for padding; None where nothing is padded.
-        **options: Further keywords.
+        positions: (b, s); None leaves them to the model, where nothing is padded.
     """
-    keywords: dict[str, Any] = {"use_cache": False, **options}
+    keywords: dict[str, Any] = {"use_cache": False}
     if mask is not None and takes(model, "attention_mask"):
         keywords["attention_mask"] = mask
-        if is_causal(model) and not bool(mask.all()):
-            keywords["position_ids"] = positions_of(mask)
+        positions = needed_positions(model, mask, positions)
+    if positions is not None:
+        keywords["position_ids"] = positions
     keywords = {key: value for key, value in keywords.items() if takes(model, key)}
     if takes(model, "input_ids"):
         return model(input_ids=ids, **keywords)
     return model(ids, **keywords)
+
+
+def needed_positions(
+    model: nn.Module, mask: Tensor, positions: Tensor | None = None
+) -> Tensor | None:
+    """The positions to feed, (b, s): those given, or where there is padding those that skip it."""
+    if positions is None and is_causal(model) and not bool(mask.all()):
+        return positions_of(mask)
+    return positions
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -55,17 +67,22 @@ def positions_of(mask: Tensor) -> Tensor:
 
 
 def logits_of(output: object) -> Tensor | None:
-    """The logits (b, s, vocabulary) in what a model returns, if there are any."""
+    """The logits (b, s, vocabulary) in what a model returns, if there are any.
+
+    What is called `logits` comes first, also in a named tuple. Of a plain tuple it is the first
+    tensor that can be logits: there may be a loss before it.
+    """
     if isinstance(output, Tensor):
-        found: object = output
+        candidates: Sequence[object] = [output]
     elif isinstance(output, Mapping):
-        found = output.get("logits")
-    elif isinstance(output, (tuple, list)):
-        found = output[0] if output else None
+        candidates = [output.get("logits")]
+    elif hasattr(output, "logits"):
+        candidates = [output.logits]
     else:
-        found = getattr(output, "logits", None)
-    if isinstance(found, Tensor) and found.ndim == 3 and found.is_floating_point():
-        return found
+        candidates = output if isinstance(output, (tuple, list)) else []
+    for each in candidates:
+        if isinstance(each, Tensor) and each.ndim == 3 and each.is_floating_point():
+            return each
     return None
 
 
@@ -89,3 +106,35 @@ def like_parameters(model: nn.Module) -> Tensor:
     """A tensor on the device and of the dtype of the model's parameters."""
     floating = (each for each in model.parameters() if each.is_floating_point())
     return next(floating, torch.empty(0)).detach()
+
+
+def refuse_unknown_ids(model: nn.Module, ids: Tensor, vocabulary: int | None = None) -> None:
+    """Raise for ids that the model has no embedding for: on a GPU they would end the process.
+
+    Args:
+        model: The model.
+        ids: (b, s).
+        vocabulary: How many tokens it knows, where that was found out; else what it says itself.
+    """
+    count = vocabulary or _count_embeddings(unwrap(model))
+    wrong = ids < 0
+    if count is not None:
+        wrong |= ids >= count
+    if bool(wrong.any()):
+        row, position = wrong.nonzero()[0].tolist()
+        known = "never negative" if count is None else f"from 0 to {count - 1}"
+        raise InspectionError(
+            f"Token id {int(ids[row, position])} at position {position} of prompt {row} is none of "
+            f"{type(unwrap(model)).__name__}'s, which are {known}. Is the tokenizer that of the "
+            "model?"
+        )
+
+
+def _count_embeddings(model: nn.Module) -> int | None:
+    """How many tokens a model of transformers knows; None where it does not say."""
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        count = getattr(find() if callable(find) else None, "num_embeddings", None)
+    except NotImplementedError:  # it has embeddings of another kind
+        return None
+    return count if isinstance(count, int) else None

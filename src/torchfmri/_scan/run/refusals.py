@@ -36,6 +36,21 @@ def refuse_two_stacks(model: nn.Module) -> None:
         )
 
 
+def refuse_unrunnable(model: nn.Module) -> None:
+    """Raise for a model that computes nothing, or whose layers cannot be watched."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InspectionError(
+            f"The model is TorchScript ({type(model).__name__}): its layers run without Python, "
+            "and no hook sees them. Scan the nn.Module that it was traced or scripted from."
+        )
+    empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if empty is not None:
+        raise InspectionError(
+            f"Parameter {empty!r} is on the meta device and has no values. Load the weights first: "
+            "from_pretrained, or model.to_empty(device='cpu') and load_state_dict."
+        )
+
+
 def refuse_virtual_tokens(model: nn.Module) -> None:
     """Raise where PEFT puts virtual tokens before the text: they are no tokens of the sequence."""
     config: Any = getattr(model, "active_peft_config", None)
@@ -98,32 +113,6 @@ def refuse_padding(model: nn.Module, mask: Tensor) -> None:
         )
 
 
-def refuse_unknown_ids(model: nn.Module, ids: Tensor) -> None:
-    """Raise for ids that the model has no embedding for: on a GPU they would end the process."""
-    count = _count_embeddings(unwrap(model))
-    wrong = ids < 0
-    if count is not None:
-        wrong |= ids >= count
-    if bool(wrong.any()):
-        row, position = wrong.nonzero()[0].tolist()
-        known = "never negative" if count is None else f"from 0 to {count - 1}"
-        raise InspectionError(
-            f"Token id {int(ids[row, position])} at position {position} of prompt {row} is none of "
-            f"{type(unwrap(model)).__name__}'s, which are {known}. Is the tokenizer that of the "
-            "model?"
-        )
-
-
-def _count_embeddings(model: nn.Module) -> int | None:
-    """How many tokens a model of transformers knows; None where it does not say."""
-    find = getattr(model, "get_input_embeddings", None)
-    try:
-        count = getattr(find() if callable(find) else None, "num_embeddings", None)
-    except NotImplementedError:  # it has embeddings of another kind
-        return None
-    return count if isinstance(count, int) else None
-
-
 def refuse_other_prompts(model: nn.Module, ids: Tensor, seed: int | None, samples: bool) -> None:
     """Raise where the processes of a sharded model were given different prompts: they would hang.
 
@@ -167,6 +156,12 @@ def refuse_options(options: Mapping[str, Any], prompt: EncodedPrompt, max_new_to
             f"{own[0]}= is a matter of the prompt: scan(model, tokenizer, prompt), where the "
             "prompt may be token ids, or what a tokenizer returns with its attention_mask."
         )
+    temperature = options.get("temperature")
+    if temperature is not None and not _is_positive(temperature):
+        raise InspectionError(
+            f"temperature={temperature!r}: it divides the logits, so it is a number above 0. For "
+            "the likeliest token at each step leave it out, with do_sample=False."
+        )
     if "adapter_names" in options:
         raise InspectionError(
             "adapter_names= chooses adapters row by row for generate() alone; the pass for "
@@ -176,6 +171,11 @@ def refuse_options(options: Mapping[str, Any], prompt: EncodedPrompt, max_new_to
     held = int(count()) if callable(count) else 0
     if held >= prompt.ids.shape[1]:
         raise fed_twice(held, prompt.ids.shape[1], prompt.ids.shape[1])
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < float("inf")  # type: ignore[operator]
 
 
 def refuse_inputs(model: nn.Module, options: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from torchfmri._scan.record.reading import ALL_TOKENS, OWN_LOSS
 from torchfmri._tokens import token_losses
 from torchfmri.exceptions import InspectionError
 
@@ -37,8 +38,8 @@ class ScanLoss:
     def text(self) -> str:
         """What the gradients are of, in words."""
         if self.own is not None:
-            return f"your own loss ({getattr(self.own, '__name__', type(self.own).__name__)})"
-        tokens = "the generated tokens" if self.kind == "generated" else "all tokens"
+            return f"{OWN_LOSS} ({getattr(self.own, '__name__', type(self.own).__name__)})"
+        tokens = "the generated tokens" if self.kind == "generated" else ALL_TOKENS
         given = "given those before it" if self.causal else "at its own position"
         return f"the sum of -log p of {tokens}, each {given}"
 

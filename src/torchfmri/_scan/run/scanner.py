@@ -17,7 +17,7 @@ from torchfmri._scan.run.cached_pass import check_cached
 from torchfmri._scan.run.decoding import Decode, Decoding
 from torchfmri._scan.run.description import scan_meta
 from torchfmri._scan.run.live_token import LiveToken
-from torchfmri._scan.run.model_call import device_of, is_causal
+from torchfmri._scan.run.model_call import device_of, is_causal, refuse_unknown_ids
 from torchfmri._scan.run.prompt import Prompt, encode
 from torchfmri._scan.run.refusals import (
     refuse_inputs,
@@ -26,13 +26,13 @@ from torchfmri._scan.run.refusals import (
     refuse_padding,
     refuse_shards,
     refuse_two_stacks,
-    refuse_unknown_ids,
+    refuse_unrunnable,
     refuse_virtual_tokens,
 )
 from torchfmri._scan.run.scan_loss import ScanLoss, check_loss
 from torchfmri._scan.run.scan_options import ScanOptions, check_number
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import Subject, find_subject
+from torchfmri._scan.run.subject import PLACES, Subject, find_subject
 from torchfmri._scan.scan_record import Scan
 from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError
@@ -63,6 +63,7 @@ class Scanner:
                 f"scan takes an nn.Module, not {type(model).__name__}. For a model by name: "
                 "model, tokenizer = torchfmri.load_model('tiny')."
             )
+        refuse_unrunnable(model)
         refuse_two_stacks(model)
         if options is not None and not isinstance(options, ScanOptions):
             raise InspectionError(
@@ -75,8 +76,11 @@ class Scanner:
         self._subject: Subject | None = None
         layers = named_layers(model)
         wanted = self.options.tensors
-        self._tensors = (
-            frozenset(find_layers(layers, wanted)) if wanted is not None else frozenset()
+        # A wildcard also matches lists of layers, which put out nothing.
+        self._tensors = frozenset(
+            name
+            for name in (find_layers(layers, wanted) if wanted is not None else ())
+            if not isinstance(layers[name], PLACES)
         )
 
     @property
@@ -144,7 +148,13 @@ class Scanner:
         ]
         subject = run.subject
         meta = scan_meta(self._model, subject, self.options, run.loss, run.decoding, chat)
-        meta["notes"] = list(dict.fromkeys(run.notes))
+        if left_out := sorted(self._tensors - {*subject.anatomy.layers, *subject.missed}):
+            run.notes.append(
+                f"tensors={self.options.tensors!r} also matches {', '.join(left_out[:3])}"
+                f"{' and others' if len(left_out) > 3 else ''}, which layers= leaves out"
+            )
+        lacking = [each for sequence in sequences for each in sequence.unmeasured]
+        meta["notes"] = list(dict.fromkeys([*run.notes, *lacking]))
         meta["missed"] |= run.missed
         meta["run"] = {"seconds": time.perf_counter() - started, "seed": seed}
         return Scan(subject.anatomy, sequences, meta)
@@ -194,6 +204,8 @@ class Scanner:
         loss = self._loss(max_new_tokens > 0)
         decoding = Decoding(max_new_tokens, generate, decode, self._tokenizer)
         subject = self._find_subject(encoded.ids)
+        refuse_unknown_ids(self._model, encoded.ids, subject.vocabulary)
+        subject.refuse_length(int(encoded.mask.sum(1).max()))
         return BatchRun(
             self.options, self._speller, self._tensors, subject, encoded, decoding, loss
         )
@@ -209,11 +221,10 @@ class Scanner:
     def _find_subject(self, ids: Tensor) -> Subject:
         if self._subject is None:
             subject = find_subject(self._model, self.options.layers, ids, self.options.voxel)
-            absent = sorted(self._tensors - set(subject.anatomy.layers))
-            if absent:
+            if self.options.tensors is not None and not self._tensors & set(subject.anatomy.layers):
                 raise InspectionError(
-                    f"tensors={self.options.tensors!r} asks for {absent[0]!r}, which "
-                    f"layers={self.options.layers!r} leaves out or which has no tokens."
+                    f"tensors={self.options.tensors!r} matches no layer that is scanned: "
+                    f"layers={self.options.layers!r} leaves them out, or they have no tokens."
                 )
             self._subject = subject
         return self._subject

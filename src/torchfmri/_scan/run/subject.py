@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torchfmri._model import (
     unwrap,
 )
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.run.model_call import call_model
+from torchfmri._scan.run.model_call import call_model, logits_of, refuse_unknown_ids
 from torchfmri._scan.run.token_axis import Resolved, Shape, resolve
 from torchfmri._tokens import ParameterInfo, describe, head_size
 from torchfmri._torch import Hook, flatten
@@ -33,7 +34,10 @@ _PROBES = ((2, 5), (2, 7))
 """(b, s) of the two passes: no size of a layer is likely to be both lengths."""
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "block_size")
 """What configurations call the longest sequence that a model takes."""
-_PLACES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_ROUNDING, _MOST_ROUNDING = 100, 0.05
+"""How far apart rounding may bring equal numbers: in units of the dtype, and at most."""
+PLACES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""What only holds layers or parameters, and is never called."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,10 @@ class Subject:
         anatomy: The same as a record, without the modules.
         missed: Layers that were asked for and are not scanned -> why.
         notes: What has to be known about some layers.
+        vocabulary: How many tokens it has embeddings for; None where that is not known.
+        first_position: The number that the model by itself gives to the first position.
+        longest: How many positions its table of positions has room for; None without a table.
+        looks_ahead: Whether its logits at a position depend on the tokens after it.
     """
 
     model: nn.Module
@@ -81,6 +89,19 @@ class Subject:
     anatomy: Anatomy
     missed: dict[str, str]
     notes: dict[str, str]
+    vocabulary: int | None
+    first_position: int
+    longest: int | None
+    looks_ahead: bool
+
+    def refuse_length(self, length: int) -> None:
+        """Raise for more positions than the model has in its table: it would fail far from here."""
+        if self.longest is not None and length > self.longest:
+            raise InspectionError(
+                f"The sequence has {length} positions, and {type(unwrap(self.model)).__name__} has "
+                f"a table of {self.longest}. Give a shorter prompt, or fewer max_new_tokens: both "
+                f"together may have {self.longest}."
+            )
 
 
 class _Found(NamedTuple):
@@ -109,7 +130,9 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
     layers = named_layers(model)
     names = find_layers(layers, pattern)
     modules = {name: layers[name] for name in _first_names(layers, names)}
-    shapes = _probe(runnable(model), modules, ids)
+    probe = _Probe(runnable(model), modules, ids)
+    probe.run()
+    shapes = probe.shapes
     head = head_size(getattr(unwrap(model), "config", None))
     parameters = _own_parameters(layers, head, voxel)
     found: list[_Found] = []
@@ -124,7 +147,7 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
             counts = " and ".join(str(len(each)) for each in calls)
             axis = f"it is not called equally often in two passes, but {counts} times"
         if isinstance(axis, str) or (axis is None and not own):
-            if not isinstance(module, _PLACES):
+            if not isinstance(module, PLACES):
                 missed[name] = axis if isinstance(axis, str) else "it is never called as a module"
             continue
         if axis is None:
@@ -139,17 +162,24 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
         raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
     for alias, name in _aliases(layers, names).items():
         missed[alias] = f"it is the same module as {name!r}"
-    return _assemble(runnable(model), found, head, voxel, missed, notes)
+    anatomy, scanned = _assemble(found, head, voxel)
+    return Subject(
+        model=runnable(model),
+        layers=scanned,
+        anatomy=anatomy,
+        missed=missed,
+        notes=notes,
+        vocabulary=probe.vocabulary,
+        first_position=probe.first_position,
+        longest=probe.longest,
+        looks_ahead=probe.looks_ahead,
+    )
 
 
 def _assemble(
-    model: nn.Module,
-    found: list[_Found],
-    head: int | None,
-    voxel: int,
-    missed: dict[str, str],
-    notes: dict[str, str],
-) -> Subject:
+    found: list[_Found], head: int | None, voxel: int
+) -> tuple[Anatomy, tuple[ScannedLayer, ...]]:
+    """The layers with their columns, as a record and with their modules."""
     cuts = [_voxels_of(each.name, each.axis, each.own, head, voxel) for each in found]
     widths, sizes, kinds = zip(*cuts, strict=True)
     experts = [max((_experts(info) for info in each.own), default=0) for each in found]
@@ -167,7 +197,7 @@ def _assemble(
                 each.own,
             )
         )  # fmt: skip
-    return Subject(model, tuple(layers), anatomy, missed, notes)
+    return anatomy, tuple(layers)
 
 
 def _voxels_of(
@@ -245,39 +275,92 @@ def _tied_elsewhere(
     return f"its {' and '.join(tied)} is shared with an earlier layer" if tied else ""
 
 
-def _probe(
-    model: nn.Module, modules: dict[str, nn.Module], ids: Tensor
-) -> dict[str, list[list[tuple[Shape, int, int]]]]:
-    """Layer -> for each of the two passes, the shapes of its outputs with b and s."""
-    shapes: dict[str, list[list[tuple[Shape, int, int]]]] = {name: [] for name in modules}
-    handles: list[Any] = []
-    size = (0, 0)
+class _Probe:
+    """Two short passes of different lengths over a model, and what they tell about it.
 
-    def listen(name: str, module: nn.Module) -> None:
-        def called(_: nn.Module, __: object, output: object) -> None:
-            tensor = first_tensor(output)
-            if tensor is not None:
-                shapes[name][-1].append((tuple(tensor.shape), *size))
+    Attributes:
+        shapes: Layer -> for each of the two passes, the shapes of its outputs with b and s.
+        vocabulary: How many tokens the embedding of the ids knows.
+        first_position: What the model by itself calls the first position.
+        longest: How many positions there is room for.
+        looks_ahead: Whether the logits at a position depend on the tokens after it.
+    """
 
-        if not isinstance(module, torch.jit.ScriptModule):
-            handles.append(module.register_forward_hook(Hook(called, module)))
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], ids: Tensor) -> None:
+        self._model, self._modules, self._ids = model, modules, ids
+        self._tokens, self._handles = ids, list[Any]()
+        self._readers: list[dict[nn.Module, int]] = []  # in each pass, the embeddings of the ids
+        self.shapes: dict[str, list[list[tuple[Shape, int, int]]]] = {name: [] for name in modules}
+        self.vocabulary: int | None = None
+        self.longest: int | None = None
+        self.first_position, self.looks_ahead = 0, False
 
-    try:
-        for name, module in modules.items():
-            listen(name, module)
-        with unchanged(model), torch.no_grad(), compiled_code_as_eager():
-            model.eval()
-            for size in _probes(model):
-                for each in shapes.values():
-                    each.append([])
-                count = size[0] * size[1]
-                some = ids.reshape(-1)[:count]
-                tokens = some.repeat(-(-count // some.numel()))[:count].view(size)
-                call_model(model, tokens, torch.ones_like(tokens))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return shapes
+    def run(self) -> None:
+        """Run the passes; the model is as it was afterwards.
+
+        Raises:
+            InspectionError: A token id is none of the model's.
+        """
+        try:
+            self._attach()
+            with unchanged(self._model), torch.no_grad(), compiled_code_as_eager():
+                self._model.eval()
+                logits = [self._pass(size) for size in _probes(self._model)][-1]
+        finally:
+            for handle in self._handles:
+                handle.remove()
+        counts = [count for each, count in self._readers[0].items() if each in self._readers[1]]
+        self.vocabulary = min(counts, default=None)
+        if logits is not None and logits.shape[1] > 1:
+            # The two sequences differ in their last token alone.
+            limit = min(_ROUNDING * torch.finfo(logits.dtype).eps, _MOST_ROUNDING)
+            one, other = logits[:, :-1].float()
+            self.looks_ahead = float((one - other).abs().max()) > limit * float(one.abs().max())
+
+    def _attach(self) -> None:
+        for name, module in self._modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hook = Hook(partial(self._called, name), module)
+                self._handles.append(module.register_forward_hook(hook))
+        for module in self._model.modules():
+            if isinstance(module, nn.Embedding):
+                hook = Hook(self._embeds, module)
+                self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _pass(self, size: tuple[int, int]) -> Tensor | None:
+        """The logits of every position for so many of the ids."""
+        for each in self.shapes.values():
+            each.append([])
+        self._readers.append({})
+        some = self._ids.reshape(-1)[: size[1]]
+        self._tokens = some.repeat(-(-size[1] // some.numel()))[: size[1]].repeat(size[0], 1)
+        last = int(self._tokens[0, -1])
+        others = self._ids[self._ids != last]
+        self._tokens[1, -1] = others[0] if len(others) else max(last - 1, 0)
+        found = logits_of(call_model(self._model, self._tokens, torch.ones_like(self._tokens)))
+        return found if found is not None and found.shape[:2] == size else None
+
+    def _called(self, name: str, _: nn.Module, __: object, output: object) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            self.shapes[name][-1].append((tuple(tensor.shape), *self._tokens.shape))
+
+    def _embeds(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Notice which embedding is that of the tokens, and which that of positions."""
+        assert isinstance(module, nn.Embedding)
+        given = arguments[0] if arguments else None
+        b, s = self._tokens.shape
+        if not isinstance(given, Tensor) or tuple(given.shape) not in ((b, s), (1, s), (s,)):
+            return
+        if torch.equal(given.expand(b, s), self._tokens.to(given)):
+            self._readers[-1][module] = module.num_embeddings
+            if int(given.max()) >= module.num_embeddings:
+                refuse_unknown_ids(self._model, self._ids, module.num_embeddings)
+        else:
+            steps = given.reshape(-1, s)[0].long()
+            if torch.equal(steps - steps[0], torch.arange(s, device=steps.device)):
+                self.first_position = int(steps[0])
+                self.longest = module.num_embeddings - self.first_position
 
 
 def _probes(model: nn.Module) -> tuple[tuple[int, int], ...]:

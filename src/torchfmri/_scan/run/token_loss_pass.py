@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._capture import Taps, Target
-from torchfmri._model import compiled_code_as_eager
+from torchfmri._model import compiled_code_as_eager, spared_grad
 from torchfmri._scan.run.gradient_pass import (
     Pass,
     PassSink,
@@ -58,8 +58,9 @@ def run_token_losses(
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trainable(model))
+        stack.enter_context(spared_grad(model.parameters()))  # a Function may run backward()s
         stack.enter_context(Taps(targets, sink))
-        output = call_model(model, sequences.ids, sequences.mask)
+        output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
         losses = loss.losses(output, logits, sequences.ids, sequences.mask, sequences.generated)

@@ -1,0 +1,52 @@
+"""What a model is fed as positions while it generates, so that the pass can be fed the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchfmri._model import unwrap
+from torchfmri._scan.run.live import held_positions
+from torchfmri._torch import Hook
+
+
+class FirstCall:
+    """A hook on the first call of a model that generates, as a context manager.
+
+    `generate` of transformers counts positions from 0. Some models count otherwise by themselves
+    (RoBERTa begins at 2), and compute something else where nobody tells them.
+
+    Args:
+        model: That generates.
+        mask: (b, s) of the prompt, 0 for padding.
+
+    Attributes:
+        first: The position of the first token that is not padding; None where the model was not
+            told any positions.
+    """
+
+    def __init__(self, model: nn.Module, mask: Tensor) -> None:
+        self._model, self._mask = unwrap(model), mask
+        self._handle: Any = None
+        self.first: int | None = None
+
+    def __enter__(self) -> FirstCall:
+        hook = Hook(self._called, self._model)
+        self._handle = self._model.register_forward_pre_hook(hook, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _called(
+        self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> None:
+        self._handle.remove()
+        positions = keywords.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim == 2:
+            fed = positions.shape[1]
+            until = held_positions(keywords, fed, seen=0, again=False) + fed
+            padding = int((self._mask[0, :until] == 0).sum())
+            self.first = int(positions[0, -1]) - (until - 1 - padding)

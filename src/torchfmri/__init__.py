@@ -40,6 +40,7 @@ from torchfmri._tokens import (
 from torchfmri._verify import GradientCheck, Verification, verify_gradients
 from torchfmri.exceptions import (
     ExplainedError,
+    FileFormatError,
     FindingWarning,
     InspectionError,
     LayerNotFoundError,
@@ -66,6 +67,7 @@ __all__ = [
     "Difference",
     "ExplainedError",
     "Explanation",
+    "FileFormatError",
     "Finding",
     "FindingWarning",
     "GradientCheck",

@@ -16,6 +16,7 @@ from torchfmri._text.columns import (
     encodable,
     output_style,
     paragraph,
+    terminal_text,
 )
 from torchfmri._text.grid import Grid
 from torchfmri._text.labels import display_width, layer_label, printable, shorten, wrap
@@ -66,6 +67,7 @@ __all__ = [
     "share_text",
     "shorten",
     "star",
+    "terminal_text",
     "text_table",
     "wrap",
 ]

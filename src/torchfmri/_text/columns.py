@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import NamedTuple
 
-from torchfmri._text.labels import display_width, wrap
+from torchfmri._text.labels import display_width, printable, wrap
 
 WIDTH_OFF_TERMINAL = 120
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 RED, BOLD, DIM, PLAIN = "\x1b[1;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_COLOURS = re.compile(f"({'|'.join(map(re.escape, (RED, BOLD, DIM, PLAIN)))})")
 
 
 class Style(NamedTuple):
@@ -42,9 +44,9 @@ class Column(NamedTuple):
         """In characters."""
         return max(map(display_width, [self.title, *self.cells]))
 
-    def pad(self, cell: str) -> str:
-        """The cell as wide as the column."""
-        space = " " * (self.width - display_width(cell))
+    def pad(self, cell: str, width: int) -> str:
+        """The cell in so many characters."""
+        space = " " * (width - display_width(cell))
         return space + cell if self.right else cell + space
 
 
@@ -58,6 +60,14 @@ def output_style() -> Style:
     except (UnicodeEncodeError, LookupError):
         return Style(unicode=False, colour=terminal and not plain)
     return Style(unicode=True, colour=terminal and not plain)
+
+
+def terminal_text(text: str) -> str:
+    """The text as a terminal may get it: of what controls terminals only our own colours stay."""
+    parts = _COLOURS.split(text)  # every other one is a colour
+    return "".join(
+        part if number % 2 else printable(part, lines=True) for number, part in enumerate(parts)
+    )
 
 
 def fit(columns: list[Column], room: int) -> tuple[list[Column], list[str]]:

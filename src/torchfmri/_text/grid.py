@@ -49,11 +49,13 @@ class Grid:
         style = output_style()
         wanted = max(map(display_width, [self.heading, *self.names]))
         columns, dropped = fit(list(self.columns), width - min(wanted, _NARROWEST_NAME))
-        room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
+        widths = [column.width for column in columns]
+        room = min(wanted, max(width - sum(widths) - 2 * len(widths), 8))
         labels = shorten_apart(self.names, room, style.ellipsis)
 
         def draw(name: str, cells: Sequence[str], code: str) -> str:
-            padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
+            parts = zip(columns, cells, widths, strict=True)
+            padded = [column.pad(cell, width) for column, cell, width in parts]
             text = "  ".join([name + " " * (room - display_width(name)), *padded]).rstrip()
             return style.paint(text, code) if code else text
 

@@ -116,13 +116,14 @@ def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list
     headings = [f"{what} ({MEANING[what]})" if "grad" in what else what for what in lines]
     wanted = max(map(display_width, [*names, *headings]))
     columns, dropped = fit(_columns(everything, style), width - min(wanted, _NARROWEST_NAME))
-    room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
-
+    widths = [column.width for column in columns]
+    room = min(wanted, max(width - sum(widths) - 2 * len(widths), 8))
     labels = shorten_apart([*names, *headings], room, style.ellipsis)
 
     def draw(name: str, cells: Sequence[str], code: str) -> str:
         short = labels[name]
-        padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
+        parts = zip(columns, cells, widths, strict=True)
+        padded = [column.pad(cell, width) for column, cell, width in parts]
         text = "  ".join([short + " " * (room - display_width(short)), *padded]).rstrip()
         return style.paint(text, code) if code else text
 

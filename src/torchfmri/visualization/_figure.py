@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchfmri._files import new_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +28,15 @@ MEANING = {
 }
 _LINEAR_UP_TO = 30.0
 _DECADES_SHOWN = 6
+
+
+def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
+    """Write a figure to a file, whole or not at all; without an ending it gets matplotlib's."""
+    target = Path(path)
+    if not target.suffix:
+        target = target.with_name(f"{target.name}.{figure.canvas.get_default_filetype()}")
+    with new_file(target) as new:
+        figure.savefig(new, **options)
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchfmri._files.regular import lock, sync_folder
 from torchfmri.exceptions import InspectionError
 
 _UNFINISHED = re.compile(r"\.torchfmri-[0-9a-f]{16}(\.[^/]*)?")
+_OLD_SECONDS = 3600
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _ABSENT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -192,18 +194,21 @@ def held_alone(target: Path) -> Iterator[None]:
 
 
 def _remove_unfinished(parent: Path) -> None:
-    """Remove folders that killed processes left behind; those in use are locked."""
+    """Remove folders that killed processes left behind: old ones that nobody has locked."""
     if sys.platform == "win32":
         return
     for path in parent.glob(".torchfmri-*"):
-        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(OSError):  # in use, or removed by somebody else just now
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    if lock(descriptor):
-                        shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(descriptor)
+        with contextlib.suppress(OSError):  # in use, or removed by somebody else just now
+            # A new one may be there and not locked yet.
+            old = time.time() - path.lstat().st_mtime > _OLD_SECONDS
+            if not old or not _UNFINISHED.fullmatch(path.name) or path.is_symlink():
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if lock(descriptor):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _sync_file(path: Path) -> None:

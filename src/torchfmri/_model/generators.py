@@ -54,7 +54,11 @@ class RandomState(NamedTuple):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RandomState:
-        """The state that `to_data` gave."""
+        """The state that `to_data` gave, tried out on generators of its own.
+
+        Raises:
+            ValueError, TypeError, LookupError, RuntimeError: It gave something else.
+        """
         python = data["python"]
         numpy_state = None
         if "numpy" in data:
@@ -62,12 +66,26 @@ class RandomState(NamedTuple):
 
             keys = data["numpy"]["keys"].numpy().astype(np.uint32)
             numpy_state = (data["numpy"]["name"], keys, *data["numpy"]["rest"])
-        return cls(
+            # NumPy does not look whether the position lies among the numbers.
+            if numpy_state[0] != "MT19937" or not 0 <= numpy_state[2] <= len(keys) == 624:
+                raise ValueError("it is no state of NumPy's generator")
+            np.random.RandomState().set_state(numpy_state)
+        internal = tuple(python["internal"].tolist())
+        found = cls(
             data["torch"],
             data.get("cuda"),
-            (python["version"], tuple(python["internal"].tolist()), python["gauss"]),
+            (python["version"], internal, python["gauss"]),
             numpy_state,
         )
+        torch.Generator().set_state(found.torch)
+        random.Random().setstate(found.python)
+        if not (found.python[2] is None or isinstance(found.python[2], float)):
+            raise TypeError("it is no state of Python's generator")
+        if found.cuda is not None and (
+            not isinstance(found.cuda, Tensor) or found.cuda.dtype != torch.uint8
+        ):
+            raise TypeError("it is no state of a CUDA generator")
+        return found
 
 
 def random_state() -> RandomState:

@@ -121,6 +121,7 @@ def write_part(folder: Path, part: Part, history: History | None, steps: int) ->
         "rank": part.rank,
         "finding": part.finding.to_dict(),
         **part.about,
+        "weights": part.weights is not None,
         "software": {"torch": torch.__version__, "python": platform.python_version()},
     }
     calls = {"calls": [call.to_data() for call in part.calls], "told": part.told}
@@ -176,7 +177,10 @@ def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) 
     if not with_data:
         return part
     calls, told = _read_calls(own / _CALLS)
-    return replace(part, calls=calls, told=told, weights=_read_weights(found, own, ranks))
+    weights = _read_weights(found, own, ranks)
+    if about.get("weights") and weights is None:
+        raise FileFormatError(f"{_WEIGHTS}.json", "it is missing")
+    return replace(part, calls=calls, told=told, weights=weights)
 
 
 def _rank_of_finding(incident: Path, ranks: list[int]) -> int:

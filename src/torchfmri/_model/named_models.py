@@ -180,7 +180,10 @@ def _require_file(path: Path, folder: Path) -> None:
     """
     if path.is_dir():
         return
-    place = path.resolve()
+    try:
+        place = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # a link to itself, or to nothing
+        raise FileFormatError(path.name, "it is a link that leads nowhere") from error
     homes = (folder.resolve(), folder.resolve().parent.parent / "blobs")
     if path.is_symlink() and place.parent not in homes:
         raise FileFormatError(path.name, f"it is a link to {str(place)!r}. Copy the file instead")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LINES_BEFORE_FOLDING = 40
 _SEQUENCES_SHOWN = 20
 _LONGEST_MODEL = 200
+_LONGEST = 1_000
 Pattern = str | Sequence[str]
 
 
@@ -217,7 +218,7 @@ class Scan:
         missed = self.meta.get("missed") or {}
         if not isinstance(missed, Mapping):  # whoever wrote it: a file may say anything
             missed = {"what is not known": f"`missed` is {repr(missed)[:100]}, not names by layer"}
-        reasons = {str(layer): str(why) for layer, why in missed.items()}
+        reasons = {str(layer)[:_LONGEST]: str(why)[:_LONGEST] for layer, why in missed.items()}
         notes = [
             f"not captured: {layer or 'the model'} ({plural(number, 'layer')}): {why}"
             for layer, number, why in group_reasons(reasons)

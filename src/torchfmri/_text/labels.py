@@ -67,7 +67,7 @@ def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dic
 
 def display_width(text: str) -> int:
     """How many columns of a terminal a text takes: wide characters two, combining ones none."""
-    return sum(map(_character_width, text))
+    return len(text) if text.isascii() else sum(map(_character_width, text))
 
 
 def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:

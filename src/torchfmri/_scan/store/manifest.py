@@ -27,7 +27,7 @@ LINE_SEQUENCES = 1 << 16
 """Sequences of one line; writers put at most 1,024 into one."""
 DAMAGED_LINES = 1_000
 """After so many damaged lines the rest of a manifest is not read."""
-PROBLEMS = 1_000
+PROBLEMS = 2_000
 """So many problems of a scan are told apart; further ones are counted."""
 LARGEST = 1 << 40
 """No count in a manifest is larger."""

@@ -138,6 +138,31 @@ def test_a_segment_must_list_what_the_manifest_lists(folder: Path) -> None:
     assert "lists other sequences than the manifest" in " ".join(scan.problems)
 
 
+def test_a_scan_of_version_0_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its segments do not list their sequences: it is read as before, and nothing is deleted."""
+    lines = []
+    for line in (folder / MANIFEST).read_bytes().splitlines():
+        record = json.loads(line)
+        path = folder / record["segment"]
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header["__metadata__"] = {"format": "torchfmri-segment"}
+        text = json.dumps(header).encode()
+        changed = len(text).to_bytes(8, "little") + text + data[8 + length :]
+        path.write_bytes(changed)
+        lines.append(
+            reseal({**record, "bytes": len(changed), "checksum": f"{zlib.crc32(changed):08x}"})
+        )
+    (folder / MANIFEST).write_bytes(b"\n".join([*lines, b""]))
+    scan = load(folder)
+    assert (scan.verify(), len(list(scan))) == ((), 4)
+    (folder / MANIFEST).write_bytes(b"\n".join([*lines[:-1], b""]))
+    assert main(["repair", str(folder)]) == 1
+    assert f"cannot be added: {LAST}: it does not list its sequences" in capsys.readouterr().out
+    assert (folder / LAST).exists()
+
+
 # -- digest --------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 `regular` opens regular files within limits and locks them. `sealed` is JSON with a checksum,
 `tensor_file` is a safetensors file that is mapped. `replacing` writes a file or a folder beside its
 place and puts it there in one step. Everything of ours on disk goes through these, so a new kind of
-file is safe as soon as it uses them. What is wrong with a file raises `FileFormatError`.
+file is safe as soon as it uses them; `foreign_text` is for what is printed of it. What is wrong
+with a file raises `FileFormatError`.
 """
 
+from torchfmri._files.foreign_text import printable
 from torchfmri._files.regular import (
     list_names,
     lock,
@@ -56,6 +58,7 @@ __all__ = [
     "parse",
     "parse_tensors",
     "plain",
+    "printable",
     "read_regular",
     "read_tensors",
     "recover",

@@ -100,15 +100,20 @@ def find_replaced(path: Path) -> Path:
 
 
 def recover(path: Path) -> None:
-    """Put a folder back that stands beside its place; remove one that has been replaced."""
+    """Put a folder back that stands beside its place; remove one that has been replaced.
+
+    Raises:
+        InspectionError: Somebody is replacing it.
+    """
     aside = _aside(path)
     if not aside.is_dir():
         return
-    if os.path.lexists(path):
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.rename(path)
-        sync_folder(path.parent)
+    with held_alone(aside):  # whoever is replacing it just now holds it
+        if os.path.lexists(path):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(path)
+            sync_folder(path.parent)
 
 
 def _beside(target: Path, ending: str | None = None) -> Path:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchfmri._files import list_names, size_of
+from torchfmri._files import list_names, printable, size_of
 from torchfmri._model.factory import find_factory
 from torchfmri.exceptions import FileFormatError, InspectionError
 
@@ -32,6 +32,7 @@ _QUANTISATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_FILES = 10_000
 _JSON_BYTES = 256 << 20
+_FEW_LAYERS = 1_000  # built quickly, whatever the weights are
 _PROGRESS_BAR = re.compile(r".*\d+%\|")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
@@ -206,7 +207,7 @@ def _require_layers(config: Any, place: Path | str) -> None:
         with (Path(place) / name).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             tensors += file.read(min(length, _JSON_BYTES)).count(b'"dtype"')
-    if not isinstance(wanted, int) or not 0 <= wanted <= tensors:
+    if not isinstance(wanted, int) or not 0 <= wanted <= max(tensors, _FEW_LAYERS):
         raise FileFormatError(
             "config.json", f"it asks for {wanted} layers, and the weights are {tensors} tensors"
         )
@@ -222,15 +223,15 @@ def _gguf_of(path: Path) -> Path | None:
         raise InspectionError(
             f"{str(path)!r} is a file. Name the folder that it is in, or a .gguf file."
         )
-    if (path / "config.json").exists():
+    if os.path.lexists(path / "config.json"):
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return found[0]
     if found:
+        names = ", ".join(printable(each.name) for each in found)
         raise InspectionError(
-            f"{str(path)!r} has {len(found)} .gguf files: {', '.join(each.name for each in found)}."
-            " Name one of them."
+            f"{str(path)!r} has {len(found)} .gguf files: {names}. Name one of them."
         )
     raise InspectionError(
         f"{str(path)!r} holds no model: it has {_list_files(path)}, but neither config.json (as "
@@ -240,7 +241,9 @@ def _gguf_of(path: Path) -> Path | None:
 
 def _list_files(folder: Path) -> str:
     names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    shown = ", ".join(map(printable, names[:8])) + (
+        f" and {len(names) - 8} more" if len(names) > 8 else ""
+    )
     return shown or "no files"
 
 
@@ -362,7 +365,7 @@ def _explained(fact: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = shorten(str(error), 500, placeholder=" ...")
+        reason = printable(shorten(str(error), 500, placeholder=" ..."))
         raise InspectionError(
             f"{fact}. {type(error).__name__}: {reason.rstrip('.')}.{advice}"
         ) from error

@@ -7,7 +7,8 @@ import re
 import sys
 from typing import NamedTuple
 
-from torchfmri._text.labels import display_width, printable, wrap
+from torchfmri._files import printable
+from torchfmri._text.labels import display_width, wrap
 
 WIDTH_OFF_TERMINAL = 120
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"

@@ -6,6 +6,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
+from torchfmri._files import printable
+
 _LONGEST = 1_000
 
 
@@ -88,28 +90,6 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
         line = line + word if empty else f"{line} {word}"
         used, empty = used + wide + (not empty), False
     return [*lines, line] if not empty else lines
-
-
-def printable(text: str, *, lines: bool = False) -> str:
-    """The text with `?` for what would move the cursor, change colours or reverse the writing.
-
-    Args:
-        text: Perhaps somebody else's.
-        lines: Whether it is running text: the ends of its lines stay, and what some scripts need
-            between letters.
-    """
-    keep = _is_harmless if lines else str.isprintable
-    return "".join(each if keep(each) else "?" for each in text)
-
-
-def _is_harmless(character: str) -> bool:
-    if character in "\n\t" or character.isprintable():
-        return True
-    kind = unicodedata.category(character)
-    return kind in ("Cf", "Zs", "Co") and unicodedata.bidirectional(character) not in _REVERSING
-
-
-_REVERSING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
 
 
 def _take(text: str, columns: int) -> str:

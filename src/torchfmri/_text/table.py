@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 
+from torchfmri._files import printable
 from torchfmri._text.columns import (
     ASCII,
     BLOCKS,
@@ -24,7 +25,6 @@ from torchfmri._text.html_table import html_table
 from torchfmri._text.labels import (
     display_width,
     layer_label,
-    printable,
     shorten,
     shorten_apart,
     wrap,

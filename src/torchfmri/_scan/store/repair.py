@@ -109,7 +109,10 @@ def _describe_segment(path: Path, anatomy: Anatomy) -> SegmentEntry:
     data = map_file(path, size_of(path))
     tensors, metadata = parse_tensors(data, path.name)
     if "sequences" not in metadata:
-        reason = "it does not list its sequences: torchfmri 0.1 wrote it, or they are too many"
+        reason = (
+            "it does not list its sequences. If torchfmri 0.1 was interrupted when it wrote it, it "
+            "was never part of the scan and can be deleted"
+        )
         raise FileFormatError(path.name, reason)
     if not is_intact(data, metadata):
         raise FileFormatError(path.name, "its checksum is wrong: the file was changed or damaged")

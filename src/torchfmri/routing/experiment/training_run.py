@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._files import new_file, read_regular
+from torchfmri._files import new_file, read_regular, size_of
 from torchfmri._records import History
 from torchfmri.exceptions import FileFormatError
 from torchfmri.routing.experiment.grid_puzzles import GridPuzzles
@@ -174,7 +174,13 @@ class TrainingRun:
         """The step to go on with."""
         if not self._checkpoint.exists():
             return 0
-        state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        size_of(self._checkpoint)  # a pipe would be waited for
+        try:
+            state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        except Exception as error:  # whatever torch makes of a damaged file
+            name = self._checkpoint.name
+            reason = "it is damaged. Move it away, and the run begins anew"
+            raise FileFormatError(name, reason) from error
         if state["plan"] != self._plan.to_dict():
             return 0  # of another experiment in the same folder: overwritten by the next one
         self._model.load_state_dict(state["model"])

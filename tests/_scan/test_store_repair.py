@@ -231,10 +231,13 @@ def test_sparse_files(folder: Path, name: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("filling", ["[]", "{}", "7", '"ab"', '{"a":[]}'])
+@pytest.mark.parametrize("filling", ["[]", "{}", "7", '"ab"', '{"a":[]}', "keys"])
 def test_a_meta_of_many_values(folder: Path, filling: str) -> None:
-    body = b'{"format":"torchfmri-scan","meta":[' + b",".join([filling.encode()] * (30 << 20 >> 3))
-    body += b"]"
+    values = [filling] * (30 << 20 >> 3)
+    body = b'{"format":"torchfmri-scan","meta":[' + ",".join(values).encode() + b"]"
+    if filling == "keys":
+        body = b'{"format":"torchfmri-scan",'
+        body += ",".join(f'"{number}":{number}' for number in range(3 << 20)).encode()
     (folder / "meta.json").write_bytes(body + b',"crc32":"%08x"}' % zlib.crc32(body))
     with within(5, 700), pytest.raises(FileFormatError, match=r"more than|version"):
         load(folder)

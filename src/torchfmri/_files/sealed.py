@@ -17,8 +17,8 @@ DEPTH = 64
 """How deeply the values may be nested."""
 VALUES = 4_000_000
 CONTAINERS = 1_000_000
-"""How many values, and how many lists and objects, one text may hold: they take more room than the
-text, an empty object thirty times as much."""
+"""How many values, and how many lists, objects and keys, one text may hold: they take more room
+than the text, an empty object thirty times as much."""
 _FLOAT = "$float"  # JSON has neither NaN nor infinity
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # perhaps without its other half
 _SEAL = ',"crc32":"%08x"}'
@@ -153,6 +153,8 @@ def _excess(data: bytes) -> str:
     opened, closed = (data.count(a) + data.count(b) for a, b in ((b"[", b"{"), (b"]", b"}")))
     if max(opened, closed) > CONTAINERS:
         return f"it has more than {CONTAINERS:,} lists and objects"
+    if data.count(b":") > CONTAINERS:
+        return f"it has more than {CONTAINERS:,} keys"
     if data.count(b",") > VALUES:
         return f"it has more than {VALUES:,} values"
     return ""

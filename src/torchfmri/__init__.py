@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torchfmri._verify import GradientCheck, Verification, verify_gradients
     from torchfmri.exceptions import (
         ExplainedError,
+        FileFormatError,
         FindingWarning,
         InspectionError,
         LayerNotFoundError,
@@ -74,6 +75,7 @@ __all__ = [
     "Difference",
     "ExplainedError",
     "Explanation",
+    "FileFormatError",
     "Finding",
     "FindingWarning",
     "GradientCheck",
@@ -170,6 +172,7 @@ _NAMES = {
     "_verify": ("GradientCheck", "Verification", "verify_gradients"),
     "exceptions": (
         "ExplainedError",
+        "FileFormatError",
         "FindingWarning",
         "InspectionError",
         "LayerNotFoundError",

@@ -5,7 +5,7 @@
     ├── MemoryLimitError (MemoryError)        max_bytes would be exceeded
     ├── NonFiniteError (ArithmeticError)      a step whose loss or gradients are NaN or infinite
     ├── UnsupportedLayerError (NotImplementedError)   token gradients that cannot be had
-    └── ScanFormatError (ValueError)          a folder that is no scan, or a damaged one
+    └── FileFormatError (ValueError)          a file or folder that is damaged, hostile or not ours
     ExplainedError (class of the original)    an error of the user's own code, with its explanation
 
 Catch `InspectionError` for all but the last of them. Errors raised by the model itself pass
@@ -183,17 +183,23 @@ def _explained_class(original: type[BaseException]) -> type[ExplainedError]:
     )
 
 
-class ScanFormatError(InspectionError, ValueError):
-    """A file or folder is no scan, or one that is damaged or hostile.
+class FileFormatError(InspectionError, ValueError):
+    """A file or folder is none that torchfmri wrote, or it is damaged, hostile or too large.
+
+    `ScanFormatError` is another name of it, from the time when only scans were checked.
 
     Attributes:
-        path: The file or folder that was read, relative to the scan where it is part of one.
+        path: The file or folder that was read; relative to a scan or an incident that it is part
+            of.
         reason: What is wrong with it.
     """
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path!r} is no readable scan: {reason}")
+        super().__init__(f"{path!r} cannot be read: {reason}")
         self.path, self.reason = path, reason
 
-    def __reduce__(self) -> tuple[type[ScanFormatError], tuple[str, str]]:
-        return ScanFormatError, (self.path, self.reason)
+    def __reduce__(self) -> tuple[type[FileFormatError], tuple[str, str]]:
+        return type(self), (self.path, self.reason)
+
+
+ScanFormatError = FileFormatError

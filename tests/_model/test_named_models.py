@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import torchfmri
-from torchfmri import InspectionError, load_model
+from torchfmri import FileFormatError, InspectionError, load_model
 from torchfmri._model import named_models
 
 transformers = pytest.importorskip("transformers")
@@ -167,6 +167,39 @@ def test_broken_files_are_refused_with_the_reason(folder: Path) -> None:
     with pytest.raises(InspectionError, match=r"could not be loaded\. SafetensorError: ") as error:
         load_model(folder)
     assert error.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_only_files_of_the_folder_are_opened(name: str, folder: Path) -> None:
+    path = folder / name
+    content = path.read_bytes() if path.exists() else b"{}"
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(FileFormatError, match=f"'{name}' cannot be read: it is a pipe"):
+        load_model(folder)  # transformers would wait for somebody to write into it
+    path.unlink()
+    (folder.parent / "secret").write_bytes(content)
+    for target in (folder.parent / "secret", path, folder / "nothing", Path("/dev/zero")):
+        path.symlink_to(target)
+        with pytest.raises(FileFormatError, match=f"'{name}' cannot be read: it is a link"):
+            load_model(folder)
+        path.unlink()
+
+
+def test_a_snapshot_of_hugging_face_is_links(folder: Path) -> None:
+    blobs, snapshot = folder.parent / "cache" / "blobs", folder.parent / "cache" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    folder.rename(blobs)
+    for each in blobs.iterdir():
+        (snapshot / each.name).symlink_to(Path("..", "..", "blobs", each.name))
+    assert load_model(snapshot).model.config.model_type == "gpt2"
+
+
+def test_more_layers_than_weights_are_not_built(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 10**9}))
+    with pytest.raises(InspectionError, match="asks for 1000000000 layers, and the weights are"):
+        load_model(folder)
 
 
 def test_code_in_a_folder_is_not_run_unless_trusted(folder: Path) -> None:

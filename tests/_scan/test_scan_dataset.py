@@ -454,7 +454,7 @@ def test_a_disk_that_fails_is_no_failing_row(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchfmri._scan.store.writer.write_segment", full)
+    monkeypatch.setattr("torchfmri._scan.store.writer.write_tensors", full)
     with pytest.raises(OSError, match="No space left on device: 2 sequences"):
         scan(["one", "two"], tmp_path / "x.fmri")
     monkeypatch.undo()

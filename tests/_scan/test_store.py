@@ -1,6 +1,7 @@
 """A scan in a folder: what is written is what is read, added to, and replaced."""
 
 import errno
+import json
 import os
 import pickle
 import threading
@@ -31,11 +32,11 @@ from torchfmri import (
     Tokens,
     load,
 )
+from torchfmri._files import Column, read_tensors, tensor_file, write_tensors
 from torchfmri._scan.record.sequence import METRICS, STATISTICS
-from torchfmri._scan.store import manifest, segment
+from torchfmri._scan.store import manifest
 from torchfmri._scan.store import writer as store
 from torchfmri._scan.store.manifest import read_manifest
-from torchfmri._scan.store.segment import Column, read_segment, write_segment
 from torchfmri._scan.store.writer import ScanWriter
 
 # -- the same again ------------------------------------------------------------------------------
@@ -178,14 +179,16 @@ def test_segments_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     }
     tensors["none"] = np.empty((0, 4), np.float32)
     columns = {
-        name: Column(segment.TAGS[values.dtype], [values[:1], values[1:]])
+        name: Column(tensor_file.TAGS[values.dtype], [values[:1], values[1:]])
         for name, values in tensors.items()
     }
     path = tmp_path / "ours.safetensors"
-    size, check = write_segment(path, columns)
-    expected = library.save(tensors, {"format": "torchfmri-segment"})
-    assert path.read_bytes() == expected
-    found = read_segment(path, size, check)
+    size, check = write_tensors(path, columns, {"format": "torchfmri-segment"})
+    found, metadata = read_tensors(path, size, check)
+    expected, data = library.save(tensors, metadata), path.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    assert json.loads(data[8:length]) == json.loads(expected[8:length])  # metadata in any order
+    assert (data[:8], data[length:]) == (expected[:8], expected[length:])
     for name, values in library.load(expected).items():
         assert found[name].values.tobytes() == values.tobytes() == tensors[name].tobytes()
         assert found[name].values.shape == values.shape
@@ -231,7 +234,7 @@ def test_opening_reads_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_more_segments_can_be_held_than_files_may_be_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "MAPPINGS", 3)
+    monkeypatch.setattr(tensor_file, "MAPPINGS", 3)
     names = [f"s{number}" for number in range(12)]
     scan = load(write_scan(tmp_path / "x.fmri", names, segment_bytes=1))
     descriptors = Path("/proc/self/fd")
@@ -653,6 +656,6 @@ def test_lines_and_headers_stay_within_what_is_read(
             writer.append(ScannedSequence(**{**sequence, "name": "n" * 5_000}))
     scan = load(tmp_path)
     assert (len(list(scan)), scan.problems) == (10, ())
-    monkeypatch.setattr(segment, "HEADER_BYTES", 1_000)
+    monkeypatch.setattr(tensor_file, "HEADER_BYTES", 1_000)
     with pytest.raises(InspectionError, match="names of 15 tensors"):
         write_scan(tmp_path / "y.fmri", ["a"])

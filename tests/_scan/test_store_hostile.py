@@ -23,7 +23,7 @@ from stored_scans import (
 )
 
 from torchfmri import ScanFormatError, ScannedSequence, load
-from torchfmri._scan.store.sealed import parse, seal
+from torchfmri._files import parse, seal
 from torchfmri._scan.store.writer import ScanWriter
 
 MANIFEST = "manifest-rank000.jsonl"

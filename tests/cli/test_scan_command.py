@@ -4,9 +4,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchfmri import InspectionError, NamedModel, cli, load, load_model, scan
+from torchfmri import InspectionError, NamedModel, Scan, cli, load, load_model, scan
 from torchfmri._text.progress import Progress, _duration
 from torchfmri.cli import demo
 from torchfmri.cli import scan as command
@@ -217,6 +219,27 @@ def test_the_text_comes_as_it_is_written_on_a_terminal(monkeypatch: pytest.Monke
     assert cli.main(["scan", "--prompt", QUESTION, "--chat", "--max-new-tokens", "9"]) == 0
     assert "The capital of France is Paris." in terminal.text
     assert terminal.text.endswith("\n")
+
+
+def test_a_text_does_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = command.Scanner.scan
+
+    def answer(self: Any, *arguments: Any, **options: Any) -> Any:
+        pieces = [b"\x1b]0;ow", b"ned\x07", b"\xc2", b"\x9b31m", "字\u200d\n".encode()]
+        for piece in pieces:  # a character may be spread over tokens
+            options["on_token"](SimpleNamespace(spelling=piece))
+        found = real(self, *arguments, **options)
+        tokens = replace(found[0].tokens, spelling=(b"\x1b[2J",) * len(found[0]))
+        return Scan(found.anatomy, [replace(found[0], tokens=tokens)], found.meta)
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(command.Scanner, "scan", answer)
+    assert cli.main(["scan", "--prompt", "One", *LIGHT]) == 0
+    assert "?]0;owned??31m字\u200d\n" in terminal.text
+    assert "\x1b" not in capsys.readouterr().out + terminal.text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchfmri._model import RandomState, copy_of_data, random_state, runnable
 from torchfmri._torch import flatten
+from torchfmri.exceptions import InspectionError
 
 
 class Autocast(NamedTuple):
@@ -97,6 +98,12 @@ class ModelCall:
             if self.loss_arguments is None:
                 return loss(output)
             tensors = {each.path: each.tensor for each in flatten(output)}
+            for each in self.loss_arguments:
+                if isinstance(each, Output) and each.path not in tensors:
+                    raise InspectionError(
+                        f"The loss was called with output {each.path!r} of the model, which now "
+                        f"returns {list(tensors)[:5]}. Use the model of the incident."
+                    )
             given = [
                 tensors[each.path].reshape(each.shape) if isinstance(each, Output) else each
                 for each in self.loss_arguments
@@ -126,18 +133,23 @@ class ModelCall:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> ModelCall:
-        """The call that `to_data` gave."""
-        given = data["loss_arguments"]
+        """The call that `to_data` gave.
+
+        Raises:
+            ValueError, TypeError, LookupError, RuntimeError: It gave something else.
+        """
+        arguments, keywords, given = data["arguments"], data["keywords"], data["loss_arguments"]
+        if not isinstance(arguments, tuple) or not all(isinstance(key, str) for key in keywords):
+            raise TypeError("its arguments are no tuple, or its keywords no texts")
         call = cls(
-            data["arguments"],
-            data["keywords"],
+            arguments,
+            dict(keywords),
             RandomState.from_data(data["random"]),
-            tuple(Autocast(*each) for each in data["autocast"]),
+            tuple(_read_autocast(*each) for each in data["autocast"]),
         )
         if given is not None:
             call.loss_arguments = tuple(
-                Output(each["path"], tuple(each["shape"])) if kind == "output" else each
-                for kind, each in given
+                _read_output(**each) if kind == "output" else each for kind, each in given
             )
         return call
 
@@ -156,6 +168,19 @@ def call_of(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str,
     )
     versions = _versions((arguments, keywords))
     return ModelCall(arguments, dict(keywords), random_state(), states, versions)
+
+
+def _read_autocast(device: Any, enabled: Any, dtype: Any, cached: Any) -> Autocast:
+    kinds = (type(device), type(enabled), type(dtype), type(cached))
+    if kinds != (str, bool, torch.dtype, bool) or torch.device(device).index is not None:
+        raise TypeError("its autocast is not that of a device")
+    return Autocast(device, enabled, dtype, cached)
+
+
+def _read_output(path: Any, shape: Any) -> Output:
+    if not isinstance(path, str) or any(type(size) is not int or size < 0 for size in shape):
+        raise TypeError("an argument of its loss is no output of the model")
+    return Output(path, tuple(shape))
 
 
 def _address(tensor: Tensor) -> int:

@@ -71,14 +71,15 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
     """What is wrong with the step of an incident.
 
     Args:
-        folder: Of the incident, or of several: then the latest.
+        folder: Of the incident, or of several: then that of the highest step.
         subject: The model and loss to run it with; without them the finding as it was written.
         rank: Of which process; by default of the one that has the origin.
 
     Raises:
-        InspectionError: It cannot be read, or not be run.
+        FileFormatError: It is damaged, or is not what was written.
+        InspectionError: There is none, or it cannot be run.
     """
-    part = read_part(Path(folder), rank)
+    part = read_part(Path(folder), rank, with_data=subject is not None)
     if subject is None:
         note = "Name your model and loss to run it again: --factory module:factory."
         return Replay(part.step, part.rank, part.finding, False, (note,))

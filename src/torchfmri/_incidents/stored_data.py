@@ -1,48 +1,97 @@
-"""Nested data with tensors as JSON and NumPy arrays, without pickle.
+"""Nested data with tensors as sealed JSON and a file of tensors, without pickle.
 
-The structure becomes JSON. Each tensor becomes an array of an `.npz` file under a number; dtypes
-that NumPy does not have (bfloat16, float8) are kept as bytes, and the JSON says what they are.
+The structure becomes JSON with a checksum. Each tensor becomes bytes in a safetensors file under a
+number; the JSON says of which dtype and shape it is, and has the size and checksum of that file.
+Version 0.1 wrote JSON without a checksum and an `.npz` file; both can still be read.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from torchfmri.exceptions import InspectionError
+from torchfmri._files import (
+    Column,
+    parse,
+    read_regular,
+    read_tensors,
+    seal,
+    unseal,
+    write_tensors,
+)
+from torchfmri._incidents.old_arrays import read_arrays
+from torchfmri.exceptions import FileFormatError, InspectionError
 
+JSON_BYTES = 64 << 20
+FORMAT = "torchfmri-data"
+_LEVELS = 18  # each takes up to three of the 64 that JSON may have here
 _PLAIN = (str, int, float, bool, type(None))
+_DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype)
+}
+_WITHOUT_BYTES = re.compile(r"q\w+|bits\w+|u?int[1-7]|float4\w+")  # cannot be viewed as bytes
+Bytes: TypeAlias = NDArray[np.uint8]
 
 
 def save_data(path: Path, data: Any) -> None:
-    """Write `data` as `path`.json and `path`.npz; what cannot be kept is named in its place."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    structure = _encode(data, arrays)
-    path.with_suffix(".json").write_text(json.dumps(structure, indent=1), "utf-8")
-    with path.with_suffix(".npz").open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+    """Write `data` as `path`.json and `path`.safetensors; what cannot be kept is named in place.
+
+    Raises:
+        InspectionError: There is more of it than would be read again.
+    """
+    arrays: list[Bytes] = []
+    structure = _encode(data, arrays, _LEVELS)
+    columns = {str(number): Column("U8", [array]) for number, array in enumerate(arrays)}
+    file = path.with_suffix(".safetensors")
+    size, check = write_tensors(file, columns, {"format": FORMAT})
+    record = {
+        "format": FORMAT,
+        "version": 1,
+        "bytes": size,
+        "checksum": f"{check:08x}",
+        "data": structure,
+    }
+    sealed = seal(record, path.name, ",\n")
+    if len(sealed) > JSON_BYTES:
+        raise InspectionError(
+            f"{path.name} cannot be kept: apart from tensors it takes {len(sealed):,} bytes, and "
+            f"{JSON_BYTES:,} are allowed."
+        )
+    path.with_suffix(".json").write_bytes(sealed)
 
 
 def load_data(path: Path) -> Any:
     """What `save_data` wrote; `Omitted` stands for what could not be kept.
 
     Raises:
-        InspectionError: The files are not there, or are not such files.
+        FileFormatError: The files are not there, are damaged, or are not such files.
     """
-    try:
-        structure = json.loads(path.with_suffix(".json").read_text("utf-8"))
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-            return _decode(structure, arrays)
-    except FileNotFoundError as error:
-        raise InspectionError(f"There is no {error.filename!r}: it is not an incident.") from error
-    except (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        raise InspectionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    file, old = path.with_suffix(".json"), path.with_suffix(".npz")
+    content = read_regular(file, JSON_BYTES)
+    # Whoever reads our own files may not be led to those without checksums by a damaged bit.
+    if old.exists() and not path.with_suffix(".safetensors").exists():
+        structure, arrays = parse(content, file.name), read_arrays(old)
+    else:
+        record = unseal(content, file.name)
+        size, check = record.get("bytes"), record.get("checksum")
+        if record.get("format") != FORMAT or record.get("version") != 1 or "data" not in record:
+            raise FileFormatError(file.name, f"it is no {FORMAT} of version 1")
+        if type(size) is not int or re.fullmatch("[0-9a-f]{8}", str(check)) is None:
+            raise FileFormatError(file.name, "it lacks the size and checksum of its tensors")
+        structure = record["data"]
+        tensors, _ = read_tensors(path.with_suffix(".safetensors"), size, int(str(check), 16))
+        arrays = {name: each.values for name, each in tensors.items() if each.tag == "U8"}
+    return _Decoder(arrays, file.name).decode(structure)
 
 
 class Omitted:
@@ -66,7 +115,7 @@ def omissions(data: Any) -> list[str]:
     return []
 
 
-def _encode(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+def _encode(value: Any, arrays: list[Bytes], levels: int) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, arrays)
     if isinstance(value, Omitted):
@@ -75,51 +124,128 @@ def _encode(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
         return {"array": _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), arrays)}
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return {"number": repr(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": repr(float(value))}
     if isinstance(value, _PLAIN):
-        return value
+        return value if _can_be_kept(value) else {"omitted": type(value).__name__}
+    if isinstance(value, (Mapping, list, tuple)) and not levels:
+        return {"omitted": f"{type(value).__name__} in so many others"}
     if isinstance(value, Mapping):
-        items = [[_encode(k, arrays), _encode(v, arrays)] for k, v in value.items()]
-        return {"dict": items}
+        items = value.items()
+        return {"dict": [[_encode(each, arrays, levels - 1) for each in item] for item in items]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encode(each, arrays) for each in value]}
+        return {kind: [_encode(each, arrays, levels - 1) for each in value]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     return {"omitted": type(value).__name__}
 
 
-def _encode_tensor(tensor: Tensor, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+def _can_be_kept(value: Any) -> bool:
+    """Whether JSON holds it as it is: no text that is no Unicode, no endless integer."""
+    if isinstance(value, str):
+        return value.encode(errors="ignore").decode() == value
+    return not isinstance(value, int) or abs(value) < 1 << 64
+
+
+def _encode_tensor(tensor: Tensor, arrays: list[Bytes]) -> Any:
     detached = tensor.detach()
     local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
     if local.is_nested or local.is_quantized or local.is_meta:
         return {"omitted": f"{type(tensor).__name__} ({local.layout})"}
     dense = (local.to_dense() if local.layout != torch.strided else local).cpu().contiguous()
-    key = str(len(arrays))
-    # Bytes: NumPy does not know every dtype.
-    arrays[key] = dense.reshape(-1).view(torch.uint8).numpy()
+    # Bytes: neither NumPy nor safetensors knows every dtype.
+    arrays.append(dense.reshape(-1).view(torch.uint8).numpy())
     dtype = str(dense.dtype).removeprefix("torch.")
-    return {"tensor": key, "dtype": dtype, "shape": list(dense.shape)}
+    return {"tensor": str(len(arrays) - 1), "dtype": dtype, "shape": list(dense.shape)}
 
 
-def _decode(value: Any, arrays: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if "tensor" in value:
-        dtype = getattr(torch, value["dtype"])
-        content = torch.from_numpy(arrays[value["tensor"]].copy())
+class _Decoder:
+    """Reads a structure; every tensor can be taken once, so that a file gives no more than it has.
+
+    Args:
+        arrays: The bytes of the tensors by number.
+        where: The file, for errors.
+    """
+
+    def __init__(self, arrays: Mapping[str, Bytes], where: str) -> None:
+        self._arrays, self._where = dict(arrays), where
+
+    def decode(self, value: Any) -> Any:
+        """The value that a part of the structure stands for."""
+        if isinstance(value, _PLAIN):
+            return value
+        if not isinstance(value, dict) or not value:
+            raise self._damage(f"{repr(value)[:80]} is none of the values that are written")
+        kind = next(iter(value))
+        inner = value[kind]
+        if set(value) == {"tensor", "dtype", "shape"}:
+            return self._tensor(value)
+        if len(value) > 1:
+            raise self._damage(f"{list(value)[:4]} are no keys of a value")
+        if kind == "array":
+            return self._array(inner)
+        if kind == "number" and inner in ("nan", "inf", "-inf"):
+            return float(inner)
+        if kind == "dict" and isinstance(inner, list):
+            return self._dict(inner)
+        if kind in ("list", "tuple") and isinstance(inner, list):
+            found = [self.decode(each) for each in inner]
+            return found if kind == "list" else tuple(found)
+        if kind == "dtype" and isinstance(inner, str) and inner in _DTYPES:
+            return _DTYPES[inner]
+        if kind == "omitted" and isinstance(inner, str):
+            return Omitted(inner[:200])
+        raise self._damage(f"{kind[:40]!r} of {repr(inner)[:80]} is no value")
+
+    def _tensor(self, value: Mapping[str, Any]) -> Tensor:
+        name, dtype, shape = value["tensor"], value["dtype"], value["shape"]
+        if not isinstance(name, str) or name not in self._arrays:
+            raise self._damage(f"there is no tensor {str(name)[:40]!r}, or it is taken twice")
+        content = self._arrays.pop(name)
+        if dtype not in _DTYPES or _WITHOUT_BYTES.fullmatch(dtype):
+            raise self._damage(f"{str(dtype)[:40]!r} is no dtype of a tensor")
+        if not isinstance(shape, list) or len(shape) > 64:
+            raise self._damage("a tensor's shape is not a list of at most 64 numbers")
+        if any(type(number) is not int or not 0 <= number < 1 << 40 for number in shape):
+            raise self._damage(f"{str(shape)[:80]} is no shape")
+        if math.prod(max(number, 1) for number in shape) >= 1 << 40:
+            raise self._damage(f"{str(shape)[:80]} is an absurd shape")
+        found = _DTYPES[dtype]
+        if content.ndim != 1 or len(content) != math.prod(shape) * found.itemsize:
+            raise self._damage(f"tensor {name!r} has {content.size:,} bytes, not {dtype} {shape}")
         if not len(content):
-            return torch.empty(value["shape"], dtype=dtype)
-        return content.view(dtype).reshape(value["shape"])
-    if "array" in value:
-        return _decode(value["array"], arrays).numpy()
-    if "number" in value:
-        return float(value["number"])
-    if "dict" in value:
-        return {_decode(k, arrays): _decode(v, arrays) for k, v in value["dict"]}
-    if "list" in value:
-        return [_decode(each, arrays) for each in value["list"]]
-    if "tuple" in value:
-        return tuple(_decode(each, arrays) for each in value["tuple"])
-    return getattr(torch, value["dtype"]) if "dtype" in value else Omitted(value["omitted"])
+            return torch.empty(shape, dtype=found)
+        values = torch.from_numpy(content.copy())
+        return (values.ne(0) if found == torch.bool else values.view(found)).reshape(shape)
+
+    def _array(self, value: Any) -> NDArray[Any]:
+        tensor = self.decode(value)
+        try:
+            if isinstance(tensor, Tensor):
+                return tensor.numpy()
+        except TypeError as error:  # NumPy has no such dtype
+            raise self._damage(f"{tensor.dtype} is no dtype of an array") from error
+        raise self._damage("an array is no tensor")
+
+    def _dict(self, items: list[Any]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for item in items:
+            if not isinstance(item, list) or len(item) != 2:
+                raise self._damage("a dict has something else than pairs")
+            key = self.decode(item[0])
+            if not isinstance(key, (*_PLAIN, torch.dtype)) and not _is_plain_tuple(key):
+                raise self._damage(f"a {type(key).__name__} is no key")
+            if key in found:
+                raise self._damage(f"{repr(key)[:80]} is a key twice")
+            found[key] = self.decode(item[1])
+        return found
+
+    def _damage(self, reason: str) -> FileFormatError:
+        return FileFormatError(self._where, reason)
+
+
+def _is_plain_tuple(key: Any) -> bool:
+    return isinstance(key, tuple) and all(
+        isinstance(each, _PLAIN) or _is_plain_tuple(each) for each in key
+    )

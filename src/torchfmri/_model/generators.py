@@ -56,7 +56,11 @@ class RandomState(NamedTuple):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RandomState:
-        """The state that `to_data` gave."""
+        """The state that `to_data` gave, tried out on generators of its own.
+
+        Raises:
+            ValueError, TypeError, LookupError, RuntimeError: It gave something else.
+        """
         python = data["python"]
         numpy_state = None
         if "numpy" in data:
@@ -64,13 +68,24 @@ class RandomState(NamedTuple):
 
             keys = data["numpy"]["keys"].numpy().astype(np.uint32)
             numpy_state = (data["numpy"]["name"], keys, *data["numpy"]["rest"])
+            # NumPy does not look whether the position lies among the numbers.
+            if numpy_state[0] != "MT19937" or not 0 <= numpy_state[2] <= len(keys) == 624:
+                raise ValueError("it is no state of NumPy's generator")
+            np.random.RandomState().set_state(numpy_state)
         before = {"cuda": [data["cuda"]]} if "cuda" in data else {}  # of older files: one device
-        return cls(
+        found = cls(
             data["torch"],
             data.get("devices", before),
             (python["version"], tuple(python["internal"].tolist()), python["gauss"]),
             numpy_state,
         )
+        torch.Generator().set_state(found.torch)
+        random.Random().setstate(found.python)
+        if not (found.python[2] is None or isinstance(found.python[2], float)):
+            raise TypeError("it is no state of Python's generator")
+        for kind, states in found.devices.items():
+            _check_states(kind, states)
+        return found
 
 
 def random_state() -> RandomState:
@@ -105,6 +120,17 @@ def _states(kind: str) -> list[Tensor]:
     if module is None or not module.is_available() or not module.is_initialized():
         return []
     return list(module.get_rng_state_all())
+
+
+def _check_states(kind: str, states: Any) -> None:
+    """Raise where these can be no states of devices of a kind; tried out where there is one."""
+    if kind not in _KINDS or not isinstance(states, list) or not states:
+        raise ValueError(f"it holds no states of generators of {kind!r}")
+    for state in states:
+        if not isinstance(state, Tensor) or state.dtype != torch.uint8:
+            raise TypeError(f"it is no state of a generator of {kind!r}")
+        if _states(kind):
+            torch.Generator(kind).set_state(state)
 
 
 def _set_states(kind: str, states: Sequence[Tensor]) -> None:

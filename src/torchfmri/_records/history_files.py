@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchfmri._files import new_file
 from torchfmri.exceptions import InspectionError
 
 Record = Mapping[str, Any]
@@ -33,7 +34,8 @@ def write_records(records: Iterable[Record], columns: Mapping[str, type], path: 
         raise InspectionError(
             f"Cannot write {path.name!r}: the ending is one of {', '.join(writers)}."
         )
-    writers[path.suffix](records, columns, path)
+    with new_file(path) as new:
+        writers[path.suffix](records, columns, new)
 
 
 def _write_csv(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:

@@ -18,12 +18,14 @@ from torchfmri._scan.run.scan_options import ScanOptions, check_number
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.run.stream import ScanStream
 from torchfmri._scan.scan_record import Scan
+from torchfmri._scan.store.repair import Repair, repair
 
 __all__ = [
     "Anatomy",
     "DatasetScan",
     "LiveToken",
     "Reading",
+    "Repair",
     "Row",
     "Scan",
     "ScanOptions",
@@ -33,6 +35,7 @@ __all__ = [
     "Tokens",
     "check_number",
     "load",
+    "repair",
     "rows_of",
     "scan",
     "scan_dataset",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
+from torchfmri._files import find_replaced, list_names
 from torchfmri._scan.scan_record import Scan
-from torchfmri._scan.store.folder import META, list_names
+from torchfmri._scan.store.folder import META
 from torchfmri._scan.store.meta import read_meta
 from torchfmri._scan.store.stored_sequences import StoredSequences
-from torchfmri.exceptions import ScanFormatError
+from torchfmri._text import printable
+from torchfmri.exceptions import FileFormatError
 
 _SHOWN = 5
 
@@ -25,9 +27,9 @@ def load(path: str | PathLike[str]) -> Scan:
         path: What `Scan.save` or `torchfmri scan` wrote.
 
     Raises:
-        ScanFormatError: It is no scan, or its meta.json is damaged.
+        FileFormatError: It is no scan, or its meta.json is damaged.
     """
-    folder = Path(path).absolute()
+    folder = find_replaced(Path(path).absolute())
     _require_meta(folder, list_names(folder))
     anatomy, meta = read_meta(folder)
     return Scan(anatomy, StoredSequences(folder, anatomy), meta)
@@ -37,7 +39,7 @@ def _require_meta(folder: Path, names: list[str]) -> None:
     """Raise for a folder that is none of ours, with what is in it: the scan may be one of these."""
     if META in names:
         return
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    shown = ", ".join(map(printable, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
     scans = [name for name in names if (folder / name / META).is_file()]
     hint = f" Did you mean {str(folder / scans[0])!r}?" if scans else ""
-    raise ScanFormatError(str(folder), f"it has no {META}, and holds {shown or 'nothing'}.{hint}")
+    raise FileFormatError(str(folder), f"it has no {META}, and holds {shown or 'nothing'}.{hint}")

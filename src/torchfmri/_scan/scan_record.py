@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
@@ -19,8 +20,8 @@ from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
 from torchfmri._scan.store.stored_sequences import StoredSequences
 from torchfmri._scan.store.variables import to_xarray
-from torchfmri._text import Grid, group_reasons, plural
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri._text import Grid, group_reasons, plural, printable, shorten
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 if TYPE_CHECKING:
     import xarray
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _LINES_BEFORE_FOLDING = 40
 _SEQUENCES_SHOWN = 20
+_LONGEST_MODEL = 200
+_LONGEST = 1_000
 Pattern = str | Sequence[str]
 
 
@@ -223,9 +226,13 @@ class Scan:
 
     def _notes(self, sequence: ScannedSequence) -> list[str]:
         """What was not measured or not read, padding, and checks that failed."""
+        missed = self.meta.get("missed") or {}
+        if not isinstance(missed, Mapping):  # whoever wrote it: a file may say anything
+            missed = {"what is not known": f"`missed` is {repr(missed)[:100]}, not names by layer"}
+        reasons = {str(layer)[:_LONGEST]: str(why)[:_LONGEST] for layer, why in missed.items()}
         notes = [
             f"not captured: {layer or 'the model'} ({plural(number, 'layer')}): {why}"
-            for layer, number, why in group_reasons(dict(self.meta.get("missed") or {}))
+            for layer, number, why in group_reasons(reasons)
         ]
         if sequence.padding:
             notes.append(f"padding is left out: {plural(sequence.padding, 'position')}")
@@ -238,12 +245,13 @@ class Scan:
         """The first sequence; None where there is none, or it cannot be read (see `problems`)."""
         try:
             return self[0] if len(self) else None
-        except ScanFormatError:
+        except FileFormatError:
             return None
 
     def __repr__(self) -> str:
         first = self._first()
-        parts = [f"{plural(len(self), 'sequence')} of {self.meta.get('model') or 'a model'}"]
+        model = printable(shorten(str(self.meta.get("model") or "a model"), _LONGEST_MODEL))
+        parts = [f"{plural(len(self), 'sequence')} of {model}"]
         if first is not None and len(self) == 1:
             generated = int(first.tokens.generated.sum())
             parts.append(f"{plural(len(first), 'token')}, {generated} generated")
@@ -367,7 +375,9 @@ class Scan:
             sequence: Which sequence; may be left out where there is only one.
             layers: A pattern, or several.
         """
-        Path(path).write_text(page.scan_page(self._reading(sequence), layers), encoding="utf-8")
+        text = page.scan_page(self._reading(sequence), layers)
+        with new_file(path) as new:
+            new.write_text(text, encoding="utf-8")
 
     # -- on disk ---------------------------------------------------------------------------------
 
@@ -394,6 +404,21 @@ class Scan:
             self._sequences.verify()
         return self.problems
 
+    def digest(self) -> str:
+        """The SHA-256 of a stored scan, to compare with one that you keep elsewhere.
+
+        The checksums inside a scan guard against accidents; whoever changes it on purpose changes
+        them too. It is that of `sha256sum meta.json manifest-*.jsonl segment-*.safetensors`, run
+        in the folder.
+
+        Raises:
+            InspectionError: The scan is in memory.
+            FileFormatError: A file is missing.
+        """
+        if not isinstance(self._sequences, StoredSequences):
+            raise InspectionError("This scan is in memory: save it, and load it from its folder.")
+        return self._sequences.digest()
+
     def save(
         self, path: str | PathLike[str], *, overwrite: bool = False, append: bool = False
     ) -> None:
@@ -409,7 +434,7 @@ class Scan:
             InspectionError: There is something already; with `append`, a scan that was measured
                 otherwise or has a sequence of the same name; with `overwrite`, something that is
                 no scan.
-            ScanFormatError: A sequence of this scan is stored and damaged. Save the others:
+            FileFormatError: A sequence of this scan is stored and damaged. Save the others:
                 `Scan(scan.anatomy, list(scan), scan.meta).save(path)`.
             OSError: The disk is full, or the like.
         """

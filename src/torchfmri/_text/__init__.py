@@ -5,6 +5,7 @@ columns into a terminal, `labels` shortens names, `rows`, `words` and `quantitie
 `progress` is the bar on standard error.
 """
 
+from torchfmri._files import printable
 from torchfmri._text.columns import (
     ASCII,
     BLOCKS,
@@ -16,9 +17,10 @@ from torchfmri._text.columns import (
     line_width,
     output_style,
     paragraph,
+    terminal_text,
 )
 from torchfmri._text.grid import Grid
-from torchfmri._text.labels import display_width, layer_label, printable, shorten, wrap
+from torchfmri._text.labels import display_width, layer_label, shorten, wrap
 from torchfmri._text.progress import Progress
 from torchfmri._text.quantities import bytes_text, change_text, flops_text, seconds_text
 from torchfmri._text.rows import (
@@ -66,6 +68,7 @@ __all__ = [
     "share_text",
     "shorten",
     "star",
+    "terminal_text",
     "text_table",
     "wrap",
 ]

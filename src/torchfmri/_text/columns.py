@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from torchfmri._files import printable
 from torchfmri._text.labels import display_width, wrap
 from torchfmri.exceptions import InspectionError
 
 _WIDTH_OFF_TERMINAL = 120
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 RED, BOLD, DIM, PLAIN = "\x1b[1;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_COLOURS = re.compile(f"({'|'.join(map(re.escape, (RED, BOLD, DIM, PLAIN)))})")
 
 
 class Style(NamedTuple):
@@ -79,6 +82,14 @@ def line_width(wanted: int | None) -> int:
             "width of the terminal."
         )
     return wanted
+
+
+def terminal_text(text: str) -> str:
+    """The text as a terminal may get it: of what controls terminals only our own colours stay."""
+    parts = _COLOURS.split(text)  # every other one is a colour
+    return "".join(
+        part if number % 2 else printable(part, lines=True) for number, part in enumerate(parts)
+    )
 
 
 def fit(columns: list[Column], room: int) -> tuple[list[Column], list[str]]:

@@ -6,6 +6,10 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
+from torchfmri._files import printable
+
+_LONGEST = 1_000
+
 
 def layer_label(layer: str) -> str:
     """The name as it is shown: control characters replaced, the model itself named."""
@@ -19,6 +23,8 @@ def shorten(name: str, room: int, ellipsis: str = "…") -> str:
         >>> shorten("model.layers.10.self_attn.q_proj", 24)
         'model.layers.10.….q_proj'
     """
+    if len(name) > _LONGEST:  # what follows looks at every word again and again
+        name = name[: _LONGEST // 2] + ellipsis + name[-_LONGEST // 2 :]
     if display_width(name) <= room:
         return name
     segments = name.split(".")
@@ -63,31 +69,29 @@ def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dic
 
 def display_width(text: str) -> int:
     """How many columns of a terminal a text takes: wide characters two, combining ones none."""
-    return sum(map(_character_width, text))
+    return len(text) if text.isascii() else sum(map(_character_width, text))
 
 
 def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     """The text in lines of at most `width` columns; `first` and `rest` begin them."""
-    lines, line = [], first
+    lines, line, used = [], first, display_width(first)
     empty = True
     for word in printable(text).split():
-        if not empty and display_width(f"{line} {word}") > width:
+        wide = display_width(word)
+        if not empty and used + 1 + wide > width:
             lines.append(line)
-            line, empty = rest, True
-        while empty and display_width(line + word) > width:
-            part = _take(word, max(width - display_width(line), 2))
+            line, used, empty = rest, display_width(rest), True
+        while empty and used + wide > width:
+            # Not more than fits is looked at: a word may be as long as a file.
+            part = _take(word, max(width - used, 2))
             if part == word:  # there is room for nothing: what begins the line is too wide already
                 break
             lines.append(line + part)
-            word, line = word[len(part) :], rest
+            word, wide = word[len(part) :], wide - display_width(part)
+            line, used = rest, display_width(rest)
         line = line + word if empty else f"{line} {word}"
-        empty = False
+        used, empty = used + wide + (not empty), False
     return [*lines, line] if not empty else lines
-
-
-def printable(text: str) -> str:
-    """The text with `?` for what would move the cursor or change colours."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _take(text: str, columns: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from torchfmri._files import printable
 from torchfmri._text.columns import (
     ASCII,
     BLOCKS,
@@ -23,7 +24,6 @@ from torchfmri._text.html_table import html_table
 from torchfmri._text.labels import (
     display_width,
     layer_label,
-    printable,
     shorten,
     shorten_apart,
     wrap,

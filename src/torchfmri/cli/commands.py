@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__
-from torchfmri.cli import cost, demo, diagnose, replay, routing, scan, verify
+from torchfmri._text import printable, terminal_text
+from torchfmri.cli import cost, demo, diagnose, repair, replay, routing, scan, verify
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -79,6 +80,12 @@ COMMANDS = (
         replay.run,
     ),
     Command(
+        "repair",
+        "add what a lost or damaged manifest of a scan no longer names; nothing is deleted",
+        repair.add_arguments,
+        repair.run,
+    ),
+    Command(
         "routing",
         "train sparse routing from token gradients, and compare what it learns from",
         routing.add_arguments,
@@ -127,7 +134,8 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
     try:
         data, text, code = options.run(options)
         if data or text:  # of several processes only the first has something to say
-            print(json.dumps(_finite(data), indent=2, allow_nan=False) if options.json else text)
+            as_json = json.dumps(_finite(data), indent=2, allow_nan=False) if options.json else ""
+            print(as_json or terminal_text(text))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone, as in `torchfmri demo | head`; nothing is left to be flushed.
@@ -137,7 +145,7 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         print(f"torchfmri {options.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (InspectionError, ImportError, OSError, ValueError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = printable(" ".join(str(error).split())) or type(error).__name__
         print(f"torchfmri {options.command}: error: {message}", file=sys.stderr)
         return FAILED
     return int(code)

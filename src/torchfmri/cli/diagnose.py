@@ -14,7 +14,7 @@ from torchfmri._checkup import diagnose, diagnose_script
 from torchfmri._diagnosis import Diagnosis
 from torchfmri._model import FORM, find_factory
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import check_picture
+from torchfmri.visualization import check_picture, save_figure
 
 _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
@@ -44,7 +44,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
         diagnosis = _user_code(lambda: diagnose(**parts, steps=options.steps, show=False))
     if options.plot:
         figure: Any = diagnosis.plot().figure
-        figure.savefig(options.plot, bbox_inches="tight", dpi=150)
+        save_figure(figure, options.plot, bbox_inches="tight", dpi=150)
     return diagnosis.to_dict(), diagnosis.text(), 0 if diagnosis.ok else 1
 
 

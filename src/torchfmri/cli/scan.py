@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -26,7 +27,7 @@ from torchfmri._scan import (
     rows_of,
     scan_rows,
 )
-from torchfmri._text import Progress, plural
+from torchfmri._text import Progress, plural, printable
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture
 
@@ -223,8 +224,10 @@ def spoken() -> Iterator[Any]:
         yield None
         return
 
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
     def speak(token: LiveToken) -> None:
-        sys.stderr.buffer.write(token.spelling)
+        print(printable(decoder.decode(token.spelling), lines=True), end="", file=sys.stderr)
         sys.stderr.flush()
 
     try:

@@ -9,7 +9,13 @@ underscore draw what is given to them as arrays and know no model and no scan. A
 from torchfmri.visualization import history_plots, plots
 from torchfmri.visualization._brain import Band, Brain, draw_brain
 from torchfmri.visualization._colour_scale import meaning, scale_colours, tops
-from torchfmri.visualization._figure import axes_or_new, check_picture, escape, new_figure
+from torchfmri.visualization._figure import (
+    axes_or_new,
+    check_picture,
+    escape,
+    new_figure,
+    save_figure,
+)
 from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
 from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
@@ -55,6 +61,7 @@ __all__ = [
     "plots",
     "render",
     "save",
+    "save_figure",
     "scale_colours",
     "scale_wide",
     "token_label",

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchfmri._files import new_file
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -29,6 +30,20 @@ MEANING = {
 }
 _LINEAR_UP_TO = 30.0
 _DECADES_SHOWN = 6
+
+
+def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> None:
+    """Write a figure to a file, whole or not at all; without an ending it gets matplotlib's.
+
+    Raises:
+        InspectionError: As `check_picture` does.
+    """
+    check_picture(path)
+    target = Path(path)
+    if not target.suffix:
+        target = target.with_name(f"{target.name}.{figure.canvas.get_default_filetype()}")
+    with new_file(target) as new:
+        figure.savefig(new, **options)
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -10,7 +10,15 @@ import numpy as np
 
 from torchfmri._records import Floats, History
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import BLUE, GREEN, GREY, ORANGE, axes_or_new, new_figure
+from torchfmri.visualization._figure import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    axes_or_new,
+    new_figure,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -217,5 +225,5 @@ def save(figures: Mapping[str, Figure], folder: Path) -> Iterable[Path]:
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=130)
+        save_figure(figure, paths[-1], dpi=130)
     return paths

@@ -21,7 +21,7 @@ from torchfmri._scan.record.reading import (
     voxel_name,
 )
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, Tokens
-from torchfmri._text import plural, star
+from torchfmri._text import plural, shorten, star
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import (
     MOST_LINES,
@@ -37,6 +37,7 @@ from torchfmri.visualization import (
     in_context,
     meaning,
     new_figure,
+    save_figure,
     scale_wide,
 )
 
@@ -48,6 +49,7 @@ ORDERS = ("kind", "depth")
 _PANEL_INCHES = 2.7
 _NARROWEST_FIGURE = 9.5
 _DOTS_PER_INCH = 160
+_LONGEST = 300
 Pattern = str | Sequence[str] | None
 
 
@@ -165,7 +167,7 @@ def draw_scan(reading: Reading, path: str | Path | None = None, title: str | Non
     said = title or f"{_model(reading)}, token by token"
     figure.suptitle(escape(said), fontsize=13, fontweight="bold", x=0.01, ha="left")
     if path is not None:
-        figure.savefig(path, dpi=_DOTS_PER_INCH)
+        save_figure(figure, path, dpi=_DOTS_PER_INCH)
     return figure
 
 
@@ -279,7 +281,7 @@ def _track(reading: Reading) -> TokenTrack:
 
 
 def _model(reading: Reading) -> str:
-    return str(reading.meta.get("model") or "model")
+    return shorten(str(reading.meta.get("model") or "model"), _LONGEST)
 
 
 def _words(metric: str) -> str:
@@ -301,4 +303,5 @@ def _meaning(metric: str, *, inside: bool) -> str:
 def _loss(reading: Reading) -> str:
     """Which loss the gradients are of, and which gradients they are."""
     loss, per = reading.meta.get("loss"), reading.meta.get("per")
-    return f"L: {loss}" + (f" (per={per!r})" if per else "") if loss else ""
+    text = f"L: {loss}" + (f" (per={per!r})" if per else "") if loss else ""
+    return shorten(text, _LONGEST)

@@ -29,6 +29,7 @@ _TITLES = {
 }
 _LONGEST_LINE = 24
 _TEXT = 60
+_NAME = 200
 _SUSPICIOUS = 0.05
 """A relative difference that no rounding explains, in 16 bits neither."""
 
@@ -80,27 +81,29 @@ def sequences_grid(
         Column("tokens", [f"{len(each):,}" for each in shown], 5),
         Column("generated", [f"{int(each.tokens.generated.sum()):,}" for each in shown], 3),
         Column("surprisal", [_mean_surprisal(each) for each in shown], 2),
-        Column("condition", [printable(each.condition) for each in shown], 4, right=False),
+        Column("condition", [_cut(each.condition) for each in shown], 4, right=False),
         Column("text", [_beginning(each) for each in shown], 1, right=False),
     ]
-    names = [printable(each.name) or "-" for each in shown]
+    names = [_cut(each.name) or "-" for each in shown]
     return Grid(title, "sequence", names, columns, notes)
 
 
 def failed_checks(sequence: ScannedSequence) -> list[str]:
     """What a sequence found wrong with itself, in words; rounding is far below the limit."""
     checks, found = sequence.checks, []
-    if float(checks.get("live_difference") or 0.0) > _SUSPICIOUS:
-        found.append(
-            "check: activations while generating and those of the pass are "
-            f"{checks['live_difference']:.0%} apart: the model did not do the same in both (does "
-            "it look ahead, or go wrong with its cache or with padding?)"
-        )
-    if float(checks.get("gradient_residual") or 0.0) > _SUSPICIOUS:
-        found.append(
-            f"check: the tokens' gradients are {checks['gradient_residual']:.0%} off autograd's: "
-            "some gradient came through no token, or a learning cost is wrong"
-        )
+    meanings = {
+        "live_difference": "activations while generating and those of the pass are {:.0%} apart: "
+        "the model did not do the same in both (does it look ahead, or go wrong with its cache or "
+        "with padding?)",
+        "gradient_residual": "the tokens' gradients are {:.0%} off autograd's: some gradient came "
+        "through no token, or a learning cost is wrong",
+    }
+    for name, meaning in meanings.items():
+        value = checks.get(name)
+        if isinstance(value, int | float):
+            found += [f"check: {meaning.format(value)}"] if value > _SUSPICIOUS else []
+        elif value is not None:  # whoever wrote it: a file may say anything
+            found.append(f"check: {name!r} is {repr(value)[:100]}, not a number")
     if checks.get("tokens_identical") is False:
         found.append("check: the tokens differ from those of generate without hooks")
     return found
@@ -142,5 +145,9 @@ def _mean_surprisal(sequence: ScannedSequence) -> str:
 
 
 def _beginning(sequence: ScannedSequence) -> str:
-    text = printable(" ".join(sequence.text[: 4 * _TEXT].split()))
-    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+    return _cut(" ".join(sequence.text[: 4 * _TEXT].split()), _TEXT)
+
+
+def _cut(text: str, most: int = _NAME) -> str:
+    """The beginning of a text, printable."""
+    return printable(text if len(text) <= most else text[: most - 1] + "…")

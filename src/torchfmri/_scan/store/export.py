@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._files import make_folder, new_file, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import METRICS, Floats, ScannedSequence
 from torchfmri._scan.store.variables import Variable, find_variables, labels
@@ -22,8 +21,6 @@ CHUNK = (128, 1024)
 """Tokens and columns that are compressed together."""
 SHARD_BYTES = 16 << 20
 """About how large a file of a Zarr store is, before compression."""
-
-Writer = Callable[[Path, Anatomy, Iterable[ScannedSequence], Mapping[str, Any], bool], None]
 
 
 def export(
@@ -37,25 +34,24 @@ def export(
 ) -> None:
     """Write a scan as Zarr or Parquet; see `Scan.export`."""
     target = Path(path)
-    writers: dict[str, Writer] = {".zarr": _write_zarr, ".parquet": _write_parquet}
-    if target.suffix not in writers:
+    if target.suffix not in (".zarr", ".parquet"):
         raise InspectionError(
-            f"Cannot export to {target.name!r}: the ending is one of {', '.join(writers)}. "
+            f"Cannot export to {target.name!r}: the ending is one of .zarr, .parquet. "
             "To keep the scan itself, use scan.save."
         )
-    _require_free(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_name(f".exporting-{secrets.token_hex(8)}{target.suffix}")
-    try:
-        writers[target.suffix](new, anatomy, sequences, meta, exact)
+
+    def require_free() -> None:
         _require_free(target, overwrite)
-        if target.is_dir():
-            shutil.rmtree(target)
-        new.replace(target)
-    finally:
-        if new.is_dir():
-            shutil.rmtree(new)
-        new.unlink(missing_ok=True)
+
+    if target.suffix == ".zarr":
+        with new_folder(target, require_free, target.suffix) as new:
+            _write_zarr(new, anatomy, sequences, meta, exact)
+    else:
+        require_free()
+        make_folder(target.parent)
+        with new_file(target) as new:
+            _write_parquet(new, anatomy, sequences)
+            require_free()
 
 
 def _require_free(path: Path, overwrite: bool) -> None:
@@ -156,13 +152,7 @@ def _put(array: Any, at: int, values: NDArray[Any], rounds: bool) -> None:
         array[at : at + len(values)] = bit_round(values) if rounds else values
 
 
-def _write_parquet(
-    path: Path,
-    anatomy: Anatomy,
-    sequences: Iterable[ScannedSequence],
-    meta: Mapping[str, Any],
-    exact: bool,
-) -> None:
+def _write_parquet(path: Path, anatomy: Anatomy, sequences: Iterable[ScannedSequence]) -> None:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

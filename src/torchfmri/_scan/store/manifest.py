@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchfmri._scan.store.folder import MANIFEST, SEGMENT, list_names, open_regular, size_of
-from torchfmri._scan.store.sealed import seal, unseal
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri._files import (
+    list_names,
+    open_limited,
+    parse,
+    plain,
+    seal,
+    size_of,
+    to_json,
+    unseal,
+)
+from torchfmri._scan.store.folder import MANIFEST, SEGMENT, rank_of, read_segment_file
+from torchfmri.exceptions import FileFormatError, InspectionError
 
+MANIFEST_BYTES = 1 << 30
 LINE_BYTES = 16 << 20
+LINE_SEQUENCES = 1 << 16
+"""Sequences of one line; writers put at most 1,024 into one."""
+DAMAGED_LINES = 1_000
+"""After so many damaged lines the rest of a manifest is not read."""
+PROBLEMS = 2_000
+"""So many problems of a scan are told apart; further ones are counted."""
 LARGEST = 1 << 40
 """No count in a manifest is larger."""
 
@@ -59,25 +74,29 @@ class SegmentEntry:
         Raises:
             InspectionError: Something about a sequence cannot be written.
         """
-        sequences = [
-            {
-                "name": each.name,
-                "tokens": each.tokens,
-                "condition": each.condition,
-                "padding": each.padding,
-                "checks": each.checks,
-            }
-            for each in self.sequences
-        ]
         record = {
             "segment": self.name,
             "bytes": self.size,
             "checksum": f"{self.check:08x}",
-            "sequences": sequences,
+            "sequences": [vars(each) for each in self.sequences],
         }
         names = [each.name for each in self.sequences]
         what = f"One of the sequences {names[:5]}" if len(names) > 1 else f"Sequence {names[0]!r}"
         return seal(record, what) + b"\n"
+
+
+def describe(sequences: Sequence[SequenceEntry]) -> str:
+    """The sequences as a segment's own header lists them, for the case that its line is lost."""
+    return to_json([plain(vars(each), "A sequence") for each in sequences])
+
+
+def parse_description(text: str, where: str) -> tuple[SequenceEntry, ...]:
+    """The sequences that `describe` wrote.
+
+    Raises:
+        FileFormatError: It is something else.
+    """
+    return _parse_sequences(parse(text.encode(errors="surrogatepass"), where), where)
 
 
 def require_readable(entry: SequenceEntry, manifest: str) -> int:
@@ -90,7 +109,7 @@ def require_readable(entry: SequenceEntry, manifest: str) -> int:
     line = SegmentEntry(name, 0, 0, (entry,)).line()
     try:
         _parse_line(line.rstrip(b"\n"), manifest, f"What is known of sequence {entry.name!r}")
-    except ScanFormatError as error:
+    except FileFormatError as error:
         raise InspectionError(f"Sequence {entry.name!r} cannot be kept: {error.reason}.") from error
     if len(line) > LINE_BYTES // 2:
         raise InspectionError(
@@ -116,12 +135,17 @@ class Manifest:
     size: int
     ended: bool
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all lines were looked at."""
+        return len(self.problems) <= DAMAGED_LINES
+
 
 def read_manifest(path: Path) -> Manifest:
     """The lines of a manifest; an incomplete one at its end is left out, it is being written.
 
     Raises:
-        ScanFormatError: It is not a regular file.
+        FileFormatError: It is not a regular file, or too large.
     """
     segments: list[SegmentEntry] = []
     problems: list[str] = []
@@ -131,10 +155,14 @@ def read_manifest(path: Path) -> Manifest:
         whole = line.endswith(b"\n")
         try:
             segments.append(_parse_line(line.removesuffix(b"\n"), path.name, where))
-        except ScanFormatError as error:
+        except FileFormatError as error:
             if not whole and len(line) <= LINE_BYTES:
                 break
             problems.append(str(error))
+            if len(problems) == DAMAGED_LINES:
+                reason = f"{DAMAGED_LINES:,} of its lines are damaged: the others are not read"
+                problems.append(str(FileFormatError(path.name, reason)))
+                break
         size, ended = size + len(line), whole
     return Manifest(tuple(segments), tuple(problems), size, ended)
 
@@ -143,35 +171,72 @@ def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
     """The segments of all writers of a scan that have their size, and what is wrong with others.
 
     Raises:
-        ScanFormatError: There is no such folder.
+        FileFormatError: There is no such folder.
     """
-    segments: dict[str, SegmentEntry] = {}
+    # A segment gets its final name after its line was written: whatever is listed now has a line
+    # when the manifests are read.
+    names = list_names(folder)
+    found: dict[str, SegmentEntry] = {}
+    named: set[str] = set()
     problems: list[str] = []
-    for name in filter(MANIFEST.fullmatch, list_names(folder)):
+    damaged: dict[str, Sequence[str]] = {}
+    for name in filter(MANIFEST.fullmatch, names):
         try:
             manifest = read_manifest(folder / name)
-        except ScanFormatError as error:
-            problems.append(str(error))
+        except FileFormatError as error:
+            damaged[name] = [str(error)]
             continue
-        problems += manifest.problems
+        if manifest.problems:
+            damaged[name] = manifest.problems
         for segment in manifest.segments:
-            try:
-                if segment.name in segments:
-                    raise ScanFormatError(segment.name, f"{name} names it twice")
-                found = size_of(folder / segment.name)
-                if found != segment.size:
-                    reason = f"it has {found:,} bytes instead of {segment.size:,}: it is damaged"
-                    raise ScanFormatError(segment.name, reason)
-                segments[segment.name] = segment
-            except ScanFormatError as error:
-                lost = ", ".join(repr(each.name) for each in segment.sequences[:5])
-                more = f" and {len(segment.sequences) - 5} more" * (len(segment.sequences) > 5)
-                problems.append(f"{error} (with the sequences {lost}{more})")
-    return list(segments.values()), problems
+            problem = _problem_of(folder, segment, name if segment.name in named else "")
+            named.add(segment.name)
+            if problem:
+                problems.append(problem)
+            else:
+                found[segment.name] = segment
+    unnamed = [name for name in names if SEGMENT.fullmatch(name) and name not in named]
+    return list(found.values()), limited([*_lost_lines(damaged, unnamed), *problems])
+
+
+def _lost_lines(damaged: Mapping[str, Sequence[str]], unnamed: Sequence[str]) -> list[str]:
+    """Damaged lines, and segments that no line names: one problem where the first explains both."""
+    cure = "so its sequences are missing here; `torchfmri repair FOLDER` adds them"
+    found: list[str] = []
+    for manifest, problems in damaged.items():
+        own = [name for name in unnamed if rank_of(name) == rank_of(manifest)]
+        found += problems
+        found[-1] += "".join(f" No line names {name!r}, {cure}." for name in own)
+        unnamed = [name for name in unnamed if name not in own]
+    return found + [
+        str(FileFormatError(name, f"no line of a manifest names it, {cure}")) for name in unnamed
+    ]
+
+
+def limited(problems: list[str]) -> list[str]:
+    """The problems, of very many the first ones and how many there are."""
+    more = len(problems) - PROBLEMS
+    return problems if more <= 0 else [*problems[:PROBLEMS], f"There are {more:,} more problems."]
+
+
+def _problem_of(folder: Path, segment: SegmentEntry, again: str) -> str:
+    """Why a segment cannot be read, as far as its size tells; empty if it can."""
+    try:
+        if again:
+            raise FileFormatError(segment.name, f"{again} names it twice")
+        found = read_segment_file(folder, segment.name, size_of)
+        if found == segment.size:
+            return ""
+        reason = f"it has {found:,} bytes instead of {segment.size:,}: it is damaged"
+        raise FileFormatError(segment.name, reason)
+    except FileFormatError as error:
+        lost = ", ".join(repr(each.name[:100]) for each in segment.sequences[:5])
+        more = f" and {len(segment.sequences) - 5} more" * (len(segment.sequences) > 5)
+        return f"{error} (with the sequences {lost}{more})"
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with os.fdopen(open_regular(path), "rb") as file:
+    with open_limited(path, MANIFEST_BYTES) as file:
         while line := file.readline(LINE_BYTES + 1):
             yield line
 
@@ -181,20 +246,26 @@ def _parse_line(line: bytes, manifest: str, where: str) -> SegmentEntry:
     name = _text(record, "segment", where)
     matched = SEGMENT.fullmatch(name)
     if matched is None or f"-rank{matched[1]}." not in manifest:
-        raise ScanFormatError(where, f"{name[:100]!r} is no name of a segment of this writer")
-    checksum, sequences = _text(record, "checksum", where), record.get("sequences")
+        raise FileFormatError(where, f"{name[:100]!r} is no name of a segment of this writer")
+    checksum = _text(record, "checksum", where)
     if re.fullmatch("[0-9a-f]{8}", checksum) is None:
-        raise ScanFormatError(where, f"{checksum[:40]!r} is no checksum")
-    if not isinstance(sequences, list) or not all(isinstance(each, dict) for each in sequences):
-        raise ScanFormatError(where, "it has no list of sequences")
-    entries = tuple(_parse_sequence(each, where) for each in sequences)
+        raise FileFormatError(where, f"{checksum[:40]!r} is no checksum")
+    entries = _parse_sequences(record.get("sequences"), where)
     return SegmentEntry(name, _count(record, "bytes", where), int(checksum, 16), entries)
+
+
+def _parse_sequences(records: Any, where: str) -> tuple[SequenceEntry, ...]:
+    if not isinstance(records, list) or not all(isinstance(each, dict) for each in records):
+        raise FileFormatError(where, "it has no list of sequences")
+    if len(records) > LINE_SEQUENCES:
+        raise FileFormatError(where, f"it has more than {LINE_SEQUENCES:,} sequences")
+    return tuple(_parse_sequence(each, where) for each in records)
 
 
 def _parse_sequence(record: Mapping[str, Any], where: str) -> SequenceEntry:
     checks = record.get("checks", {})
     if not isinstance(checks, dict):
-        raise ScanFormatError(where, "the checks of a sequence are no JSON object")
+        raise FileFormatError(where, "the checks of a sequence are no JSON object")
     return SequenceEntry(
         _text(record, "name", where),
         _count(record, "tokens", where),
@@ -207,12 +278,12 @@ def _parse_sequence(record: Mapping[str, Any], where: str) -> SequenceEntry:
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise ScanFormatError(where, f"{key!r} is not a text")
+        raise FileFormatError(where, f"{key!r} is not a text")
     return value
 
 
 def _count(record: Mapping[str, Any], key: str, where: str) -> int:
     value = record.get(key)
     if type(value) is not int or not 0 <= value < LARGEST:
-        raise ScanFormatError(where, f"{key!r} is not a count")
+        raise FileFormatError(where, f"{key!r} is not a count")
     return value

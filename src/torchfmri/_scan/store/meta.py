@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from torchfmri._files import open_regular, plain, read_regular, seal, sync_folder, unseal, write_all
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.sequence import STATISTICS
-from torchfmri._scan.store.folder import META, open_regular, read_regular, sync_folder
-from torchfmri._scan.store.sealed import plain, seal, unseal
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri._scan.store.folder import META
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 FORMAT = "torchfmri-scan"
 VERSION = 1
@@ -64,10 +64,11 @@ def write_meta(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: in
     data = sealed_meta(anatomy, meta)
     unfinished = folder / f".meta-rank{rank:03d}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with os.fdopen(open_regular(unfinished, flags), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = open_regular(unfinished, flags)
+    try:
+        write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
     try:
         os.link(unfinished, folder / META)  # unlike renaming, never replaces one that is there
     except FileExistsError:
@@ -86,22 +87,22 @@ def read_meta(folder: Path) -> tuple[Anatomy, dict[str, Any]]:
     """The anatomy and the meta of a scan.
 
     Raises:
-        ScanFormatError: The file is missing or damaged, or of a later version.
+        FileFormatError: The file is missing or damaged, or of a later version.
     """
     record = unseal(read_regular(folder / META, META_BYTES), META)
     if record.get("format") != FORMAT:
-        raise ScanFormatError(META, f"its format is not {FORMAT!r}")
+        raise FileFormatError(META, f"its format is not {FORMAT!r}")
     if record.get("version") != VERSION:
-        raise ScanFormatError(
+        raise FileFormatError(
             META,
             f"it has version {str(record.get('version'))[:20]} of the format, this torchfmri reads "
             f"version {VERSION}: install a newer one",
         )
     if record.get("kinds") != list(KINDS) or record.get("statistics") != list(STATISTICS):
-        raise ScanFormatError(META, "its kinds of voxels or its statistics are not those we know")
+        raise FileFormatError(META, "its kinds of voxels or its statistics are not those we know")
     meta, voxels = record.get("meta"), record.get("voxels")
     if not isinstance(meta, dict) or not isinstance(voxels, dict):
-        raise ScanFormatError(META, "it has no meta or no voxels")
+        raise FileFormatError(META, "it has no meta or no voxels")
     anatomy = Anatomy(
         _names(record.get("layers"), "layers"),
         _names(record.get("types"), "types"),
@@ -110,7 +111,7 @@ def read_meta(folder: Path) -> tuple[Anatomy, dict[str, Any]]:
     try:
         anatomy.check()
     except InspectionError as error:
-        raise ScanFormatError(META, str(error)) from error
+        raise FileFormatError(META, str(error)) from error
     return anatomy, meta
 
 
@@ -155,9 +156,9 @@ def _short(meta: Mapping[str, Any], key: str) -> str:
 
 def _names(values: Any, what: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        raise ScanFormatError(META, f"its {what} are no list of names")
+        raise FileFormatError(META, f"its {what} are no list of names")
     if what == "layers" and len(set(values)) != len(values):
-        raise ScanFormatError(META, "it has a layer twice")
+        raise FileFormatError(META, "it has a layer twice")
     return tuple(values)
 
 
@@ -166,5 +167,5 @@ def _numbers(values: Any, what: str, dtype: type[np.integer[Any]]) -> Any:
     if not isinstance(values, list) or not all(
         type(each) is int and 0 <= each <= limit for each in values
     ):
-        raise ScanFormatError(META, f"the {what} of its voxels is no list of numbers")
+        raise FileFormatError(META, f"the {what} of its voxels is no list of numbers")
     return np.array(values, dtype=dtype)

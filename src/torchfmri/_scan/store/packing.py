@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._files import DTYPES, TAGS, Column, Tensor
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence, Tokens
 from torchfmri._scan.store.manifest import SequenceEntry
-from torchfmri._scan.store.segment import DTYPES, TAGS, Column, Tensor
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 Packed = Mapping[str, tuple[str, NDArray[Any]]]
 """Name of a tensor -> its type and the part of one sequence."""
@@ -114,7 +114,7 @@ class PackedSegment:
         where: The name of the file.
 
     Raises:
-        ScanFormatError: They contradict each other.
+        FileFormatError: They contradict each other.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PackedSegment:
                 shape = (tokens, *(tensor.values.shape[1:] or (1,))[:1])
             if (tensor.tag, tensor.values.shape) != (tag, shape):
                 found = f"{tensor.tag} {tensor.values.shape} instead of {tag} {shape}"
-                raise ScanFormatError(where, f"{name[:100]!r} is {found}")
+                raise FileFormatError(where, f"{name[:100]!r} is {found}")
             self.groups[group][key] = tensor.values
         self.bits = {
             name.partition("/")[2]
@@ -164,17 +164,17 @@ class PackedSegment:
         tokens = self.groups["tokens"]
         absent = [name for name in ("bytes", *TOKENS) if name not in tokens]
         if absent:
-            raise ScanFormatError(where, f"it has no tokens/{absent[0]}")
+            raise FileFormatError(where, f"it has no tokens/{absent[0]}")
         text, lengths = tensors["tokens/bytes"], tokens["lengths"]
         if text.tag != "U8" or text.values.ndim != 1:
-            raise ScanFormatError(where, "tokens/bytes are not bytes in a row")
+            raise FileFormatError(where, "tokens/bytes are not bytes in a row")
         if len(lengths) and (lengths.min() < 0 or lengths.max() > len(text.values)):
-            raise ScanFormatError(where, "the lengths of the tokens are wrong")
+            raise FileFormatError(where, "the lengths of the tokens are wrong")
         if int(lengths.sum()) != len(text.values):
-            raise ScanFormatError(where, "the lengths of the tokens do not add up to their bytes")
+            raise FileFormatError(where, "the lengths of the tokens do not add up to their bytes")
         for name in ("generated", "special"):
             if tokens[name].view(np.uint8).max(initial=0) > 1:
-                raise ScanFormatError(where, f"tokens/{name} is neither true nor false")
+                raise FileFormatError(where, f"tokens/{name} is neither true nor false")
 
     def sequence(self, index: int) -> ScannedSequence:
         """One of the sequences; its arrays are views of the file."""

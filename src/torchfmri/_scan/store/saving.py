@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchfmri._files import list_names, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
-from torchfmri._scan.store.folder import META, is_ours, list_names, sync_folder
+from torchfmri._scan.store.folder import META, is_ours
 from torchfmri._scan.store.writer import ScanWriter
 from torchfmri.exceptions import InspectionError
 
@@ -46,31 +45,16 @@ def save(
             for sequence in sequences:
                 writer.append(sequence)
         return
-    _require_replaceable(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.parent / f".saving-{secrets.token_hex(8)}"
-    try:
-        with ScanWriter(new, anatomy, meta, commit_seconds=float("inf")) as writer:
-            for sequence in sequences:
-                writer.append(sequence)
-        _move(new, target, overwrite)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
+    def require_free() -> None:
+        _require_replaceable(target, overwrite)
 
-def _move(new: Path, target: Path, overwrite: bool) -> None:
-    old = new.with_name(f".replaced-{new.name.rpartition('-')[2]}")
-    _require_replaceable(target, overwrite)
-    if os.path.lexists(target):
-        target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with (
+        new_folder(target, require_free) as new,
+        ScanWriter(new, anatomy, meta, commit_seconds=float("inf")) as writer,
+    ):
+        for sequence in sequences:
+            writer.append(sequence)
 
 
 def _require_replaceable(path: Path, overwrite: bool) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
 
+from torchfmri._files import Tensor, list_names, open_limited, read_tensors
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
-from torchfmri._scan.store.manifest import SegmentEntry, SequenceEntry, read_committed
+from torchfmri._scan.store.folder import MANIFEST, META, read_segment_file
+from torchfmri._scan.store.manifest import (
+    SegmentEntry,
+    SequenceEntry,
+    describe,
+    limited,
+    read_committed,
+)
 from torchfmri._scan.store.packing import PackedSegment
-from torchfmri._scan.store.segment import read_segment
-from torchfmri.exceptions import ScanFormatError
+from torchfmri.exceptions import FileFormatError
 
 KEPT = 8
 """Segments that stay open."""
@@ -44,7 +52,7 @@ class StoredSequences(Sequence[ScannedSequence]):
         self.folder, self.anatomy = folder, anatomy
         self._places: list[_Place] = []
         self._opening_problems: list[str] = []
-        self._damaged: dict[str, ScanFormatError] = {}
+        self._damaged: dict[str, FileFormatError] = {}
         self._open: OrderedDict[str, PackedSegment] = OrderedDict()
         self._lock = threading.Lock()
         self.refresh()
@@ -73,10 +81,10 @@ class StoredSequences(Sequence[ScannedSequence]):
                     added += 1
                 elif (other.segment.name, other.number) != (segment.name, number):
                     problems.append(
-                        f"{segment.name!r} has {entry.name!r} again, which is in "
+                        f"{segment.name!r} has {entry.name[:100]!r} again, which is in "
                         f"{other.segment.name!r} already; the first one counts."
                     )
-        self._opening_problems = problems
+        self._opening_problems = limited(problems)
         return added
 
     def verify(self) -> tuple[str, ...]:
@@ -84,9 +92,22 @@ class StoredSequences(Sequence[ScannedSequence]):
         for segment in {place.segment.name: place.segment for place in self._places}.values():
             try:
                 self._segment(segment)
-            except ScanFormatError:
+            except FileFormatError:
                 continue  # it has been entered
         return self.problems
+
+    def digest(self) -> str:
+        """The SHA-256 of the list of files with theirs, as `sha256sum` prints it.
+
+        Raises:
+            FileFormatError: A file is missing.
+        """
+        manifests = filter(MANIFEST.fullmatch, list_names(self.folder))
+        lines = {name: _sha256(self.folder / name) for name in (META, *manifests)}
+        for name in {place.segment.name for place in self._places}:
+            lines[name] = read_segment_file(self.folder, name, _sha256)
+        text = "".join(f"{lines[name]}  {name}\n" for name in sorted(lines))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -104,7 +125,7 @@ class StoredSequences(Sequence[ScannedSequence]):
         for place in tuple(self._places):
             try:
                 sequence = self._read(place)
-            except ScanFormatError:
+            except FileFormatError:
                 continue  # it has been entered in the problems
             yield sequence
 
@@ -117,9 +138,8 @@ class StoredSequences(Sequence[ScannedSequence]):
                 raise self._damaged[entry.name]
             if entry.name not in self._open:
                 try:
-                    tensors = read_segment(self.folder / entry.name, entry.size, entry.check)
-                    read = PackedSegment(tensors, entry.sequences, self.anatomy, entry.name)
-                except ScanFormatError as error:
+                    read = self._read_segment(entry)
+                except FileFormatError as error:
                     self._damaged[entry.name] = error
                     raise
                 self._open[entry.name] = read
@@ -127,3 +147,20 @@ class StoredSequences(Sequence[ScannedSequence]):
             while len(self._open) > KEPT:
                 self._open.popitem(last=False)
             return self._open[entry.name]
+
+    def _read_segment(self, entry: SegmentEntry) -> PackedSegment:
+        def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+            return read_tensors(path, entry.size, entry.check)
+
+        tensors, metadata = read_segment_file(self.folder, entry.name, read)
+        if metadata.get("sequences", described := describe(entry.sequences)) != described:
+            raise FileFormatError(entry.name, "it lists other sequences than the manifest does")
+        return PackedSegment(tensors, entry.sequences, self.anatomy, entry.name)
+
+
+def _sha256(path: Path) -> str:
+    with open_limited(path) as file:
+        found = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            found.update(piece)
+        return found.hexdigest()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._files import plain
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence
-from torchfmri._scan.store.sealed import plain
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:

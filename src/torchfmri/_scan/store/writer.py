@@ -6,39 +6,52 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torchfmri._files import (
+    list_names,
+    lock,
+    make_folder,
+    open_regular,
+    recover,
+    sync_folder,
+    write_all,
+    write_tensors,
+)
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.folder import (
     META,
+    PENDING,
     SEGMENT,
     is_ours,
-    list_names,
     manifest_name,
-    open_regular,
+    number_of,
+    pending_name,
+    rank_of,
     segment_name,
-    sync_folder,
 )
 from torchfmri._scan.store.manifest import (
     LINE_BYTES,
     Manifest,
     SegmentEntry,
     SequenceEntry,
+    describe,
     read_committed,
     read_manifest,
     require_readable,
 )
 from torchfmri._scan.store.meta import read_meta, require_same, sealed_meta, write_meta
 from torchfmri._scan.store.packing import Packed, join, pack, signature
-from torchfmri._scan.store.segment import write_segment
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 SEGMENT_SEQUENCES = 1024
 """Sequences of one segment at most, however short they are."""
+DESCRIPTION_BYTES = 4 << 20
+"""A segment lists its own sequences if that takes no more."""
 
 
 class ScanWriter:
@@ -46,7 +59,9 @@ class ScanWriter:
 
     Sequences are collected until they fill a segment. Then the segment is written and flushed to
     the disk, and after it one line of the manifest: the mark that they are committed. Whatever
-    interrupts this, a reader sees the sequences of the lines that are whole, and no others.
+    interrupts this, a reader sees the sequences of the lines that are whole, and no others. Until
+    its line is there a segment has the ending `.pending`, so that one which was never finished and
+    one whose line was lost later can be told apart.
 
     Args:
         path: The folder.
@@ -65,7 +80,7 @@ class ScanWriter:
 
     Raises:
         InspectionError: The folder holds something else, or another process writes it.
-        ScanFormatError: The folder holds a scan that is damaged so that nothing may be added.
+        FileFormatError: The folder holds a scan that is damaged so that nothing may be added.
 
     Example:
         >>> import tempfile, numpy as np
@@ -101,8 +116,10 @@ class ScanWriter:
         sealed_meta(anatomy, meta)  # refuse before anything is made
         _make_folder(self.path)
         name = manifest_name(rank)
-        self._manifest: int | None = open_regular(self.path / name, os.O_RDWR | os.O_CREAT)
+        self._manifest: int | None = None
+        self._folder = _hold_folder(self.path)
         try:
+            self._manifest = open_regular(self.path / name, os.O_RDWR | os.O_CREAT)
             _lock(self._manifest, self.path / name)
             if not write_meta_once(self.path, anatomy, meta, rank):
                 require_same(read_meta(self.path), anatomy, meta, self.path)
@@ -110,9 +127,9 @@ class ScanWriter:
             self.names = frozenset(e.name for segment in committed for e in segment.sequences)
             self._names = set(self.names)
             own = read_manifest(self.path / name)
-            self._number = self._clean(own)
-            self._size = own.size
-            self._end_line(own)
+            if not own.is_whole:
+                raise FileFormatError(name, f"{own.problems[-1]} Repair it first: torchfmri repair")
+            self._number, self._size = self._tidy(own)
             sync_folder(self.path)
         except BaseException:
             self._release()
@@ -177,26 +194,30 @@ class ScanWriter:
         if not self._pending:
             return
         manifest = self._require_open()
+        self._require_place(manifest)
         name = segment_name(self.rank, self._number)
+        pending = self.path / pending_name(name)
         self._number += 1
         try:
             os.ftruncate(manifest, self._size)  # a line that an interruption left half written
             entries, packed = zip(*self._pending, strict=True)
-            size, check = write_segment(self.path / name, join(packed))
+            size, check = write_tensors(pending, join(packed), _metadata(entries))
             sync_folder(self.path)
             line = SegmentEntry(name, size, check, entries).line()
-            _write(manifest, line, self._size)
+            write_all(manifest, line, self._size)
         except OSError as error:
             self._failed = True
             with contextlib.suppress(OSError):
                 os.ftruncate(manifest, self._size)
-                (self.path / name).unlink(missing_ok=True)
+                pending.unlink(missing_ok=True)
             raise OSError(
                 error.errno,
                 f"{error.strerror or error}: {len(self._pending)} sequences of {str(self.path)!r} "
                 f"could not be written (first: {self._pending[0][0].name!r}). Those committed "
                 "before are intact. Make room and call commit() again, or scan again: it resumes",
             ) from error
+        with contextlib.suppress(OSError):  # it is committed; readers know both names
+            pending.rename(self.path / name)
         self._size += len(line)
         self._pending, self._failed = [], False
         self._pending_bytes = self._line_bytes = 0
@@ -232,39 +253,69 @@ class ScanWriter:
             raise InspectionError(f"The writer of {str(self.path)!r} is closed. Open a new one.")
         return self._manifest
 
+    def _require_place(self, manifest: int) -> None:
+        """Raise if the folder is no longer where it was: what is written now would be lost."""
+        ours = os.fstat(manifest)
+        try:
+            same = os.path.samestat(ours, (self.path / manifest_name(self.rank)).stat())
+        except FileNotFoundError:
+            same = False
+        if not same:
+            self._failed = True
+            raise InspectionError(
+                f"{str(self.path)!r} was moved, removed or replaced while it was written: "
+                f"{len(self._pending)} sequences are not on the disk (first: "
+                f"{self._pending[0][0].name!r}). Scan them again into another folder."
+            )
+
     def _release(self) -> None:
-        if self._manifest is not None:
-            os.close(self._manifest)  # this unlocks it too
-            self._manifest = None
+        for descriptor in (self._manifest, self._folder):
+            if descriptor is not None:
+                os.close(descriptor)  # this unlocks it too
+        self._manifest = self._folder = None
 
-    def _clean(self, own: Manifest) -> int:
-        """The number of the next segment; segments that were never committed are removed."""
-        committed = {each.name for each in own.segments}
-        found = {name for name in list_names(self.path) if _number(name, self.rank) >= 0}
-        if not own.problems:  # else it may be a damaged line's segment, and worth keeping
-            for name in found - committed:
-                (self.path / name).unlink()
-        return 1 + max((_number(name, self.rank) for name in found | committed), default=-1)
+    def _tidy(self, own: Manifest) -> tuple[int, int]:
+        """Finish or undo what an interruption left; returns the next number and where to write.
 
-    def _end_line(self, own: Manifest) -> None:
-        """Cut off a line that was never finished, end one that lacks its end."""
+        What has its final name is never removed, even if no line names it: the line was lost.
+        """
         manifest = self._require_open()
-        os.ftruncate(manifest, own.size)
-        if not own.ended:
-            _write(manifest, b"\n", own.size)
-            self._size += 1
+        committed = {each.name for each in own.segments}
+        names = [name for name in list_names(self.path) if _number(name, self.rank) >= 0]
+        for name in filter(PENDING.fullmatch, names):
+            final = name.removesuffix(".pending") + ".safetensors"
+            if final in committed and final not in names:
+                (self.path / name).rename(self.path / final)
+            elif not own.problems:  # else a damaged line may have named it
+                (self.path / name).unlink()
+        size, end = own.size, os.fstat(manifest).st_size
+        if any(SEGMENT.fullmatch(name) and name not in committed for name in names):
+            size = end  # the rest may be what is left of its line
+        else:
+            os.ftruncate(manifest, size)
+        if size > own.size or not own.ended:
+            write_all(manifest, b"\n", size)
+            size += 1
         os.fsync(manifest)
+        return 1 + max(
+            (_number(name, self.rank) for name in {*names, *committed}), default=-1
+        ), size
 
 
-def _number(segment: str, rank: int) -> int:
-    matched = SEGMENT.fullmatch(segment)
-    return int(matched[2]) if matched and matched[1] == f"{rank:03d}" else -1
+def _number(name: str, rank: int) -> int:
+    return number_of(name) if rank_of(name) == f"{rank:03d}" else -1
+
+
+def _metadata(sequences: Sequence[SequenceEntry]) -> dict[str, str]:
+    """What a segment says of itself, so that it can be read without its manifest."""
+    text = describe(sequences)
+    own = {"sequences": text} if len(text) <= DESCRIPTION_BYTES else {}
+    return {"format": "torchfmri-segment", **own}
 
 
 def _make_folder(path: Path) -> None:
-    if not path.exists():
-        path.mkdir(parents=True, exist_ok=True)
-        sync_folder(path.parent)
+    recover(path)
+    make_folder(path)
     foreign = [name for name in list_names(path) if not is_ours(name)]
     if foreign and not (path / META).exists():
         raise InspectionError(
@@ -272,31 +323,34 @@ def _make_folder(path: Path) -> None:
         )
 
 
+def _hold_folder(path: Path) -> int | None:
+    """A descriptor of the folder, locked so that nobody replaces it; other writers may hold it."""
+    if sys.platform == "win32":
+        return None
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        lock(descriptor, shared=True)
+        if not os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(descriptor)
+        raise InspectionError(
+            f"{str(path)!r} is being replaced by another process. Try again when it is done."
+        ) from error
+    return descriptor
+
+
 def _lock(manifest: int, path: Path) -> None:
     """Refuse a second writer of the same rank; the system lets go when the process ends."""
     if os.fstat(manifest).st_nlink > 1:
-        raise ScanFormatError(path.name, "it has a second name elsewhere; copy the scan first")
-    if sys.platform == "win32":
-        return
-    import fcntl
-
+        raise FileFormatError(path.name, "it has a second name elsewhere; copy the scan first")
     try:
-        fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(manifest)
     except BlockingIOError as error:
         raise InspectionError(
             f"Another process, or another writer of this one, is writing {str(path)!r}. Close it, "
             "or give each writer a rank of its own."
         ) from error
-    except OSError:
-        return  # a file system without locks
-
-
-def _write(descriptor: int, data: bytes, at: int) -> None:
-    os.lseek(descriptor, at, os.SEEK_SET)
-    remaining = memoryview(data)
-    while remaining:
-        remaining = remaining[os.write(descriptor, remaining) :]
-    os.fsync(descriptor)
 
 
 def write_meta_once(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: int) -> bool:

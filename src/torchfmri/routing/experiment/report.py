@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torchfmri._text import Column, Grid
 from torchfmri.exceptions import InspectionError
+from torchfmri.routing.experiment.training_run import load_json
 from torchfmri.routing.experiment.variants import VARIANTS
 
 MEASURES = {
@@ -52,7 +52,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     """
     results = []
     for path in sorted(folder.glob("*-*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_json(path)
         if isinstance(data, dict) and "plan" in data and "rates" in data:
             results.append(data)
     if not results:

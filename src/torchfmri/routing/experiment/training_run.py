@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfmri._files import new_file, read_regular, size_of
 from torchfmri._records import History
-from torchfmri.exceptions import InspectionError
+from torchfmri.exceptions import FileFormatError
 from torchfmri.routing.experiment.grid_puzzles import GridPuzzles
 from torchfmri.routing.experiment.tasks import IGNORED, SequenceTasks, Tasks
 from torchfmri.routing.experiment.training_step import TrainingStep, on_own_stream
@@ -35,6 +35,8 @@ from torchfmri.routing.routing_history import (
 )
 from torchfmri.routing.unit_rates import UnitRates
 
+RESULT_BYTES = 256 << 20
+"""No result of a run is larger."""
 MEASUREMENTS = 25
 """How often the routing is measured during a run."""
 _TEST_SEED = 1 << 40
@@ -130,7 +132,8 @@ class TrainingRun:
             return finished
         on_own_stream(self._device, lambda: self._train(report))
         data = self._judge()
-        write_atomically(self._result, json.dumps(data).encode())
+        with new_file(self._result) as new:
+            new.write_text(json.dumps(data), encoding="utf-8")
         self._checkpoint.unlink(missing_ok=True)
         return data
 
@@ -164,15 +167,20 @@ class TrainingRun:
             "optimizers": [each.state_dict() for each in self._optimizers],
             "history": history_to_data(self._history),
         }
-        partial = self._checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self._checkpoint)
+        with new_file(self._checkpoint) as new:
+            torch.save(state, new)
 
     def _resume(self) -> int:
         """The step to go on with."""
         if not self._checkpoint.exists():
             return 0
-        state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        size_of(self._checkpoint)  # a pipe would be waited for
+        try:
+            state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        except Exception as error:  # whatever torch makes of a damaged file
+            name = self._checkpoint.name
+            reason = "it is damaged. Move it away, and the run begins anew"
+            raise FileFormatError(name, reason) from error
         if state["plan"] != self._plan.to_dict():
             return 0  # of another experiment in the same folder: overwritten by the next one
         self._model.load_state_dict(state["model"])
@@ -262,22 +270,23 @@ def read_result(path: Path, plan: RunPlan) -> dict[str, Any] | None:
     """The result of exactly this plan, if it is there."""
     if not path.exists():
         return None
+    data = load_json(path)
+    if not isinstance(data, dict) or "plan" not in data:
+        raise FileFormatError(path.name, "it is no result of a run. Move it away")
+    return data if data["plan"] == plan.to_dict() else None
+
+
+def load_json(path: Path) -> Any:
+    """What a result says; a loss may be NaN, which only Python's JSON has.
+
+    Raises:
+        FileFormatError: It is no JSON, no regular file, or too large.
+    """
+    content = read_regular(path, RESULT_BYTES)
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found = data["plan"]
-    except (ValueError, KeyError) as error:
-        raise InspectionError(f"{path} is no result of a run; move it away: {error}") from error
-    return data if found == plan.to_dict() else None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there in full or not at all."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(path.name, "it is no JSON: it is damaged. Move it away") from error
 
 
 def _generator(seed: int, step: int) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""A segment: one safetensors file, written by hand and read as a memory map.
+"""A file of tensors: safetensors, written by hand and read as a memory map.
 
 https://github.com/huggingface/safetensors describes the format: eight bytes that hold the length of
 the header, the header in JSON, the tensors without gaps. It is small enough to do without the
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.store.folder import open_regular
-from torchfmri._scan.store.sealed import parse
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri._files.regular import open_limited, open_regular
+from torchfmri._files.sealed import parse
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 DTYPES = {
     "BOOL": np.dtype("?"),
@@ -53,7 +53,7 @@ _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class Column(NamedTuple):
-    """One tensor of a segment, in parts that follow each other along its first axis."""
+    """One tensor of a file, in parts that follow each other along its first axis."""
 
     tag: str
     parts: Sequence[NDArray[Any]]
@@ -66,18 +66,21 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a segment that was read: a view of the file."""
+    """A tensor that was read: a view of the file."""
 
     tag: str
     values: NDArray[Any]
 
 
-def write_segment(path: Path, columns: Mapping[str, Column]) -> tuple[int, int]:
+def write_tensors(
+    path: Path, columns: Mapping[str, Column], metadata: Mapping[str, str]
+) -> tuple[int, int]:
     """The size and CRC-32 of the new file, which is on the disk; its name in the folder may not be.
 
     Args:
         path: Where to; nothing may be there.
         columns: Name -> tensor; its parts are contiguous arrays of the type of its tag.
+        metadata: What the header says besides; `crc32`, that of the tensors' bytes, is added.
 
     Raises:
         InspectionError: There are too many tensors for one file.
@@ -85,14 +88,22 @@ def write_segment(path: Path, columns: Mapping[str, Column]) -> tuple[int, int]:
     """
     order = list(DTYPES)
     names = sorted(columns, key=lambda name: (-order.index(columns[name].tag), name))
-    header = _header(names, columns)
+    parts = [
+        part.reshape(-1).view(np.uint8).data
+        for name in names
+        for part in columns[name].parts
+        if part.size
+    ]
+    check = 0
+    for data in parts:
+        check = zlib.crc32(data, check)
+    header = _header(names, columns, {**metadata, "crc32": f"{check:08x}"})
     size, check = len(header), zlib.crc32(header)
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
             file.write(header)
-            for part in (part for name in names for part in columns[name].parts if part.size):
-                data = part.reshape(-1).view(np.uint8).data
+            for data in parts:
                 file.write(data)
                 size, check = size + len(data), zlib.crc32(data, check)
             file.flush()
@@ -103,8 +114,10 @@ def write_segment(path: Path, columns: Mapping[str, Column]) -> tuple[int, int]:
     return size, check
 
 
-def _header(names: Sequence[str], columns: Mapping[str, Column]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "torchfmri-segment"}}
+def _header(
+    names: Sequence[str], columns: Mapping[str, Column], metadata: Mapping[str, str]
+) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
         tag, shape = columns[name].tag, columns[name].shape
@@ -121,8 +134,8 @@ def _header(names: Sequence[str], columns: Mapping[str, Column]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_segment(path: Path, size: int, check: int) -> dict[str, Tensor]:
-    """The tensors of a segment by name, as views of the file that cannot be written to.
+def read_tensors(path: Path, size: int, check: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors by name, as views of the file that cannot be written to, and the metadata.
 
     Args:
         path: The file.
@@ -130,25 +143,25 @@ def read_segment(path: Path, size: int, check: int) -> dict[str, Tensor]:
         check: Their CRC-32.
 
     Raises:
-        ScanFormatError: The file is missing or damaged.
+        FileFormatError: The file is missing or damaged.
     """
     data = map_file(path, size)
     if zlib.crc32(data) != check:
-        raise ScanFormatError(path.name, "its checksum is wrong: the file was changed or damaged")
-    return parse_segment(data, path.name)
+        raise FileFormatError(path.name, "its checksum is wrong: the file was changed or damaged")
+    return parse_tensors(data, path.name)
 
 
 def map_file(path: Path, size: int) -> mmap.mmap | bytes:
     """The bytes of a regular file of this size, without reading them where that is possible.
 
     Raises:
-        ScanFormatError: It has another size, or cannot be read.
+        FileFormatError: It has another size, or cannot be read.
     """
-    descriptor = open_regular(path)
-    try:
+    with open_limited(path) as file:
+        descriptor = file.fileno()
         found = os.fstat(descriptor).st_size
         if found != size:
-            raise ScanFormatError(
+            raise FileFormatError(
                 path.name, f"it has {found:,} bytes instead of {size:,}: it is not complete"
             )
         if not size:
@@ -156,30 +169,29 @@ def map_file(path: Path, size: int) -> mmap.mmap | bytes:
         if sys.version_info >= (3, 13):
             return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ, trackfd=False)
         if len(_mappings) >= MAPPINGS:
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                return file.read(size)
+            return file.read(size)
         mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
         _mappings.add(mapping)
         return mapping
-    finally:
-        os.close(descriptor)
 
 
-def parse_segment(data: mmap.mmap | bytes, where: str) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file; nothing is copied or allocated for them.
+def parse_tensors(data: mmap.mmap | bytes, where: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors in the bytes of a safetensors file, and the metadata; nothing is copied for them.
 
     Raises:
-        ScanFormatError: The header is wrong, or the tensors do not fill the file without gaps.
+        FileFormatError: The header is wrong, or the tensors do not fill the file without gaps.
     """
     if len(data) < 8:
-        raise ScanFormatError(where, "it is too short")
+        raise FileFormatError(where, "it is too short")
     (length,) = struct.unpack("<Q", data[:8])
     if length > min(HEADER_BYTES, len(data) - 8):
-        raise ScanFormatError(where, f"its header claims {length:,} bytes")
+        raise FileFormatError(where, f"its header claims {length:,} bytes")
     entries = parse(data[8 : 8 + length], where)
     if not isinstance(entries, dict):
-        raise ScanFormatError(where, "its header is not a JSON object")
-    entries.pop("__metadata__", None)
+        raise FileFormatError(where, "its header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FileFormatError(where, "its metadata are not texts by name")
     room = len(data) - 8 - length
     spans = []
     found = {}
@@ -194,11 +206,17 @@ def parse_segment(data: mmap.mmap | bytes, where: str) -> dict[str, Tensor]:
     at = 0
     for first, last in sorted(spans):
         if first != at:
-            raise ScanFormatError(where, "its tensors overlap or leave gaps")
+            raise FileFormatError(where, "its tensors overlap or leave gaps")
         at = last
     if at != room:
-        raise ScanFormatError(where, "its tensors do not fill the file")
-    return found
+        raise FileFormatError(where, "its tensors do not fill the file")
+    return found, metadata
+
+
+def is_intact(data: mmap.mmap | bytes, metadata: Mapping[str, str]) -> bool:
+    """Whether the metadata have a checksum of the tensors, and these have it."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return metadata.get("crc32") == f"{zlib.crc32(memoryview(data)[8 + length :]):08x}"
 
 
 def _checked(entry: Any, where: str, room: int) -> tuple[str, tuple[int, ...], int, int]:
@@ -206,16 +224,16 @@ def _checked(entry: Any, where: str, room: int) -> tuple[str, tuple[int, ...], i
     try:
         tag, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise ScanFormatError(where, "it has no dtype, shape and two data_offsets") from error
+        raise FileFormatError(where, "it has no dtype, shape and two data_offsets") from error
     if not isinstance(tag, str) or tag not in DTYPES:
-        raise ScanFormatError(where, f"its dtype is {str(tag)[:40]!r}, not one of {list(DTYPES)}")
+        raise FileFormatError(where, f"its dtype is {str(tag)[:40]!r}, not one of {list(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > 8:
-        raise ScanFormatError(where, "its shape is not a list of at most 8 numbers")
+        raise FileFormatError(where, "its shape is not a list of at most 8 numbers")
     for number in (*shape, first, last):
         if type(number) is not int or not 0 <= number < 1 << 40:
-            raise ScanFormatError(where, f"{str(number)[:40]!r} is no size")
+            raise FileFormatError(where, f"{str(number)[:40]!r} is no size")
     if math.prod(max(number, 1) for number in shape) >= 1 << 40:
-        raise ScanFormatError(where, "its shape is absurd")  # even where one of the sizes is 0
+        raise FileFormatError(where, "its shape is absurd")  # even where one of the sizes is 0
     if not first <= last <= room or last - first != math.prod(shape) * DTYPES[tag].itemsize:
-        raise ScanFormatError(where, "its shape and place do not agree, or lie outside the file")
+        raise FileFormatError(where, "its shape and place do not agree, or lie outside the file")
     return tag, tuple(shape), first, last

@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 DEPTH = 64
 """How deeply the values may be nested."""
+VALUES = 4_000_000
+CONTAINERS = 1_000_000
+"""How many values, and how many lists, objects and keys, one text may hold: they take more room
+than the text, an empty object thirty times as much."""
 _FLOAT = "$float"  # JSON has neither NaN nor infinity
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # perhaps without its other half
 _SEAL = ',"crc32":"%08x"}'
@@ -32,7 +36,7 @@ def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
     Raises:
         InspectionError: A value cannot be written as JSON and read again as it was.
     """
-    fields = (f"{_dumps(key)}:{_dumps(plain(value, where))}" for key, value in record.items())
+    fields = (f"{to_json(key)}:{to_json(plain(value, where))}" for key, value in record.items())
     try:
         body = ("{" + separator.join(fields)).encode()
     except UnicodeEncodeError as error:
@@ -40,6 +44,8 @@ def seal(record: Mapping[str, Any], where: str, separator: str = ",") -> bytes:
             f"{where} has a text that is no Unicode ({error.object[error.start]!r}): it cannot be "
             "kept. Decode it with errors='replace'."
         ) from error
+    if excess := _excess(body):
+        raise InspectionError(f"{where} cannot be kept: {excess}.")
     return body + (_SEAL % zlib.crc32(body)).encode()
 
 
@@ -47,14 +53,14 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     """The record that was sealed, without its checksum.
 
     Raises:
-        ScanFormatError: A bit is wrong, or it is not such a record.
+        FileFormatError: A bit is wrong, or it is not such a record.
     """
     body, end = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if end != (_SEAL % zlib.crc32(body)).encode():
-        raise ScanFormatError(where, "its checksum is wrong, or it is not complete")
+        raise FileFormatError(where, "its checksum is wrong, or it is not complete")
     record = parse(data, where)
     if not isinstance(record, dict):
-        raise ScanFormatError(where, "it is not a JSON object")
+        raise FileFormatError(where, "it is not a JSON object")
     record.pop("crc32", None)
     return record
 
@@ -63,9 +69,11 @@ def parse(data: bytes, where: str) -> Any:
     """What JSON in UTF-8 says; stricter than `json.loads`.
 
     Raises:
-        ScanFormatError: It is no JSON, has a key twice, is nested too deeply, has NaN or texts that
-            are no Unicode.
+        FileFormatError: It is no JSON, has a key twice, is nested too deeply, has too many values,
+            NaN, or texts that are no Unicode.
     """
+    if excess := _excess(data):
+        raise FileFormatError(where, excess)
     try:
         found = json.loads(
             data.decode("utf-8"),
@@ -77,9 +85,9 @@ def parse(data: bytes, where: str) -> Any:
             _check(found, DEPTH)
         return found
     except RecursionError as error:
-        raise ScanFormatError(where, "its JSON is nested too deeply") from error
+        raise FileFormatError(where, "its JSON is nested too deeply") from error
     except ValueError as error:
-        raise ScanFormatError(where, f"its JSON is wrong: {str(error)[:200]}") from error
+        raise FileFormatError(where, f"its JSON is wrong: {str(error)[:200]}") from error
 
 
 def plain(value: Any, where: str, depth: int = DEPTH) -> Any:
@@ -113,7 +121,8 @@ def plain(value: Any, where: str, depth: int = DEPTH) -> Any:
     )
 
 
-def _dumps(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """The value as JSON without spaces; it is one of those that `plain` returns."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -139,10 +148,23 @@ def _finite(text: str) -> float:
     return number
 
 
+def _excess(data: bytes) -> str:
+    """What there is too much of, if none of the signs stands in a text; empty if nothing."""
+    opened, closed = (data.count(a) + data.count(b) for a, b in ((b"[", b"{"), (b"]", b"}")))
+    if max(opened, closed) > CONTAINERS:
+        return f"it has more than {CONTAINERS:,} lists and objects"
+    if data.count(b":") > CONTAINERS:
+        return f"it has more than {CONTAINERS:,} keys"
+    if data.count(b",") > VALUES:
+        return f"it has more than {VALUES:,} values"
+    return ""
+
+
 def _may_be_deep(data: bytes) -> bool:
     """Whether brackets are nested too deeply, if none of them stands in a text."""
-    found = np.frombuffer(data, np.uint8) | 0x20  # [ and { differ in this bit, as do ] and }
-    depth = np.cumsum(found == ord("{"), dtype=np.int64) - np.cumsum(found == ord("}"))
+    signs = np.frombuffer(data, np.uint8) | 0x20  # [ and { differ in this bit, as do ] and }
+    brackets = signs[(signs == ord("{")) | (signs == ord("}"))]
+    depth = np.cumsum(np.where(brackets == ord("{"), 1, -1))
     return bool(depth.max(initial=0) > DEPTH)
 
 

@@ -1,0 +1,72 @@
+"""Files and folders: written whole or not at all, read as if an enemy wrote them.
+
+`regular` opens regular files within limits and locks them. `sealed` is JSON with a checksum,
+`tensor_file` is a safetensors file that is mapped. `replacing` writes a file or a folder beside its
+place and puts it there in one step. Everything of ours on disk goes through these, so a new kind of
+file is safe as soon as it uses them; `foreign_text` is for what is printed of it. What is wrong
+with a file raises `FileFormatError`.
+"""
+
+from torchfmri._files.foreign_text import printable
+from torchfmri._files.regular import (
+    list_names,
+    lock,
+    open_limited,
+    open_regular,
+    read_regular,
+    size_of,
+    sync_folder,
+    write_all,
+)
+from torchfmri._files.replacing import (
+    find_replaced,
+    held_alone,
+    make_folder,
+    new_file,
+    new_folder,
+    recover,
+)
+from torchfmri._files.sealed import parse, plain, seal, to_json, unseal
+from torchfmri._files.tensor_file import (
+    DTYPES,
+    TAGS,
+    Column,
+    Tensor,
+    is_intact,
+    map_file,
+    parse_tensors,
+    read_tensors,
+    write_tensors,
+)
+
+__all__ = [
+    "DTYPES",
+    "TAGS",
+    "Column",
+    "Tensor",
+    "find_replaced",
+    "held_alone",
+    "is_intact",
+    "list_names",
+    "lock",
+    "make_folder",
+    "map_file",
+    "new_file",
+    "new_folder",
+    "open_limited",
+    "open_regular",
+    "parse",
+    "parse_tensors",
+    "plain",
+    "printable",
+    "read_regular",
+    "read_tensors",
+    "recover",
+    "seal",
+    "size_of",
+    "sync_folder",
+    "to_json",
+    "unseal",
+    "write_all",
+    "write_tensors",
+]

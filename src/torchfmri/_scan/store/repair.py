@@ -1,0 +1,149 @@
+"""Repairing a scan whose manifest was lost or damaged: segments say themselves what they hold."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchfmri._files import (
+    held_alone,
+    is_intact,
+    list_names,
+    map_file,
+    new_file,
+    parse_tensors,
+    read_regular,
+    recover,
+    size_of,
+)
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.store.folder import MANIFEST, SEGMENT, manifest_name, number_of, rank_of
+from torchfmri._scan.store.manifest import (
+    MANIFEST_BYTES,
+    Manifest,
+    SegmentEntry,
+    parse_description,
+    read_manifest,
+)
+from torchfmri._scan.store.meta import read_meta
+from torchfmri._scan.store.packing import PackedSegment
+from torchfmri.exceptions import FileFormatError
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What a repair did.
+
+    Attributes:
+        added: Segment -> the names of its sequences that are in the scan again.
+        spare: Segments whose sequences are all there already; they were given another ending.
+        rewritten: Manifests that were written anew; the old ones have the ending `.damaged`.
+        lost: Segment -> why it cannot be added.
+    """
+
+    added: dict[str, tuple[str, ...]]
+    spare: tuple[str, ...]
+    rewritten: tuple[str, ...]
+    lost: dict[str, str]
+
+
+def repair(path: str | os.PathLike[str]) -> Repair:
+    """Add the segments that no line of a manifest names, and write damaged manifests anew.
+
+    Nothing is deleted.
+
+    Args:
+        path: The folder of the scan.
+
+    Raises:
+        FileFormatError: It is no scan, or its meta.json is damaged.
+        InspectionError: Somebody is writing it.
+    """
+    folder = Path(path)
+    recover(folder)
+    list_names(folder)  # raises where there is no folder
+    with held_alone(folder):
+        anatomy, _ = read_meta(folder)
+        return _repair(folder, anatomy)
+
+
+def _repair(folder: Path, anatomy: Anatomy) -> Repair:
+    names = list_names(folder)
+    manifests = {name: read_manifest(folder / name) for name in filter(MANIFEST.fullmatch, names)}
+    lines = [segment for manifest in manifests.values() for segment in manifest.segments]
+    named = {segment.name for segment in lines}
+    known = {entry.name for segment in lines for entry in segment.sequences}
+    added: dict[str, SegmentEntry] = {}
+    spare: list[str] = []
+    lost: dict[str, str] = {}
+    for name in names:
+        if not SEGMENT.fullmatch(name) or name in named:
+            continue
+        try:
+            segment = _describe_segment(folder / name, anatomy)
+        except FileFormatError as error:
+            lost[name] = error.reason
+            continue
+        if known.issuperset(new := [each.name for each in segment.sequences]):
+            (folder / name).rename((folder / name).with_suffix(".spare"))
+            spare.append(name)
+        else:
+            added[name] = segment
+            known.update(new)
+    return Repair(
+        {name: tuple(each.name for each in one.sequences) for name, one in added.items()},
+        tuple(spare),
+        tuple(_write_manifests(folder, manifests, list(added.values()))),
+        lost,
+    )
+
+
+def _describe_segment(path: Path, anatomy: Anatomy) -> SegmentEntry:
+    """The line that a segment's own header makes.
+
+    Raises:
+        FileFormatError: It is damaged, or of a version that wrote no such header.
+    """
+    data = map_file(path, size_of(path))
+    tensors, metadata = parse_tensors(data, path.name)
+    if "sequences" not in metadata:
+        reason = (
+            "it does not list its sequences. If torchfmri 0.1 was interrupted when it wrote it, it "
+            "was never part of the scan and can be deleted"
+        )
+        raise FileFormatError(path.name, reason)
+    if not is_intact(data, metadata):
+        raise FileFormatError(path.name, "its checksum is wrong: the file was changed or damaged")
+    sequences = parse_description(metadata["sequences"], path.name)
+    PackedSegment(tensors, sequences, anatomy, path.name)
+    return SegmentEntry(path.name, len(data), zlib.crc32(data), sequences)
+
+
+def _write_manifests(
+    folder: Path, manifests: dict[str, Manifest], added: list[SegmentEntry]
+) -> list[str]:
+    """Write the manifests that change; returns those that were there before and are kept."""
+    kept = []
+    for rank in sorted({*map(rank_of, manifests), *(rank_of(each.name) for each in added)}):
+        name = manifest_name(int(rank))
+        manifest = manifests.get(name, Manifest((), (), 0, True))
+        own = [each for each in added if rank_of(each.name) == rank]
+        if not own and not manifest.problems:
+            continue
+        if name in manifests:
+            _keep(folder / name)
+            kept.append(name)
+        lines = sorted([*manifest.segments, *own], key=lambda each: number_of(each.name))
+        with new_file(folder / name) as new:
+            new.write_bytes(b"".join(each.line() for each in lines))
+    return kept
+
+
+def _keep(manifest: Path) -> None:
+    """Add what a manifest holds to the file of what earlier repairs found."""
+    aside = manifest.with_suffix(".damaged")
+    before = read_regular(aside, MANIFEST_BYTES) if aside.exists() else b""
+    with new_file(aside) as new:
+        new.write_bytes(before + read_regular(manifest, MANIFEST_BYTES))

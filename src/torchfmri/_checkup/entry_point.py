@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfmri._checkup.copies import OwnStep, copy_all, spared
+from torchfmri._checkup.copies import OwnStep, copy_all
 from torchfmri._checkup.originals import untouched
 from torchfmri._checkup.run import Checkup
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
-from torchfmri._model import switched_off, unchanged, unwrap
+from torchfmri._model import spared_grad, switched_off, unchanged, unwrap
 from torchfmri.exceptions import InspectionError
 
 
@@ -74,7 +74,11 @@ def diagnose(
     if switched_off():
         return Diagnosis(name, ())
     notes = Notes()
-    with unchanged(model), spared(model), untouched(model, optimizer, step, notes) as check:
+    with (
+        unchanged(model),
+        spared_grad(model.parameters()),  # a loss may refer to the model itself
+        untouched(model, optimizer, step, notes) as check,
+    ):
         copies = copy_all(model, optimizer, loss, step)
         run = Checkup(model, copies, steps, notes)
         seen = run.observe(_endless(batches), check)

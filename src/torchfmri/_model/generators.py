@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,3 +82,25 @@ def random_state() -> RandomState:
 
         numpy_state = np.random.get_state()
     return RandomState(torch.get_rng_state(), cuda, random.getstate(), numpy_state)
+
+
+def save_generators() -> list[Callable[[], None]]:
+    """Functions that put back the random state of torch (all devices in use), Python and NumPy."""
+    state = random.getstate()
+    torch_state = torch.get_rng_state()
+    restore: list[Callable[[], None]] = [
+        lambda: random.setstate(state),
+        lambda: torch.set_rng_state(torch_state),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state_all()
+        restore.append(lambda: torch.cuda.set_rng_state_all(cuda))
+    if torch.backends.mps.is_available():
+        mps = torch.mps.get_rng_state()
+        restore.append(lambda: torch.mps.set_rng_state(mps))
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        numpy_state = np.random.get_state()
+        restore.append(lambda: np.random.set_state(numpy_state))
+    return restore

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchfmri._model.generators import save_generators
+from torchfmri._model.interruption import whole_restorations
+from torchfmri._model.threads import own_turn, watched
 from torchfmri.exceptions import InspectionError
 
 
@@ -25,9 +26,20 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
     of lists, dicts and sets that modules hold at any depth, and the weights of embeddings that
     renormalise themselves. Other parameters are too large to copy: `written` is told the name of
     each that the forward pass wrote into. `.grad` is for the caller to spare.
+
+    Other threads wait for their turn to run a model; this one may nest such blocks.
+
+    Raises:
+        InspectionError: The model has lazy parameters, or another thread watches it.
     """
+    with own_turn(), watched(model), _restored(model, written):
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterator[None]:
     _reshard(model)
-    restore = [*_save_generators(), *_save_modules(model)]
+    restore = [*save_generators(), *_save_modules(model)]
     spared = {id(each) for each in _renormalised(model)}
     versions = [
         (name, parameter, parameter._version)
@@ -35,11 +47,12 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
         if id(parameter) not in spared and not parameter.is_inference()
     ]
     try:
-        yield
+        with ExitStack() as stack:  # should one of them fail, the others still run
+            for put_back in restore:
+                stack.callback(put_back)
+            stack.callback(_reshard, model)  # before the others: the last one in is the first out
+            yield
     finally:
-        _reshard(model)
-        for put_back in restore:
-            put_back()
         for name, parameter, version in versions:
             if written is not None and parameter._version != version:
                 written(name)
@@ -59,12 +72,26 @@ def _reshard(model: nn.Module) -> None:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Leave the random generators as they were."""
-    restore = _save_generators()
-    try:
-        yield
-    finally:
-        for put_back in restore:
-            put_back()
+    with own_turn():
+        restore = save_generators()
+        try:
+            yield
+        finally:
+            for put_back in restore:
+                put_back()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode, and afterwards back into the mode that it had."""
+    with whole_restorations():
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 def copy_of_data(value: Any) -> Any:
@@ -90,28 +117,6 @@ def copy_of_data(value: Any) -> Any:
             f"The {type(value).__name__} among the data cannot be copied ({error}); the model may "
             "change it. Use `with inspector.recording():` around your own call instead."
         ) from error
-
-
-def _save_generators() -> list[Callable[[], None]]:
-    """Functions that put back the random state of torch (all devices in use), Python and NumPy."""
-    state = random.getstate()
-    torch_state = torch.get_rng_state()
-    restore: list[Callable[[], None]] = [
-        lambda: random.setstate(state),
-        lambda: torch.set_rng_state(torch_state),
-    ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        cuda = torch.cuda.get_rng_state_all()
-        restore.append(lambda: torch.cuda.set_rng_state_all(cuda))
-    if torch.backends.mps.is_available():
-        mps = torch.mps.get_rng_state()
-        restore.append(lambda: torch.mps.set_rng_state(mps))
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        numpy_state = np.random.get_state()
-        restore.append(lambda: np.random.set_state(numpy_state))
-    return restore
 
 
 def _save_modules(model: nn.Module) -> list[Callable[[], None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -21,12 +21,14 @@ from torchfmri._model import (
     Concerns,
     OptimizerSteps,
     Pattern,
+    TrainedModel,
     check_optimizers,
     find_layers,
     leaf_layers,
     named_layers,
     switched_off,
     unwrap,
+    whole_restorations,
 )
 from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
@@ -137,6 +139,8 @@ class Monitor:
         )
         self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
         given = check_optimizers(optimizer)
+        self._trained = TrainedModel(model)
+        self._block: ExitStack | None = None
         self._live = LiveDiagnosis(lambda: describe(model, given or None))
 
     def __repr__(self) -> str:
@@ -164,13 +168,19 @@ class Monitor:
     def detach(self) -> None:
         """Remove every hook and finish; the history stays, a step that is under way does not."""
         self._attached = False
+        self._trained.release()
         self._optimizer_steps.detach()
         self._abandon()
         if self._hold is not None:
             self._hold.detach()
 
     def __enter__(self) -> Monitor:
-        return self.attach()
+        with ExitStack() as stack:
+            stack.enter_context(whole_restorations())
+            self.attach()
+            stack.callback(self.detach)
+            self._block = stack.pop_all()
+        return self
 
     def __exit__(
         self,
@@ -178,7 +188,9 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.detach()
+        if self._block is not None:
+            self._block.close()
+            self._block = None
 
     @contextmanager
     def step(self) -> Iterator[MonitoredStep]:
@@ -193,26 +205,28 @@ class Monitor:
                 f"This monitor is {inside}. Use either attach() or step(), one step at a time."
             )
         active = not switched_off() and not self._stopped
-        self._in_step = True
-        try:
-            if active:
-                self._safely(self._begin)
-            hold = self._hold if active and not self._stopped else None
-            if self._sink.step is not None or hold is not None:
-                self._safely(self._optimizer_steps.attach)
-            yield MonitoredStep(self._sink.step, hold)
-            if hold is not None and not self._stopped:
-                self._safely(hold.end)
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            self._in_step = False
-            self._optimizer_steps.detach()
-            if self._hold is not None:
-                self._hold.detach()
-        if active and not self._stopped:
-            self._safely(self._end)
+        with whole_restorations():
+            self._in_step = True
+            try:
+                if active:
+                    self._safely(self._begin)
+                hold = self._hold if active and not self._stopped else None
+                if self._sink.step is not None or hold is not None:
+                    self._safely(self._optimizer_steps.attach)
+                yield MonitoredStep(self._sink.step, hold)
+                if hold is not None and not self._stopped:
+                    self._safely(hold.end)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                self._in_step = False
+                self._trained.release()
+                self._optimizer_steps.detach()
+                if self._hold is not None:
+                    self._hold.detach()
+            if active and not self._stopped:
+                self._safely(self._end)
 
     def loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the step that is under way; with several, their mean is kept."""
@@ -250,6 +264,7 @@ class Monitor:
         self._hooks.detach()
 
     def _enter_model(self) -> None:
+        self._trained.is_called()
         step = self._sink.step
         if self._attached and step is not None and step.was_skipped():
             self._put_away(skipped=True)

@@ -30,7 +30,7 @@ from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite")
-_DATASET_ONLY = ("--field", "--condition-field", "--batch")
+_DATASET_ONLY = ("--field", "--condition-field", "--batch", "--strict")
 _LOG_SECONDS = 30.0
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -60,6 +60,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--condition-field", metavar="NAME", help="the label for contrasts (default: condition)"
     )
     rows.add_argument("--batch", type=int, metavar="N", help="rows at once (default: 1)")
+    rows.add_argument(
+        "--strict", action="store_true", help="stop at the first row that cannot be scanned"
+    )
 
 
 def _add_generation(parser: ArgumentParser) -> None:
@@ -108,7 +111,8 @@ def run(options: Namespace) -> Result:
     )
     rows = None
     if options.dataset is not None:
-        rows = rows_of(options.dataset, options.field, options.condition_field or "condition")
+        label = "condition" if options.condition_field is None else options.condition_field
+        rows = rows_of(options.dataset, options.field, label, strict=options.strict)
     _say(f"loading {options.model}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     named = load_model(options.model, dtype=dtype, device=_device(options.device))
@@ -250,6 +254,7 @@ def _run_dataset(
             chat=options.chat,
             seed=options.seed if options.sample else None,
             generate=generate,
+            strict=options.strict,
             on_row=lambda done, total, name: progress.at(done, total, name),
         )
         several = _gather(own)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchfmri._model import evaluating
 from torchfmri.exceptions import InspectionError
 
 
@@ -40,9 +41,7 @@ def generate(
         use_cache: Whether to read every token once only.
     """
     _check(ids, max_new_tokens, mask, sampling)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         cache: Any = None
         unread = ids
@@ -58,8 +57,6 @@ def generate(
             cache, unread = (out.past_key_values, new[:, None]) if use_cache else (None, ids)
             if ending is not None and not bool(running.any()):
                 break
-    finally:
-        model.train(was_training)
     return ids
 
 

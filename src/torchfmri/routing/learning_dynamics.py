@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchfmri._capture import CallKey
-from torchfmri._model import compiled_code_as_eager, unwrap
+from torchfmri._model import compiled_code_as_eager, spared_grad, unwrap, watched
 from torchfmri._records import History
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.capture import Capture, Captured
@@ -118,6 +118,7 @@ class LearningDynamics:
 
     def __enter__(self) -> LearningDynamics:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(watched(self._model))
             stack.enter_context(compiled_code_as_eager())
             stack.callback(self._capture.detach)
             self._capture.attach()
@@ -147,13 +148,9 @@ class LearningDynamics:
                 "LearningDynamics is not attached: run forward passes and "
                 "compute_and_apply_gradients inside `with LearningDynamics(...) as dynamics:`."
             )
-        before = self._set_aside() if self._mode == "strict" else None
-        try:
+        # In strict mode, what the main loss asks of the routing is dropped.
+        with spared_grad(self._routing if self._mode == "strict" else ()):
             torch.autograd.backward(loss / self._passes if self._passes > 1 else loss)
-        finally:
-            if before is not None:  # what the main loss asks of the routing is dropped
-                for parameter, gradient in zip(self._routing, before, strict=True):
-                    parameter.grad = gradient
         calls = self._capture.take()
         if not calls:
             raise InspectionError(
@@ -170,13 +167,6 @@ class LearningDynamics:
             self._meta_optimizer.zero_grad()
             self.step += 1
         return StepResult(loss.detach(), meta, applied)
-
-    def _set_aside(self) -> list[Tensor | None]:
-        """The gradients that the routing has so far, taken off it."""
-        before = [parameter.grad for parameter in self._routing]
-        for parameter in self._routing:
-            parameter.grad = None
-        return before
 
     def _add_meta_gradients(self, calls: list[Captured], loss: Tensor) -> Tensor:
         if self._signal == AGGREGATE:

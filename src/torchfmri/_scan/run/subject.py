@@ -7,8 +7,9 @@ the token axis. What a layer does later is only looked at where it has the shape
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -250,33 +251,28 @@ def _probe(
 ) -> dict[str, list[list[tuple[Shape, int, int]]]]:
     """Layer -> for each of the two passes, the shapes of its outputs with b and s."""
     shapes: dict[str, list[list[tuple[Shape, int, int]]]] = {name: [] for name in modules}
-    handles: list[Any] = []
     size = (0, 0)
 
-    def listen(name: str, module: nn.Module) -> None:
+    def listen(name: str, module: nn.Module, stack: ExitStack) -> None:
         def called(_: nn.Module, __: object, output: object) -> None:
             tensor = first_tensor(output)
             if tensor is not None:
                 shapes[name][-1].append((tuple(tensor.shape), *size))
 
         if not isinstance(module, torch.jit.ScriptModule):
-            handles.append(module.register_forward_hook(Hook(called, module)))
+            stack.callback(module.register_forward_hook(Hook(called, module)).remove)
 
-    try:
+    with unchanged(model), torch.no_grad(), compiled_code_as_eager(), ExitStack() as stack:
         for name, module in modules.items():
-            listen(name, module)
-        with unchanged(model), torch.no_grad(), compiled_code_as_eager():
-            model.eval()
-            for size in _probes(model):
-                for each in shapes.values():
-                    each.append([])
-                count = size[0] * size[1]
-                some = ids.reshape(-1)[:count]
-                tokens = some.repeat(-(-count // some.numel()))[:count].view(size)
-                call_model(model, tokens, torch.ones_like(tokens))
-    finally:
-        for handle in handles:
-            handle.remove()
+            listen(name, module, stack)
+        model.eval()
+        for size in _probes(model):
+            for each in shapes.values():
+                each.append([])
+            count = size[0] * size[1]
+            some = ids.reshape(-1)[:count]
+            tokens = some.repeat(-(-count // some.numel()))[:count].view(size)
+            call_model(model, tokens, torch.ones_like(tokens))
     return shapes
 
 

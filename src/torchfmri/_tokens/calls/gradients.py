@@ -19,6 +19,7 @@ from torchfmri._model import (
     match_names,
     nearest_names,
     switched_off,
+    watched,
 )
 from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.algebra.gradient import TokenGradient
@@ -84,6 +85,7 @@ class TokenGradients:
             name for name, each in self._parameters.items() if each.grad is not None
         }
         with contextlib.ExitStack() as stack:
+            stack.enter_context(watched(self._plan.model))
             stack.callback(self._capture.forget)
             stack.callback(self._capture.passes.broadcasts.detach)
             stack.enter_context(compiled_code_as_eager())

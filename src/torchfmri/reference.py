@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from torchfmri._arguments import check_number, check_real, check_tensor, require
+
 __all__ = [
     "AttentionFunction",
     "LightAttentionFunction",
@@ -201,6 +203,13 @@ class LightAttentionFunction(Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`LinearFunction` as a function: x (..., i), weight (o, i), bias (o,) to (..., o)."""
+    check_tensor("x", x, "(..., i)")
+    check_tensor("weight", weight, "(o, i)")
+    fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[-1]
+    require(fits, "weight", weight, f"give (o, i), with the last axis of x, {tuple(x.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, "(o,)")
+        require(bias.shape == weight.shape[:1], "bias", bias, f"give ({weight.shape[0]},)")
     result: Tensor = LinearFunction.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -225,6 +234,7 @@ def attention(
         causal: Query s sees keys 0 to s only; beside a mask, both hold.
         scale: Of the scores; 1/√d by default.
     """
+    _check_attention(query, key, value, mask, scale)
     arguments = _normalised(query, key, mask, causal, scale)
     apply = AttentionFunction.apply
     result: Tensor = apply(query, key, value, *arguments)[0]  # type: ignore[no-untyped-call]
@@ -252,10 +262,32 @@ def light_attention(
         scale: As for `attention`.
         block: How many keys at a time.
     """
+    _check_attention(query, key, value, mask, scale)
+    check_number("block", block, 1, "how many keys at a time, such as 128")
     arguments = _normalised(query, key, mask, causal, scale)
     apply = LightAttentionFunction.apply
     result: Tensor = apply(query, key, value, *arguments, block)[0]  # type: ignore[no-untyped-call]
     return result
+
+
+def _check_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> None:
+    for name, each in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, each, "(b, heads, tokens, d)")
+        require(each.dim() == 4, name, each, "give four axes, (b, heads, tokens, d)")
+    fits = query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1]
+    require(fits, "key", key, f"its b and d must be those of the query, {tuple(query.shape)}")
+    fits = value.shape[:3] == key.shape[:3]
+    require(fits, "value", value, f"give one for each key, {tuple(key.shape[:3])} and a width")
+    if mask is not None:
+        check_tensor("mask", mask, "booleans or numbers, (..., s, t)")
+        wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        sizes = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        fits = mask.dim() <= 4 and all(size in (1, whole) for size, whole in sizes)
+        require(fits, "mask", mask, f"give one that broadcasts to {wanted}")
+    if scale is not None:
+        check_real("scale", scale, "give a number, or None for 1/√d")
 
 
 def _normalised(

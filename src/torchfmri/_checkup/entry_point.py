@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from torchfmri._arguments import check_callable, check_number, require
 from torchfmri._checkup.copies import OwnStep, copy_all
 from torchfmri._checkup.originals import untouched
 from torchfmri._checkup.run import Checkup
@@ -67,8 +68,11 @@ def diagnose(
         raise InspectionError(f"diagnose takes an nn.Module, not {type(model).__name__}.")
     if optimizer is None:
         raise InspectionError("diagnose needs the optimizer that trains the model.")
-    if not isinstance(steps, int) or steps < 1:
-        raise InspectionError(f"steps={steps!r}: give the number of training steps to look at.")
+    check_number("steps", steps, 1, "give the number of training steps to look at")
+    check_callable("loss", loss, "give a loss module or function of output and target")
+    check_callable("step", step, "give a function of model, batch and optimizer")
+    meaning = "give batches to train on, such as a DataLoader or a list"
+    require(isinstance(batches, Iterable), "batches", batches, meaning)
     started = time.perf_counter()
     name = type(unwrap(model)).__name__
     if switched_off():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchfmri._arguments import check_callable, check_number, check_real
 from torchfmri._cost.advice import Advice, Option, mark_front
 from torchfmri._cost.measured_step import Step
 from torchfmri._cost.techniques import (
@@ -64,8 +65,11 @@ def advise(
         InspectionError: The loss is not finite or not differentiable, the data is empty, or the
             model cannot be copied.
     """
-    if rounds < 1:
-        raise InspectionError(f"rounds={rounds}: time is measured once or more.")
+    check_number("rounds", rounds, 1, "time is measured once or more")
+    check_number("combine", combine, 0, "how many combinations to try, 0 for none")
+    if max_deviation is not None:
+        check_real("max_deviation", max_deviation, "a relative deviation, such as 1e-3", 0.0)
+    check_callable("progress", progress, "give a function of a line of text")
     step = Step(model, data, loss, target)
     with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))

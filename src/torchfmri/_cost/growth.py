@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchfmri._arguments import check_number
 from torchfmri._cost.laws import Law, PeakLaw, Sample, Term, choose_terms, fit_law, same_program
 from torchfmri._cost.resizing import Size
 from torchfmri._text import Column, Grid, bytes_text, flops_text, layer_label, star
@@ -98,8 +99,8 @@ class Growth:
         largest = max(self.measured)
         b = batch if batch is not None else largest[0]
         s = length if length is not None else max(size[1] for size in self.measured)
-        if b < 1 or s < 1:
-            raise InspectionError(f"batch={b}, length={s}: sizes are positive.")
+        for name, value in (("batch", b), ("length", s)):
+            check_number(name, value, 1, "give a whole number from 1 upwards")
         forward, backward, saved = (round(law(b, s)) for law in self.total)
         return Prediction(b, s, round(self._peak(b, s)), saved, forward, backward)
 

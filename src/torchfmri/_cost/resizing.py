@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import is_list, is_whole, require
 from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
@@ -39,6 +40,9 @@ def check_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
             f"sizes={sizes!r}: write sizes={{'batch': (1, 2, 4), 'length': (64, 128, 256)}}, or "
             "one of the two."
         )
+    for axis, values in sizes.items():
+        whole = is_list(values) and all(map(is_whole, values))
+        require(whole, f"sizes[{axis!r}]", values, "give two whole numbers or more, as (1, 2, 4)")
     result = {axis: sorted(set(map(int, sizes[axis]))) for axis in AXES if axis in sizes}
     for axis, values in result.items():
         if len(values) < 2 or values[0] < 1:

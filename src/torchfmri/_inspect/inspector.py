@@ -375,10 +375,9 @@ def _note_written(recorder: Recorder, name: str) -> None:
 
 
 def _check_whats(what: str | Sequence[str]) -> list[str]:
-    whats = [what] if isinstance(what, str) else list(what)
-    if not whats:
-        raise InspectionError("what=[] watches nothing. Write what='activations', for example.")
-    return [check_what(each) for each in whats]
+    if not isinstance(what, str) and not (isinstance(what, (list, tuple, set)) and what):
+        raise InspectionError(f"what={what!r} watches nothing. Write what='activations' or a list.")
+    return [check_what(each) for each in ([what] if isinstance(what, str) else what)]
 
 
 def _replace(keep: Keep, options: Mapping[str, Any]) -> Keep:

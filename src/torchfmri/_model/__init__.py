@@ -20,6 +20,7 @@ from torchfmri._model.generators import RandomState, random_state
 from torchfmri._model.interruption import ending_by_signals, whole_restorations
 from torchfmri._model.layers import (
     Pattern,
+    check_pattern,
     find_layers,
     leaf_layers,
     named_layers,
@@ -28,7 +29,7 @@ from torchfmri._model.layers import (
 )
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
-from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model.patterns import check_names, match_names, nearest_names
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
 from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
 
@@ -45,7 +46,9 @@ __all__ = [
     "TrainedModel",
     "acts_on_gradients",
     "arguments_for",
+    "check_names",
     "check_optimizers",
+    "check_pattern",
     "compiled_code_as_eager",
     "copy_of_data",
     "ending_by_signals",

@@ -162,7 +162,7 @@ def _is_known(watch: _Watch) -> bool:
     Raises:
         InspectionError: Another thread, which still runs, has a part of it.
     """
-    for other in list(_watches):
+    for other in _watches.copy():
         if other.hinders(watch):
             raise InspectionError(
                 f"The model is watched or run by torchfmri in thread {other.thread.name!r}, and "

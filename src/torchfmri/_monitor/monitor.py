@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfmri._arguments import check_each, check_flag, check_number
 from torchfmri._diagnosis import LiveDiagnosis, describe
 from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
 from torchfmri._model import (
@@ -113,8 +114,11 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
-        if not isinstance(every, int) or every < 1:
-            raise InspectionError(f"every={every!r}: 1 watches each step, 10 one in ten.")
+        check_number("every", every, 1, "1 watches each step, 10 one in ten")
+        check_number("history", history, 1, "give the number of steps to remember, at least 1")
+        check_flag("histogram", histogram)
+        if max_bytes is not None:
+            check_number("max_bytes", max_bytes, 0, "a number of bytes, or None for no limit")
         if loss is not None and not isinstance(loss, nn.Module):
             raise InspectionError(
                 f"loss={loss!r} is no module such as nn.CrossEntropyLoss(). With a function, tell "
@@ -491,10 +495,4 @@ class MonitoredStep:
 
 
 def _check_whats(what: str | Sequence[str]) -> frozenset[str]:
-    whats = (what,) if isinstance(what, str) else tuple(what)
-    for each in whats:
-        if each not in WHAT:
-            raise InspectionError(f"A Monitor cannot watch {each!r}: there are {', '.join(WHAT)}.")
-    if not whats:
-        raise InspectionError(f"what=() watches nothing: there are {', '.join(WHAT)}.")
-    return frozenset(whats)
+    return frozenset(check_each("what", what, WHAT, "a Monitor can watch"))

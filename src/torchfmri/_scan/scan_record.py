@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torchfmri._arguments import check_file, is_whole, require
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
@@ -21,6 +22,7 @@ from torchfmri._scan.store.stored_sequences import StoredSequences
 from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural
 from torchfmri.exceptions import InspectionError, ScanFormatError
+from torchfmri.visualization import check_picture
 
 if TYPE_CHECKING:
     import xarray
@@ -88,6 +90,9 @@ class Scan:
         return iter(self._sequences)
 
     def __getitem__(self, index: int) -> ScannedSequence:
+        count, given = len(self), cast(object, index)
+        inside = isinstance(given, slice) or (is_whole(given) and -count <= index < count)
+        require(inside, "scan[index]", index, f"there are {count} sequences, the first is 0")
         return self._sequences[index]
 
     @property
@@ -335,6 +340,8 @@ class Scan:
             sequence: Which sequence.
             title: Above it; the name of the model by default.
         """
+        if path is not None:
+            check_picture("path", check_file("path", path))
         return pictures.draw_scan(self._reading(sequence), path, title)
 
     def save_html(self, path: str | Path, *, sequence: int = 0, layers: Pattern = "*") -> None:
@@ -345,7 +352,9 @@ class Scan:
             sequence: Which sequence.
             layers: A pattern, or several.
         """
-        Path(path).write_text(page.scan_page(self._reading(sequence), layers), encoding="utf-8")
+        check_file("path", path).write_text(
+            page.scan_page(self._reading(sequence), layers), encoding="utf-8"
+        )
 
     # -- on disk ---------------------------------------------------------------------------------
 

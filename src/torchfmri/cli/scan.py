@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchfmri._arguments import check_number, require
 from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
     DatasetScan,
@@ -21,7 +22,7 @@ from torchfmri._scan import (
     Scan,
     Scanner,
     ScanOptions,
-    check_number,
+    require_replaceable,
     rows_of,
     scan_rows,
 )
@@ -144,6 +145,13 @@ def _check_options(options: Namespace) -> None:
     check_number(
         "--max-new-tokens", options.max_new_tokens, 0, "how many tokens to generate, 0 for none"
     )
+    check_number("--seed", options.seed, None, "a whole number that fits into 64 bits")
+    if options.batch is not None:
+        check_number("--batch", options.batch, 1, "give the number of rows to run at once")
+    if options.overwrite and options.out is not None:
+        require_replaceable(options.out, True)
+    if options.page is not None:
+        require(not options.page.is_dir(), "--page", str(options.page), "name a file, not a folder")
     if options.picture is not None:
         _check_picture(options.picture)
 
@@ -153,14 +161,9 @@ def _check_picture(path: Path) -> None:
         raise InspectionError(
             "--picture needs matplotlib, which is not installed: pip install 'torchfmri[plots]'"
         )
-    from matplotlib.backend_bases import FigureCanvasBase
+    from torchfmri.visualization import check_picture
 
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise InspectionError(
-            f"--picture {path}: {path.suffix!r} is no format of pictures. The ending is one of "
-            f"{', '.join(sorted(known))}."
-        )
+    check_picture("--picture", path)
 
 
 def _device(wanted: str | None) -> str | None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_callable, check_module, check_number, require
 from torchfmri._capture import CallKey
 from torchfmri._model import compiled_code_as_eager, spared_grad, unwrap, watched
 from torchfmri._records import History
@@ -98,8 +99,10 @@ class LearningDynamics:
             raise InspectionError(
                 "mode='strict' without a meta loss trains no routing; write mode='joint'."
             )
-        if accumulation_steps < 1:
-            raise InspectionError(f"accumulation_steps={accumulation_steps}: give at least 1.")
+        check_module("model", model)
+        check_callable("meta_loss", meta_loss, "give a function of routing and signals, or None")
+        check_number("accumulation_steps", accumulation_steps, 1, "give at least 1")
+        check_number("history_every", history_every, 0, "every so many steps, 0 for none")
         self._model = model
         self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
         self._capture = Capture(model, with_totals=signal == AGGREGATE)
@@ -198,6 +201,7 @@ class LearningDynamics:
 
 def routing_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Prototypes and gates, each once: what the meta optimizer trains."""
+    check_module("model", model)
     return _unique(
         parameter
         for module in unwrap(model).modules()
@@ -222,6 +226,9 @@ def _check_optimizers(
     routing: list[nn.Parameter],
 ) -> None:
     """Refuse optimizers that would both train a parameter, or the wrong ones."""
+    for name, value in (("optimizer", optimizer), ("meta_optimizer", meta_optimizer)):
+        meaning = "give a torch.optim.Optimizer, such as torch.optim.AdamW(parameters)"
+        require(isinstance(value, torch.optim.Optimizer), name, value, meaning)
     ours = set(map(id, routing))
     if any(id(each) in ours for group in optimizer.param_groups for each in group["params"]):
         raise InspectionError(

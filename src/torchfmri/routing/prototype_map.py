@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_module, require
 from torchfmri._model import spared_grad, watched
 from torchfmri.routing.capture import Capture, Captured
 from torchfmri.routing.goodness import Goodness, worth
@@ -49,6 +50,9 @@ def map_prototypes(
         labels: (b, s).
         goodness: What is good.
     """
+    check_module("model", model)
+    meaning = "give a function of the signals, such as torchfmri.routing.worth"
+    require(callable(goodness), "goodness", goodness, meaning)
     capture = Capture(model)
     with watched(model), spared_grad(model.parameters()), ExitStack() as stack:
         stack.callback(capture.detach)

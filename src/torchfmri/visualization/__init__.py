@@ -9,7 +9,7 @@ underscore draw what is given to them as arrays and know no model and no scan. A
 from torchfmri.visualization import history_plots, plots
 from torchfmri.visualization._brain import Band, Brain, draw_brain
 from torchfmri.visualization._colour_scale import meaning, scale_colours, tops
-from torchfmri.visualization._figure import axes_or_new, escape, new_figure
+from torchfmri.visualization._figure import axes_or_new, check_picture, escape, new_figure
 from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
 from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
@@ -29,6 +29,7 @@ __all__ = [
     "Line",
     "TokenTrack",
     "axes_or_new",
+    "check_picture",
     "draw_brain",
     "draw_lines",
     "escape",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchfmri._arguments import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,12 +38,9 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         ImportError: matplotlib is not installed; the message says how to.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Plots need matplotlib, which is not installed: pip install 'torchfmri[plots]'"
-        ) from error
+    _require_matplotlib()
+    from matplotlib.figure import Figure
+
     if _in_notebook():
         from matplotlib import pyplot
 
@@ -48,9 +48,33 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "Plots need matplotlib, which is not installed: pip install 'torchfmri[plots]'"
+        ) from error
+
+
+def check_picture(name: str, path: Path) -> None:
+    """Raise where a path cannot become a picture: a folder, or an ending of no known format."""
+    _require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    require(not path.is_dir(), name, str(path), "that is a folder; name a file in it")
+    known = FigureCanvasBase.get_supported_filetypes()
+    endings = ", ".join(sorted(known))
+    meaning = f"{path.suffix!r} is no format of pictures; the ending is one of {endings}"
+    require(not path.suffix or path.suffix[1:].lower() in known, name, str(path), meaning)
+
+
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
     """`ax`, or the axes of a new figure of that size in inches."""
-    return new_figure(width, height).add_subplot() if ax is None else ax
+    if ax is None:
+        return new_figure(width, height).add_subplot()
+    require(hasattr(ax, "get_figure"), "ax", ax, "give matplotlib Axes, or None for a new figure")
+    return ax
 
 
 def split_right(ax: Axes, share: float) -> Axes:

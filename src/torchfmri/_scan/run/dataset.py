@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from torchfmri._arguments import check_number
 from torchfmri._model import ending_by_signals, whole_restorations
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.run.dataset_rows import Row
 from torchfmri._scan.run.refusals import refuse_shared_work
-from torchfmri._scan.run.scan_options import check_number
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.store.folder import META
 from torchfmri._scan.store.manifest import read_committed

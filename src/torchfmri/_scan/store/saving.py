@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchfmri._arguments import check_path
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.folder import META, is_ours, list_names, sync_folder
@@ -39,14 +40,19 @@ def save(
         InspectionError: There is something already, and neither was asked for; or it is no scan.
         OSError: The disk is full, or the like.
     """
-    target = Path(path)
+    target = check_path("path", path)
+    if overwrite and append:
+        raise InspectionError(
+            f"overwrite=True replaces the scan in {str(target)!r}, append=True adds to it. Choose "
+            "one of the two."
+        )
     target = target.resolve() if target.is_symlink() else target
     if append:
         with ScanWriter(target, anatomy, meta, commit_seconds=float("inf")) as writer:
             for sequence in sequences:
                 writer.append(sequence)
         return
-    _require_replaceable(target, overwrite)
+    require_replaceable(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.parent / f".saving-{secrets.token_hex(8)}"
     try:
@@ -60,7 +66,7 @@ def save(
 
 def _move(new: Path, target: Path, overwrite: bool) -> None:
     old = new.with_name(f".replaced-{new.name.rpartition('-')[2]}")
-    _require_replaceable(target, overwrite)
+    require_replaceable(target, overwrite)
     if os.path.lexists(target):
         target.rename(old)
     try:
@@ -73,7 +79,8 @@ def _move(new: Path, target: Path, overwrite: bool) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _require_replaceable(path: Path, overwrite: bool) -> None:
+def require_replaceable(path: Path, overwrite: bool) -> None:
+    """Raise where a scan cannot be saved under this name: something is there that must stay."""
     if not os.path.lexists(path) or (path.is_dir() and not list_names(path)):
         return
     if not overwrite:

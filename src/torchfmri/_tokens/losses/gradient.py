@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import check_tensor
 from torchfmri._tokens.algebra.block import Block
 from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.sketch import Sketch
@@ -187,6 +188,7 @@ class TokenLossGradient:
 
 def check_direction(name: str, direction: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless a direction has the shape of its parameter."""
+    check_tensor("direction", direction, f"of the shape of {name!r}, {shape}")
     if tuple(direction.shape) != shape:
         raise InspectionError(
             f"The direction for {name!r} has the shape {tuple(direction.shape)}, the parameter "

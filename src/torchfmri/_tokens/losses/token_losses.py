@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchfmri._arguments import check_flag, check_number
 from torchfmri.exceptions import InspectionError
 
 _REDUCTIONS = ("none", "sum", "mean")
@@ -50,6 +51,8 @@ def token_losses(
         >>> torchfmri.token_losses(logits, ids, reduction="mean").shape
         torch.Size([2, 5])
     """
+    check_number("ignore_index", ignore_index, None, "the label that does not count, such as -100")
+    check_flag("shift", shift)
     _check(logits, labels, ignore_index, reduction)
     labels = labels.to(logits.device, torch.long)
     if shift:  # the labels move, not the logits: those would be copied

@@ -471,7 +471,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "ScanOptions": {
         "per": ("token", 7), "voxel": NO_COUNT, "live": ("x", None), "verify": ("x", 1),
-        "layers": (7, [], None), "tensors": (7, []), "loss": ("mean", 7),
+        "layers": (7, [], None), "tensors": (7, []),
     },
     "Scanner": {"model": ("tiny", None), "options": (7, {}, "x")},
     "Scanner.scan": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchfmri._arguments import check_flag, check_number, require
+from torchfmri._arguments import check_flag, check_number
 from torchfmri._model import Pattern, check_pattern
 from torchfmri._scan.run.scan_loss import OwnLoss
 from torchfmri.exceptions import InspectionError
@@ -50,6 +50,3 @@ class ScanOptions:
         check_pattern(self.layers)
         if self.tensors is not None:
             check_pattern(self.tensors)
-        if isinstance(self.loss, str) or not callable(self.loss):
-            meaning = "choose 'generated' or 'all', or give a function of output, ids, generated"
-            require(self.loss in ("generated", "all", None), "loss", self.loss, meaning)

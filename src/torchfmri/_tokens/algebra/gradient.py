@@ -192,7 +192,9 @@ class TokenGradient:
         """The k entries of largest absolute value in each token's gradient."""
         entries = math.prod(self._info.shape)
         if not is_whole(k) or not 1 <= k <= entries:
-            raise InspectionError(f"topk({k!r}): give 1 to {entries:,}, {self.name!r} has no more.")
+            raise InspectionError(
+                f"topk({k!r}): {self.name!r} has {entries:,} entries; give a number of them."
+            )
         terms = self.terms("topk()")
         if len(terms) == 1 and terms[0].rows == 1 and _tensors(terms[0]) == 2:
             values, places = _outer_topk(terms[0].precise(), k)

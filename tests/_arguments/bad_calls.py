@@ -436,7 +436,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "History.update_ratio": {"parameter": ("x", 7, None)},
     "History.export": {"path": (7, None, "x.docx")},
     "Incidents": {
-        "folder": (7, []), "steps": (0, -1, "x", 1.5, None), "most": (0, -1, "x", 1.5, None),
+        "folder": (7, []), "steps": (0, -1, "x", 1.5, None), "most": (-1, "x", 1.5, None),
     },
     "diagnose": {
         "model": (*NO_MODEL, None), "optimizer": ("sgd", 7, None), "steps": NO_COUNT,

@@ -40,7 +40,7 @@ class Incidents:
         check_flag("weights", self.weights)
         check_flag("origin", self.origin)
         check_number("steps", self.steps, 1, "give a number from 1 upwards")
-        check_number("most", self.most, 1, "give a number from 1 upwards")
+        check_number("most", self.most, 0, "give a number of incidents, 0 for none")
 
 
 def check_action(action: Any) -> Action | None:

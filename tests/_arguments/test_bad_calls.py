@@ -65,7 +65,7 @@ def names_of(value: Any) -> list[str]:
     return [each for each in found if each]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("bad", list(bad_calls()), ids=str)
 def test_a_bad_call(bad: BadCall, world: World) -> None:
     before = state_of(world.model)

@@ -134,7 +134,7 @@ def interrupted(work: Callable[[nn.Module], None], model: nn.Module, at: int) ->
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("cases", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_line_of_a_restoration_can_be_interrupted(
     work: Callable[[nn.Module], None], cases: int
 ) -> None:

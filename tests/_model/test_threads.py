@@ -64,13 +64,13 @@ def sample(model: nn.Module, seed: int) -> list[list[int]]:
 
 def test_seeded_sampling_in_two_threads_on_two_models() -> None:
     models = [Words(), Words()]
-    expected = [[sample(model, seed) for seed in range(6)] for model in models]
+    expected = [[sample(model, seed) for seed in range(4)] for model in models]
     before = [state_of(each) for each in models]
 
     def work(model: nn.Module) -> Callable[[], Any]:
-        return lambda: [sample(model, seed) for seed in range(6)]
+        return lambda: [sample(model, seed) for seed in range(4)]
 
-    for _ in range(5):
+    for _ in range(3):
         assert in_threads(*map(work, models)) == expected
     for model, state in zip(models, before, strict=True):
         assert_same_state(state, state_of(model))
@@ -98,7 +98,7 @@ def test_one_model_in_several_threads_gives_what_one_thread_gives() -> None:
 
     acts = [scan, inspect, price, scan, inspect]
     expected = [each() for each in acts]
-    for _ in range(4):
+    for _ in range(2):
         for found, wanted in zip(in_threads(*acts), expected, strict=True):
             np.testing.assert_array_equal(found, wanted)
     assert not any(isinstance(each, Exception) for each in in_threads(inspect, scan, inspect))

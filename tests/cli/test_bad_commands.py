@@ -149,7 +149,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return {key: tmp_path / name for key, name in zip(keys, names, strict=True)}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("row", ROWS)
 def test_a_bad_command_line(

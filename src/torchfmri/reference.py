@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from torchfmri._arguments import check_number, check_real, check_tensor, require
+
 __all__ = [
     "AttentionFunction",
     "LightAttentionFunction",
@@ -246,6 +248,13 @@ class LightAttentionFunction(Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`LinearFunction` as a function: x (..., i), weight (o, i), bias (o,) to (..., o)."""
+    check_tensor("x", x, "(..., i)")
+    check_tensor("weight", weight, "(o, i)")
+    fits = weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[-1]
+    require(fits, "weight", weight, f"give (o, i), with the last axis of x, {tuple(x.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, "(o,)")
+        require(bias.shape == weight.shape[:1], "bias", bias, f"give ({weight.shape[0]},)")
     return LinearFunction.apply(x, weight, bias, "oi")
 
 
@@ -269,6 +278,7 @@ def attention(
         causal: Query s sees keys 0 to s only; beside a mask, both hold.
         scale: Of the scores; 1/√d by default.
     """
+    _check_attention(query, key, value, mask, scale)
     result: Tensor = AttentionFunction.apply(query, key, value, mask, causal, scale)[0]
     return result
 
@@ -294,6 +304,8 @@ def light_attention(
         scale: As for `attention`.
         block: How many keys at a time.
     """
+    _check_attention(query, key, value, mask, scale)
+    check_number("block", block, 1, "how many keys at a time, such as 128")
     apply = LightAttentionFunction.apply
     result: Tensor = apply(query, key, value, mask, causal, scale, block)[0]
     return result
@@ -343,6 +355,29 @@ def _apply(
     results = apply(*tensors, *normalised, *rest)
     results = tuple(each.squeeze(1) for each in results) if one_head else results
     return results if arguments else results[0]
+
+
+def _check_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> None:
+    axes = "(b, heads, tokens, d), or (b, tokens, d) for one head"
+    for name, each in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, each, axes)
+        require(each.dim() in (3, 4), name, each, f"give {axes}")
+    fits = query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1]
+    require(fits, "key", key, f"its b and d must be those of the query, {tuple(query.shape)}")
+    fits = value.shape[:-1] == key.shape[:-1]
+    require(fits, "value", value, f"give one for each key, {tuple(key.shape[:-1])} and a width")
+    if mask is not None:
+        check_tensor("mask", mask, "booleans or numbers, (..., s, t)")
+        wanted = (*query.shape[:-1], key.shape[-2])
+        if query.dim() == 3 and mask.dim() == 4:
+            wanted = (query.shape[0], 1, *wanted[1:])
+        sizes = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        fits = mask.dim() <= 4 and all(size in (1, whole) for size, whole in sizes)
+        require(fits, "mask", mask, f"give one that broadcasts to {wanted}")
+    if scale is not None:
+        check_real("scale", scale, "give a number, or None for 1/√d")
 
 
 def _normalised(

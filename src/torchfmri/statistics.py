@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchfmri import _kernels
+from torchfmri._arguments import check_number, check_tensor, is_whole, require
 from torchfmri._kernels import (
     NEGATIVE,
     ChannelStatistics,
@@ -44,7 +45,7 @@ from torchfmri._kernels import (
     reduce_channels,
     refine,
 )
-from torchfmri._torch import is_transformed, require_tensor
+from torchfmri._torch import is_transformed
 from torchfmri.exceptions import InspectionError
 
 __all__ = [
@@ -56,7 +57,7 @@ __all__ = [
     "merge_statistics",
 ]
 
-_MASK = ("mask", "booleans over the leading dimensions of the tensor, such as (b, s)")
+_MASK = "booleans over the leading dimensions of the tensor, such as (b, s)"
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 LARGEST_SHARE = 0.02
 """A bin with more of the mass than this makes quantiles vague; a grid is then taken as well."""
@@ -184,7 +185,7 @@ class Statistics(FrozenDict):
         Raises:
             InspectionError: No histogram was taken, or `q` is not between 0 and 1.
         """
-        if not 0 <= q <= 1:
+        if not isinstance(q, (int, float)) or not 0 <= q <= 1:
             raise InspectionError(f"A quantile is a share between 0 and 1, not {q!r}.")
         return quantile_of(self._pieces, q, relative=True)
 
@@ -201,12 +202,17 @@ class Statistics(FrozenDict):
         Raises:
             InspectionError: No histogram was taken.
         """
-        if range is None and self.finite:
+        check_number("bins", bins, 1, "a number of bins, such as 64")
+        if range is not None:
+            _check_range(range)
+        elif self.finite:
             range = (float(self.min), float(self.max))  # noqa: A001
         return linear_of(self._pieces, bins, range)
 
     def merge(self, other: Statistics) -> Statistics:
         """The statistics of the values of both."""
+        meaning = "Statistics merge with Statistics, such as calculate_statistics(tensor)"
+        require(isinstance(other, Statistics), "other", other, meaning)
         if not self.dtype or not other.dtype:
             return other if not self.dtype else self
         filled = [part for part in (self, other) if part.finite]
@@ -272,6 +278,8 @@ class Statistics(FrozenDict):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Statistics:
         """The statistics that `to_dict` wrote; what is derived is derived anew."""
+        known = isinstance(data, Mapping) and set(cls.__dataclass_fields__) <= set(data)
+        require(known, "data", data, "give what Statistics.to_dict() returned")
         values = {name: data[name] for name in cls.__dataclass_fields__}
         for name in ("mean", "squared_deviations", "min", "max"):
             values[name] = math.nan if values[name] is None else values[name]
@@ -364,13 +372,15 @@ def calculate_channel_statistics(
         InspectionError: As for `calculate_statistics`, or there is no such axis.
     """
     _require_values(tensor)
-    if tensor.is_nested or not -tensor.dim() <= axis < tensor.dim():
+    if tensor.is_nested or not (is_whole(axis) and -tensor.dim() <= axis < tensor.dim()):
         shape = "nested" if tensor.is_nested else tuple(tensor.shape)
         raise InspectionError(
-            f"There is no axis {axis} in a tensor of shape {shape}. Name one that it has."
+            f"There is no axis {axis!r} in a tensor of shape {shape}. Name one that it has."
         )
     axis %= tensor.dim()
-    if mask is not None and axis < require_tensor(mask, *_MASK).dim():
+    if mask is not None:
+        check_tensor("mask", mask, _MASK)
+    if mask is not None and axis < mask.dim():
         raise InspectionError(
             f"Axis {axis} is one of the {mask.dim()} dimensions of the mask. "
             f"Choose an axis behind them, such as -1."
@@ -389,7 +399,12 @@ def calculate_channel_statistics(
 def merge_statistics(parts: Iterable[AnyStatistics]) -> AnyStatistics:
     """The statistics of all parts together; of none, `Statistics.empty()`."""
     empty: Any = Statistics.empty()
-    merged: AnyStatistics = reduce(lambda one, two: one.merge(two), list(parts) or [empty])
+    meaning = "give a list of Statistics, or of ChannelStatistics"
+    require(isinstance(parts, Iterable), "parts", parts, meaning)
+    several = list(parts) or [empty]
+    kinds = (Statistics, ChannelStatistics)
+    require(all(isinstance(each, kinds) for each in several), "parts", several, meaning)
+    merged: AnyStatistics = reduce(lambda one, two: one.merge(two), several)
     return merged
 
 
@@ -427,7 +442,9 @@ def statistics_of_reduction(
 def _require_values(tensor: Tensor) -> None:
     """Raise an InspectionError that says why a tensor has nothing to read."""
     if not isinstance(tensor, Tensor):
-        raise InspectionError(f"Statistics are of tensors, not of {type(tensor).__name__}.")
+        raise InspectionError(
+            f"Statistics are of tensors, not of {type(tensor).__name__}. Give a torch.Tensor."
+        )
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         reason = "is not initialized yet. Run the model once first."
     elif is_transformed(tensor):
@@ -439,6 +456,14 @@ def _require_values(tensor: Tensor) -> None:
     else:
         return
     raise InspectionError(f"The tensor has no values to read: it {reason}")
+
+
+def _check_range(limits: Any) -> None:
+    pair = isinstance(limits, (tuple, list)) and len(limits) == 2
+    numbers = pair and all(isinstance(each, (int, float)) for each in limits)
+    require(
+        numbers and limits[0] <= limits[1], "range", limits, "give (lowest, highest), two numbers"
+    )
 
 
 def _unreadable(tensor: Tensor, error: Exception) -> InspectionError:
@@ -456,7 +481,7 @@ def _select(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[int, int
     """The counted positions of a tensor in one leading dimension, and (counted, seen)."""
     if mask is None:
         return tensor, None
-    require_tensor(mask, *_MASK)
+    check_tensor("mask", mask, _MASK)
     if tensor.is_nested or tuple(tensor.shape[: mask.dim()]) != tuple(mask.shape):
         shape = "nested" if tensor.is_nested else tuple(tensor.shape)
         raise InspectionError(

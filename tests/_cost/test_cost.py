@@ -244,7 +244,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_is_no_model() -> None:
-    with pytest.raises(InspectionError, match=r"takes an nn\.Module"):
+    with pytest.raises(InspectionError, match="give a model"):
         torchfmri.cost(nn.Linear, torch.randn(5, 4))  # type: ignore[arg-type]
 
 

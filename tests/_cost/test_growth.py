@@ -188,7 +188,7 @@ def test_result_reads_as_table_page_and_json() -> None:
     assert str(growth.predict(batch=2, length=64)).startswith("batch 2, length 64: peak ")
     with pytest.raises(InspectionError, match="is no layer with FLOPs"):
         growth["self_atn"]
-    with pytest.raises(InspectionError, match="positive"):
+    with pytest.raises(InspectionError, match="give a whole number from 1"):
         growth.predict(batch=0)
 
 

@@ -402,9 +402,9 @@ def test_misuse_is_explained() -> None:
     model = make_model()
     with pytest.raises(InspectionError, match="every=0"):
         Monitor(model, every=0)
-    with pytest.raises(InspectionError, match="cannot watch 'weights'"):
+    with pytest.raises(InspectionError, match="what='weights': a Monitor can watch"):
         Monitor(model, what="weights")
-    with pytest.raises(InspectionError, match="watches nothing"):
+    with pytest.raises(InspectionError, match=r"what=\(\): a Monitor can watch"):
         Monitor(model, what=())
     with pytest.raises(InspectionError, match=r"no torch\.optim\.Optimizer"):
         Monitor(model, ["adam"])  # type: ignore[list-item]

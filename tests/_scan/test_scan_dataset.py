@@ -1,11 +1,15 @@
 """Scans of datasets: what a row is, and that nothing is lost or done twice, whatever happens."""
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +137,10 @@ def test_fields_by_name(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     path = write_lines(tmp_path / "x.jsonl", {"prompt": "fine"}, "", line)
     with pytest.raises(InspectionError, match=r"(?i)line 3 of .*x\.jsonl") as caught:
-        rows_of(path)
+        rows_of(path, strict=True)
     assert said in str(caught.value)
+    good, bad = rows_of(path)
+    assert (good.problem, bad.problem) == ("", str(caught.value))
 
 
 def test_a_line_that_is_no_text(tmp_path: Path) -> None:
@@ -176,7 +182,7 @@ def test_records_of_any_sequence() -> None:
     plain = rows_of(["a text", [1, 2], torch.tensor([3, 4]), np.array([5])])
     assert [row.prompt for row in plain] == ["a text", [1, 2], [3, 4], [5]]
     with pytest.raises(InspectionError, match="Record 1 has no prompt in 'text'"):
-        list(rows_of([{"text": "a"}, {"prompt": "b"}], "text"))
+        list(rows_of([{"text": "a"}, {"prompt": "b"}], "text", strict=True))
 
 
 def test_names_tell_rows_apart() -> None:
@@ -663,3 +669,186 @@ def test_torchrun_shares_a_dataset(tmp_path: Path) -> None:
     assert {each.name for each in out.glob("manifest*")} == {
         "manifest-rank000.jsonl", "manifest-rank001.jsonl",
     }  # fmt: skip
+
+
+# -- interruptions of batches ----------------------------------------------------------------------
+
+
+@contextmanager
+def ended_at_write(number: int) -> Iterator[None]:
+    """Commit every row at once, and interrupt the program when so many writes have been flushed."""
+    writes, seconds = 0, 0.0
+    flush = os.fsync
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += 10
+        return seconds
+
+    def interrupt(descriptor: int) -> None:
+        nonlocal writes
+        flush(descriptor)
+        writes += 1
+        if writes == number:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", clock)
+        patch.setattr(os, "fsync", interrupt)
+        yield
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("batch", [2, 4, 5])
+def test_interruptions_within_a_batch_change_no_sampled_token(tmp_path: Path, batch: int) -> None:
+    prompts = [f"row {number}" for number in range(8)]
+
+    def sample(out: str) -> None:
+        scan(prompts, tmp_path / out, 6, batch=batch, do_sample=True, seed=1)
+
+    sample("whole.fmri")
+    whole = {each.name: each.tokens.ids.tolist() for each in load(tmp_path / "whole.fmri")}
+    partly = 0
+    for write in range(4, 24, 2):
+        out = f"{write}.fmri"
+        with ended_at_write(write), pytest.raises(KeyboardInterrupt):
+            sample(out)
+        partly += len(load(tmp_path / out)) % batch > 0
+        sample(out)
+        found = {each.name: each.tokens.ids.tolist() for each in load(tmp_path / out)}
+        assert found == whole
+    assert partly > 3  # of the interruptions these left a batch unfinished
+
+
+def test_a_batch_is_what_generate_draws_for_its_rows(tmp_path: Path) -> None:
+    model, tokenizer = load_model("tiny")
+    prompts = ["Once upon", "The big dog", "A red ball", "We all saw"]
+    options = ScanOptions(per=None, layers="*.0.mlp")
+    torchfmri.scan_dataset(
+        model, tokenizer, prompts, tmp_path / "x.fmri", 6,
+        options=options, batch=2, seed=5, do_sample=True,
+    )  # fmt: skip
+    for start in (0, 2):
+        rows = prompts[start : start + 2]
+        name = rows_of(prompts)[start].name
+        digest = hashlib.sha256(f"5 {name}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        encoded = tokenizer(rows, padding=True, padding_side="left", return_tensors="pt")
+        expected = model.generate(**encoded, max_new_tokens=6, do_sample=True)
+        for row, sequence in enumerate(load(tmp_path / "x.fmri")[start : start + 2]):
+            ids = sequence.tokens.ids.tolist()
+            first = int((encoded["attention_mask"][row] == 0).sum())
+            assert expected[row, first : first + len(ids)].tolist() == ids
+
+
+def test_sampling_with_another_batch_is_another_scan(tmp_path: Path) -> None:
+    rows = ["one", "two", "thr"]
+    scan(rows[:2], tmp_path / "x.fmri", 2, batch=2, do_sample=True, seed=1)
+    with pytest.raises(InspectionError, match="'batch' is 2 there and 3 here"):
+        scan(rows, tmp_path / "x.fmri", 2, batch=3, do_sample=True, seed=1)
+    scan(rows[:2], tmp_path / "y.fmri", 2, batch=2)
+    assert scan(rows, tmp_path / "y.fmri", 2, batch=3).scanned == 1  # the likeliest tokens
+
+
+# -- rows that cannot be read ----------------------------------------------------------------------
+
+BAD_LINES = {
+    "condition": r'{"prompt": "x", "condition": "\ud800"}',
+    "prompt": r'{"prompt": "a \udfff b"}',
+    "message": r'{"messages": [{"role": "user", "content": "\ud800"}]}',
+    "no JSON": "{broken",
+    "no object": "[1, 2]",
+    "no prompt": '{"question": "why"}',
+    "a number": '{"prompt": 7}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_row_is_named_and_does_not_stop_the_others(
+    tmp_path: Path, line: str, batch: int
+) -> None:
+    path = write_lines(tmp_path / "x.jsonl", {"text": "one"}, line, {"text": "two"}, {"ids": [1]})
+    for found, scanned in ((0, 3), (3, 0)):
+        done = scan(path, tmp_path / "x.fmri", batch=batch)
+        assert (done.found, done.scanned, len(done.failed)) == (found, scanned, 1)
+        (why,) = done.failed.values()
+        assert f"ine 2 of {str(path)!r}" in why
+    assert [each.tokens.ids[0] for each in load(tmp_path / "x.fmri")] == [ord("o"), ord("t"), 1]
+    with pytest.raises(InspectionError, match="ine 2 of"):
+        scan(path, tmp_path / "strict.fmri", batch=batch, strict=True)
+    assert not (tmp_path / "strict.fmri").exists()
+
+
+def test_bad_rows_stop_nothing_where_they_stand_first(tmp_path: Path) -> None:
+    lines = [*BAD_LINES.values(), '{"text": "fine"}']
+    done = scan(write_lines(tmp_path / "x.jsonl", *lines), tmp_path / "x.fmri")
+    assert (done.scanned, len(done.failed)) == (1, len(BAD_LINES))
+
+
+def test_a_file_without_a_single_row_is_refused_at_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", *[{"question": "why"}] * 3)
+    with pytest.raises(InspectionError, match=r"Line 1 .* has no prompt in 'prompt'"):
+        scan(path, tmp_path / "x.fmri")
+
+
+@pytest.mark.parametrize(
+    "bad", [{"prompt": [{1: "a", "b": 2}]}, {"other": "x"}, {"text": "\ud800"}, 3, None], ids=str
+)
+def test_a_bad_record_is_passed_over(tmp_path: Path, bad: Any) -> None:
+    done = scan(["one", bad, "two"], tmp_path / "x.fmri")
+    assert (done.scanned, len(done.failed)) == (2, 1)
+    assert "Record 1" in next(iter(done.failed.values()))
+
+
+def test_a_record_that_cannot_be_fetched_is_passed_over(tmp_path: Path) -> None:
+    class Dataset:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> str:
+            if index == 1:
+                raise OSError("the disk is gone")
+            return "text"
+
+    done = scan(Dataset(), tmp_path / "x.fmri")
+    assert done.scanned == 2
+    assert "OSError: the disk is gone" in next(iter(done.failed.values()))
+
+
+def test_strict_stops_at_the_first_row_that_fails_and_keeps_the_others(tmp_path: Path) -> None:
+    with pytest.raises(InspectionError, match=r"Record 2: IndexError.*strict"):
+        scan(broken_rows(2), tmp_path / "x.fmri", strict=True)
+    assert len(load(tmp_path / "x.fmri")) == 2
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_ends_the_program_keeps_what_was_scanned(tmp_path: Path, name: str) -> None:
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+
+    def end(done: int, total: int, _: str) -> None:
+        if done == 2:
+            signal.raise_signal(number)
+
+    with pytest.raises(SystemExit) as caught:
+        scan(["one", "two", "three"], tmp_path / "x.fmri", on_row=end)
+    assert caught.value.code == 128 + number
+    assert len(load(tmp_path / "x.fmri")) == 2
+    assert signal.getsignal(number) is before
+    assert scan(["one", "two", "three"], tmp_path / "x.fmri").scanned == 1
+
+
+def test_a_handler_of_the_user_s_is_left_alone(tmp_path: Path) -> None:
+    said: list[int] = []
+    outer = signal.signal(signal.SIGTERM, lambda number, _: said.append(number))
+    try:
+        done = scan(["one", "two"], tmp_path / "x.fmri", on_row=lambda *_: signal.raise_signal(15))
+    finally:
+        signal.signal(signal.SIGTERM, outer)
+    assert (done.scanned, said) == (2, [signal.SIGTERM] * 2)

@@ -659,3 +659,11 @@ def test_lines_and_headers_stay_within_what_is_read(
     monkeypatch.setattr(tensor_file, "HEADER_BYTES", 1_000)
     with pytest.raises(InspectionError, match="names of 15 tensors"):
         write_scan(tmp_path / "y.fmri", ["a"])
+
+
+def test_a_scan_is_replaced_or_added_to_and_not_both(tmp_path: Path) -> None:
+    scan = Scan(ANATOMY, [make_sequence("one")], META)
+    scan.save(tmp_path / "x.fmri")
+    with pytest.raises(InspectionError, match=r"overwrite=True replaces .* append=True adds"):
+        scan.save(tmp_path / "x.fmri", overwrite=True, append=True)
+    assert load(tmp_path / "x.fmri").names == ("one",)

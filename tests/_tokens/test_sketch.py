@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchfmri import InspectionError
 from torchfmri._tokens.algebra.sketch import Sketch
 
 SHAPES = [(6, 5), (7,), (), (1, 9), (9, 1), (3, 4, 2), (40, 3)]
@@ -116,5 +117,5 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 
 def test_no_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="k=0"):
+    with pytest.raises(InspectionError, match="k=0"):
         Sketch("a", (3,), 0, 0)

@@ -1138,7 +1138,7 @@ def test_errors_name_what_was_asked_for() -> None:
         one[-3, 0]
     with pytest.raises(InspectionError, match="batch and a position"):
         one[0]  # type: ignore[index]
-    with pytest.raises(ValueError, match="k=0"):
+    with pytest.raises(InspectionError, match="k=0"):
         one.project(0)
     with pytest.raises(InspectionError, match="at least one"):
         tokens.dot({})

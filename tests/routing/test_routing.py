@@ -137,7 +137,7 @@ def test_layer_is_the_formula(sizes: tuple[int, int]) -> None:
 
 
 def test_sizes_are_checked() -> None:
-    with pytest.raises(torchfmri.InspectionError, match="both sizes"):
+    with pytest.raises(torchfmri.InspectionError, match="in_features=0: give the number"):
         SparseProtoLinear(0, 3)
     with pytest.raises(torchfmri.InspectionError, match="even parts"):
         MoIETransformerBlock(hidden_size=12, heads=4)

@@ -183,7 +183,7 @@ def test_loss_that_is_no_number_is_refused(loss: Any) -> None:
 
 
 def test_something_else_than_a_scaler_is_refused() -> None:
-    with pytest.raises(torchfmri.InspectionError, match="scaler='x' is no GradScaler"):
+    with pytest.raises(torchfmri.InspectionError, match="scaler='x': give torch"):
         dynamics_of(build(), scaler="x")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, TypeAlias
@@ -97,19 +96,6 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step()` cannot be called without an argument, as that of LBFGS."""
     closure = signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is Parameter.empty
-
-
-@contextmanager
-def spared(model: nn.Module) -> Iterator[None]:
-    """Keep the user's gradients out of reach: a loss may refer to the model itself."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 @dataclass(frozen=True)

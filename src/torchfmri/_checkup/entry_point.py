@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfmri._checkup.copies import OwnStep, copy_all, spared
+from torchfmri._arguments import check_callable, check_number, require
+from torchfmri._checkup.copies import OwnStep, copy_all
 from torchfmri._checkup.originals import untouched
 from torchfmri._checkup.run import Checkup
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
-from torchfmri._model import switched_off, unchanged, unwrap
+from torchfmri._model import spared_grad, switched_off, unchanged, unwrap
 from torchfmri.exceptions import InspectionError
 
 
@@ -67,24 +68,22 @@ def diagnose(
         raise InspectionError(f"diagnose takes an nn.Module, not {type(model).__name__}.")
     if optimizer is None:
         raise InspectionError("diagnose needs the optimizer that trains the model.")
-    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise InspectionError(
-            f"batches={batches!r} cannot be iterated over. Pass a DataLoader or a list of batches, "
-            "such as [(x, y)]."
-        )
-    if loss is not None and not callable(loss):
-        raise InspectionError(
-            f"loss={loss!r} is no function. Pass nn.CrossEntropyLoss(), for example, or None for a "
-            "model that returns its loss."
-        )
-    if not isinstance(steps, int) or steps < 1:
-        raise InspectionError(f"steps={steps!r}: give the number of training steps to look at.")
+    check_number("steps", steps, 1, "give the number of training steps to look at")
+    check_callable("loss", loss, "give a loss module or function of output and target")
+    check_callable("step", step, "give a function of model, batch and optimizer")
+    meaning = "give batches to train on, such as a DataLoader or a list"
+    listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    require(listed, "batches", batches, meaning)
     started = time.perf_counter()
     name = type(unwrap(model)).__name__
     if switched_off():
         return Diagnosis(name, ())
     notes = Notes()
-    with unchanged(model), spared(model), untouched(model, optimizer, step, notes) as check:
+    with (
+        unchanged(model),
+        spared_grad(model.parameters()),  # a loss may refer to the model itself
+        untouched(model, optimizer, step, notes) as check,
+    ):
         copies = copy_all(model, optimizer, loss, step)
         run = Checkup(model, copies, steps, notes)
         seen = run.observe(_endless(batches), check)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import random_state
+from torchfmri._model import evaluating, random_state
 from torchfmri._torch import flatten, map_tensors
 
 LEAST_SAMPLES = 4
@@ -40,7 +39,7 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
     ):
         return math.nan
 
-    with _still(model):
+    with evaluating(model), torch.no_grad():
         state = random_state()
         before = _rows(model(*arguments, **keywords), count)
         state.restore()
@@ -63,19 +62,6 @@ def _exchanged(place: int, tensor: Tensor) -> Tensor:
     rows = tensor.detach().clone()
     rows[0] = rows[place]
     return rows
-
-
-@contextmanager
-def _still(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode and without gradients, and afterwards as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _rows(output: Any, count: int) -> Tensor | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_scalar
 from torchfmri._checkup.batch_log import BatchLog
 from torchfmri._checkup.copies import Copies, Lost, Split, loss_of, split_batch
 from torchfmri._checkup.leaves import Leaves
@@ -38,7 +39,6 @@ from torchfmri._incidents import find_origin
 from torchfmri._model import RandomState, compiled_code_as_eager, copy_of_data, random_state
 from torchfmri._monitor import Monitor
 from torchfmri._records import Finding, History
-from torchfmri._torch import require_scalar
 from torchfmri.exceptions import InspectionError
 
 
@@ -175,7 +175,7 @@ class Checkup:
             raise InspectionError(
                 f"step= should return the loss (or nothing), not {type(value).__name__}."
             )
-        return require_scalar(value) if isinstance(value, Tensor) else value
+        return check_scalar(value) if isinstance(value, Tensor) else value
 
     def _weights_are_finite(self) -> bool:
         return all(bool(torch.isfinite(each).all()) for each in self._copies.model.parameters())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchfmri._arguments import check_callable, check_number, check_real
 from torchfmri._cost.advice import Advice, Option, mark_front
 from torchfmri._cost.measured_step import Step
 from torchfmri._cost.techniques import (
@@ -22,7 +23,6 @@ from torchfmri._cost.techniques import (
 )
 from torchfmri._cost.trial import Trial, copy_setup, deviation, time_side_by_side
 from torchfmri._model import Loss, compiled_code_as_eager, random_state, unchanged, unwrap
-from torchfmri._torch import require_count
 from torchfmri.exceptions import InspectionError
 
 _Chosen = tuple[Technique, ...]
@@ -65,8 +65,11 @@ def advise(
         InspectionError: The loss is not finite or not differentiable, the data is empty, or the
             model cannot be copied.
     """
-    require_count(rounds, "rounds", 1, "the times that each arrangement is timed")
-    require_count(combine, "combine", 0, "the most combinations to try")
+    check_number("rounds", rounds, 1, "give the times that each arrangement is timed, 1 or more")
+    check_number("combine", combine, 0, "give the most combinations to try, 0 for none")
+    if max_deviation is not None:
+        check_real("max_deviation", max_deviation, "a relative deviation, such as 1e-3", 0.0)
+    check_callable("progress", progress, "give a function of a line of text")
     step = Step(model, data, loss, target)
     with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))

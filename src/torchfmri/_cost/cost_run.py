@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from torchfmri._arguments import check_number
 from torchfmri._capture import BACKWARD, FORWARD, LOSS
 from torchfmri._cost.counted_step import CountedStep, count_step
 from torchfmri._cost.growth import Growth
@@ -20,7 +21,6 @@ from torchfmri._cost.measured_step import Step
 from torchfmri._cost.resizing import data_of_size
 from torchfmri._model import Loss, named_layers, unwrap
 from torchfmri._text import bytes_text, seconds_text
-from torchfmri._torch import require_count
 
 
 def cost(
@@ -52,7 +52,7 @@ def cost(
     Raises:
         InspectionError: The data is empty or cannot be resized, or `sizes` is malformed.
     """
-    require_count(rounds, "rounds", 0, "the times that time is measured (0: not at all)")
+    check_number("rounds", rounds, 0, "give the times that time is measured, 0 for not at all")
     given = data_of_size(data, target, sizes)
     step = Step(model, given.data, loss, given.target)
     count_step(step)  # the first time libraries load, choose kernels and take workspaces

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,13 +69,8 @@ def count_step(step: Step) -> CountedStep:
 
         position = Position(layers, returned=returned)
         memory = LiveMemory(position, existing, step.device)
-        handles = _listen_to_parameters(layers, counted)
-        try:
-            with position, resting_collector():
-                _run(one_pass, position, memory, SavedBytes(position, existing), counted)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _listening_to_parameters(layers, counted), position, resting_collector():
+            _run(one_pass, position, memory, SavedBytes(position, existing), counted)
     counted.flops, counted.uncounted = memory.flops, memory.uncounted
     counted.calls = position.calls
     counted.existing_bytes = memory.existing_bytes
@@ -105,19 +102,25 @@ def _run(
             run_backward()
 
 
-def _listen_to_parameters(layers: dict[str, nn.Module], counted: CountedStep) -> list[Any]:
-    """Hooks that tell how large the gradients are that really arrive."""
-    handles, known = [], set()
+@contextmanager
+def _listening_to_parameters(layers: dict[str, nn.Module], counted: CountedStep) -> Iterator[None]:
+    """Have hooks tell how large the gradients are that really arrive."""
+    handles: list[Any] = []
+    known = set()
 
     def arrived(layer: str, gradient: Tensor) -> None:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         counted.gradient_bytes[layer] += values.numel() * values.element_size()
 
-    for layer, module in layers.items():
-        for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in known or not parameter.requires_grad:
-                continue
-            known.add(id(parameter))
-            hook = Hook(partial(arrived, layer))
-            handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-    return handles
+    try:
+        for layer, module in layers.items():
+            for parameter in module._parameters.values():
+                if parameter is None or id(parameter) in known or not parameter.requires_grad:
+                    continue
+                known.add(id(parameter))
+                hook = Hook(partial(arrived, layer))
+                handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

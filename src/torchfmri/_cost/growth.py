@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchfmri._arguments import check_number
 from torchfmri._cost.laws import Law, PeakLaw, Sample, Term, choose_terms, fit_law, same_program
 from torchfmri._cost.resizing import Size
 from torchfmri._text import Column, Grid, bytes_text, flops_text, layer_label, star
@@ -110,8 +111,7 @@ class Growth:
         seen = sorted({size[place] for size in self.measured})
         if asked is None:
             return seen[-1]
-        if asked < 1:
-            raise InspectionError(f"{axis}={asked}: sizes are positive.")
+        check_number(axis, asked, 1, "give a whole number from 1 upwards")
         if len(seen) == 1 and asked != seen[0]:
             raise InspectionError(
                 f"{axis}={asked} cannot be predicted: {axis} {seen[0]} alone was measured, which "

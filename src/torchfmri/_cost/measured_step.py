@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_module
 from torchfmri._model import (
     Loss,
     arguments_for,
@@ -22,7 +23,7 @@ from torchfmri._model import (
     switched_off,
     unchanged,
 )
-from torchfmri._torch import flatten, require_module
+from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
 
@@ -45,7 +46,7 @@ class Step:
     notes: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_module(self.model, "This")
+        check_module("model", self.model)
         if isinstance(self.data, list):
             raise InspectionError(
                 f"data is a list of {len(self.data)}. For [x, y] give data=x, target=y; for "

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfmri._torch import flatten, require_count
+from torchfmri._arguments import is_list, is_whole, require
+from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
 AXES = ("batch", "length")
@@ -39,11 +40,10 @@ def check_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
             f"sizes={sizes!r}: write sizes={{'batch': (1, 2, 4), 'length': (64, 128, 256)}}, or "
             "one of the two."
         )
-    result = {}
-    for axis in AXES:
-        if axis in sizes:
-            given = sizes[axis] if isinstance(sizes[axis], Sequence) else (sizes[axis],)
-            result[axis] = sorted({require_count(each, axis, 0, "a size") for each in given})
+    for axis, values in sizes.items():
+        whole = is_list(values) and all(map(is_whole, values))
+        require(whole, f"sizes[{axis!r}]", values, "give two whole numbers or more, as (1, 2, 4)")
+    result = {axis: sorted(set(map(int, sizes[axis]))) for axis in AXES if axis in sizes}
     for axis, values in result.items():
         if len(values) < 2 or values[0] < 1:
             raise InspectionError(

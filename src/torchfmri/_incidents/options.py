@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from torchfmri._arguments import check_flag, check_number, check_path
 from torchfmri.exceptions import InspectionError
 
 Action: TypeAlias = Literal["raise", "skip", "continue"]
@@ -32,6 +33,14 @@ class Incidents:
     steps: int = 100
     most: int = 5
     origin: bool = True
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            check_path("folder", self.folder)
+        check_flag("weights", self.weights)
+        check_flag("origin", self.origin)
+        check_number("steps", self.steps, 1, "give a number from 1 upwards")
+        check_number("most", self.most, 0, "give a number of incidents, 0 for none")
 
 
 def check_action(action: Any) -> Action | None:

@@ -12,7 +12,7 @@ from torchfmri._capture import RunningLayers
 from torchfmri._incidents.event import Event, is_on_purpose, trace_back
 from torchfmri._incidents.report import Context, report
 from torchfmri._incidents.trace import Trace
-from torchfmri._model import compiled_code_as_eager, run_backward, unchanged
+from torchfmri._model import compiled_code_as_eager, run_backward, spared_grad, unchanged
 from torchfmri._records import Finding
 from torchfmri._torch import Hook, flatten
 
@@ -79,7 +79,7 @@ def trace_step(
     def returned(output: object) -> None:
         outputs[:] = [element.tensor.detach() for element in flatten(output)]
 
-    with compiled_code_as_eager(), unchanged(model), _spare_gradients(model):
+    with compiled_code_as_eager(), unchanged(model), spared_grad(model.parameters()):
         layers = RunningLayers(model, returned)
         trace = Trace(model, batch, layers, _call.__code__)
         arrived: list[Event] = []
@@ -149,16 +149,3 @@ def _listening(model: nn.Module, trace: Trace, arrived: list[Event]) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _spare_gradients(model: nn.Module) -> Iterator[None]:
-    """Leave `.grad` as it is, also where the step runs its own backward pass."""
-    held = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in held:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient

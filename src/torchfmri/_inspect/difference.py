@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import check_real, require
 from torchfmri._records import Call, Inspection, Value, check_what
 from torchfmri.exceptions import InspectionError
 
@@ -98,6 +99,10 @@ def first_difference(
                 f"first_difference compares two inspections, not a {type(given).__name__}. Make "
                 "them with Inspector(model).run_inspection(data, keep='tensors')."
             )
+    if tolerance is not None:
+        check_real("tolerance", tolerance, "a relative difference, such as 1e-5", 0.0)
+    mapped = names is None or (isinstance(names, Mapping) and all(each in a for each in names))
+    require(mapped, "names", names, "map layers of a to layers of b: {'layer in a': 'layer in b'}")
     pairs = _pairs(a, b, what, names or {})
     if "gradients" in what:
         pairs.reverse()

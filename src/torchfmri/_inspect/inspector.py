@@ -24,12 +24,14 @@ from torchfmri._model import (
     leaf_layers,
     loss_of,
     named_layers,
+    own_turn,
     run_backward,
     runnable,
     switched_off,
     thawed,
     unchanged,
     unwrap,
+    watched,
 )
 from torchfmri._records import BACKWARD_WHAT, Inspection, Record, check_what
 from torchfmri.exceptions import InspectionError
@@ -185,7 +187,8 @@ class Inspector:
         """
         arguments, keywords = arguments_for(self.model, data)
         with ExitStack() as stack:
-            recorder = stack.enter_context(self._attached(keep))
+            stack.enter_context(own_turn())
+            recorder = stack.enter_context(self._attached(keep, alone=True))
             if recorder is None:
                 return self.inspection
             backward = any(each in BACKWARD_WHAT for each in self._wanted())
@@ -221,7 +224,7 @@ class Inspector:
             yield self.inspection
 
     @contextmanager
-    def _attached(self, keep: Mapping[str, Any]) -> Iterator[Recorder | None]:
+    def _attached(self, keep: Mapping[str, Any], alone: bool = False) -> Iterator[Recorder | None]:
         """Hooks on, a fresh inspection, compiled code run eagerly; all undone afterwards."""
         options = _replace(self._keep, keep)
         if self._recording:
@@ -229,7 +232,7 @@ class Inspector:
                 "This inspector is already recording. End that block first, or use a second "
                 "Inspector(model) beside it."
             )
-        targets, watched, inspection = self._plan()
+        targets, sinks, inspection = self._plan()
         self._inspection = inspection
         if switched_off():
             inspection.missing = dict.fromkeys(inspection, "TORCHFMRI=off: nothing is attached")
@@ -237,18 +240,19 @@ class Inspector:
             return
         masked = masked_modules(self.model.modules())
         padding = Padding(masked, lambda error: recorder.failed("", error, False))
-        recorder = Recorder(inspection, watched, options, padding)
-        self._recording = True
-        try:
-            with compiled_code_as_eager(), Taps(targets, recorder):
-                padding.attach()
-                yield recorder
-            if recorder.error is not None:
-                raise recorder.error
-        finally:
-            padding.detach()
-            self._recording = False
-            recorder.finish()
+        recorder = Recorder(inspection, sinks, options, padding)
+        with watched(self.model, alone=alone):
+            self._recording = True
+            try:
+                with compiled_code_as_eager(), Taps(targets, recorder):
+                    padding.attach()
+                    yield recorder
+                if recorder.error is not None:
+                    raise recorder.error
+            finally:
+                padding.detach()
+                self._recording = False
+                recorder.finish()
 
     def _plan(self) -> tuple[list[Target], dict[str, Watched], Inspection]:
         """What to tap, once per module instance, and the empty records to fill."""
@@ -264,7 +268,7 @@ class Inspector:
         for name in layers:
             if name in watches:
                 names.setdefault(id(layers[name]), []).append(name)
-        targets, watched, records = [], {}, {}
+        targets, sinks, records = [], {}, {}
         for shared in names.values():
             first, module = shared[0], layers[shared[0]]
             what = frozenset().union(*(watches[name] for name in shared))
@@ -272,10 +276,10 @@ class Inspector:
             record.names = tuple(shared)
             targets.append(Target(first, module, what))
             channels = any(name in self._per_channel for name in shared)
-            watched[first] = Watched(record, module, what, channels)
+            sinks[first] = Watched(record, module, what, channels)
             records.update(dict.fromkeys(shared, record))
         ordered = {name: records[name] for name in layers if name in records}
-        return targets, watched, Inspection(type(unwrap(self.model)).__name__, ordered)
+        return targets, sinks, Inspection(type(unwrap(self.model)).__name__, ordered)
 
     def _wanted(self) -> set[str]:
         return {each for record in self.inspection.values() for each in record.what}
@@ -405,10 +409,9 @@ def _note_written(recorder: Recorder, name: str) -> None:
 
 
 def _check_whats(what: str | Sequence[str]) -> list[str]:
-    whats = [what] if isinstance(what, str) else list(what)
-    if not whats:
-        raise InspectionError("what=[] watches nothing. Write what='activations', for example.")
-    return [check_what(each) for each in whats]
+    if not isinstance(what, str) and not (isinstance(what, (list, tuple, set)) and what):
+        raise InspectionError(f"what={what!r} watches nothing. Write what='activations' or a list.")
+    return [check_what(each) for each in ([what] if isinstance(what, str) else what)]
 
 
 def _replace(keep: Keep, options: Mapping[str, Any]) -> Keep:

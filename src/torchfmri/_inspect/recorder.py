@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_device
 from torchfmri._capture import CallKey, Padding, TokenMask
 from torchfmri._records import GRADIENT_OF, PARAMETER_WHAT, Call, Inspection, Record, Value
 from torchfmri._torch import Element
@@ -42,7 +43,11 @@ class Keep:
                 f"max_bytes={limit!r} is no number of bytes, such as 2 << 30; None means no limit."
             )
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise InspectionError(f"dtype={self.dtype!r} is not a torch.dtype.")
+            raise InspectionError(
+                f"dtype={self.dtype!r} is not a torch.dtype: write torch.bfloat16, for example."
+            )
+        if self.device is not None:
+            check_device("device", self.device)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` that nobody else writes into."""

@@ -2,8 +2,9 @@
 
 `patterns` and `layers` turn wildcards into names and modules (a wrapper's prefix is an entry of the
 table in `layers`). `attachment` is the off switch. `snapshot` and `generators` save what a pass may
-change and put it back. `forward_pass` and `backward_pass` run the user's data, `optimizer_steps`
-notices steps, `named_models` and `factory` load the model that a command names.
+change and put it back; `interruption` keeps Ctrl-C from ending that half-way, and `threads` keeps
+two threads from doing it at a time. `forward_pass` and `backward_pass` run the user's data,
+`optimizer_steps` notices steps, `named_models` and `factory` load the model that a command names.
 """
 
 from torchfmri._model.attachment import compiled_code_as_eager, switched_off
@@ -15,9 +16,11 @@ from torchfmri._model.backward_pass import (
 )
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
-from torchfmri._model.generators import RandomState, generators_restored, random_state
+from torchfmri._model.generators import RandomState, random_state
+from torchfmri._model.interruption import ending_by_signals, whole_restorations
 from torchfmri._model.layers import (
     Pattern,
+    check_pattern,
     find_layers,
     leaf_layers,
     named_layers,
@@ -26,8 +29,9 @@ from torchfmri._model.layers import (
 )
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
-from torchfmri._model.patterns import match_names, nearest_names
-from torchfmri._model.snapshot import copy_of_data, unchanged
+from torchfmri._model.patterns import check_names, match_names, nearest_names
+from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
+from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
 
 __all__ = [
     "CHOICES",
@@ -39,11 +43,16 @@ __all__ = [
     "Pattern",
     "RandomState",
     "Subject",
+    "TrainedModel",
     "acts_on_gradients",
     "arguments_for",
+    "check_names",
     "check_optimizers",
+    "check_pattern",
     "compiled_code_as_eager",
     "copy_of_data",
+    "ending_by_signals",
+    "evaluating",
     "find_factory",
     "find_layers",
     "generators_restored",
@@ -54,8 +63,10 @@ __all__ = [
     "match_names",
     "named_layers",
     "nearest_names",
+    "own_turn",
     "prepare_backward",
     "random_state",
+    "resting",
     "run_backward",
     "runnable",
     "spared_grad",
@@ -63,4 +74,6 @@ __all__ = [
     "thawed",
     "unchanged",
     "unwrap",
+    "watched",
+    "whole_restorations",
 ]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from torchfmri._model.interruption import whole_restorations
+
 
 def switched_off() -> bool:
     """Whether the environment says TORCHFMRI=off: every attachment is then a no-op."""
@@ -40,15 +42,16 @@ def _stance() -> Iterator[None]:
     last one out restores it, in whichever order and thread they come and go.
     """
     global _users, _outer
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _outer = torch.compiler.set_stance("force_eager")
-    try:
-        yield
-    finally:
+    with whole_restorations():
         with _lock:
-            _users -= 1
-            if _users == 0:
-                _outer.__exit__(None, None, None)
-                _outer = None
+            _users += 1
+            if _users == 1:
+                _outer = torch.compiler.set_stance("force_eager")
+        try:
+            yield
+        finally:
+            with _lock:
+                _users -= 1
+                if _users == 0:
+                    _outer.__exit__(None, None, None)
+                    _outer = None

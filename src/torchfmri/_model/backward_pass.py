@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfmri._model.interruption import whole_restorations
 from torchfmri._torch import has_post_accumulate_hooks
 from torchfmri.exceptions import InspectionError
 
@@ -87,14 +88,15 @@ def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
 @contextmanager
 def spared_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Put every `.grad` aside while the block runs its own backward passes."""
-    spare = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
-    try:
-        for leaf, _ in spare:
-            leaf.grad = None
-        yield
-    finally:
-        for leaf, gradient in spare:
-            leaf.grad = gradient
+    with whole_restorations():
+        spare = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
+        try:
+            for leaf, _ in spare:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, gradient in spare:
+                leaf.grad = gradient
 
 
 def acts_on_gradients(parameters: Iterable[Tensor]) -> bool:

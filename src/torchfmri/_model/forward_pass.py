@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_scalar
 from torchfmri._model.layers import runnable
-from torchfmri._torch import Hook, flatten, require_scalar
+from torchfmri._torch import Hook, flatten
 from torchfmri.exceptions import InspectionError
 
 Loss: TypeAlias = "Callable[..., Tensor] | str | None"
@@ -84,7 +85,7 @@ def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | No
                 "loss=lambda output: ..., or loss='sum' for the sum of the output."
             )
         return None
-    value = require_scalar(value)
+    value = check_scalar(value)
     if backward and not value.requires_grad:
         raise InspectionError(
             "Gradients are watched, but the loss does not require grad: the model ran under "

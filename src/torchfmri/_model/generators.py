@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,16 +96,6 @@ def random_state() -> RandomState:
 
         numpy_state = np.random.get_state()
     return RandomState(torch.get_rng_state(), devices, random.getstate(), numpy_state)
-
-
-@contextmanager
-def generators_restored() -> Iterator[None]:
-    """Leave the random generators as they were."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 _KINDS = ("cuda", "xpu", "mps")

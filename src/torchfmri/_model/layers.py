@@ -76,16 +76,17 @@ def find_layers(
         InspectionError: A pattern is neither a string nor a module type.
     """
     chosen: set[str] = set()
-    for single in _as_list(pattern):
+    for single in check_pattern(pattern):
         found = _match(layers, single)
         if not found:
             raise _not_found(layers, single, hint)
         chosen.update(found)
-    for single in _as_list(exclude) if exclude is not None else ():
+    for single in check_pattern(exclude) if exclude is not None else ():
         chosen.difference_update(_match(layers, single))
     if not chosen:
         raise InspectionError(
-            f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}."
+            f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}. "
+            "Leave exclude out, or exclude fewer."
         )
     return [name for name in layers if name in chosen]
 
@@ -124,7 +125,12 @@ def _add_layers(
             _add_layers(inner, before + key, above, found)
 
 
-def _as_list(pattern: Pattern) -> Sequence[str | type[nn.Module]]:
+def check_pattern(pattern: Pattern) -> Sequence[str | type[nn.Module]]:
+    """The single patterns of one or several.
+
+    Raises:
+        InspectionError: One is neither a string nor a module type.
+    """
     patterns = [pattern] if isinstance(pattern, (str, type)) else pattern
     if not isinstance(patterns, (list, tuple, set, frozenset)) or not patterns:
         raise InspectionError(

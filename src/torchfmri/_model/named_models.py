@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchfmri._arguments import check_device
 from torchfmri._files import list_names, printable, size_of
 from torchfmri._model.factory import find_factory
-from torchfmri._torch import require_device
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 CHOICES = (
@@ -108,7 +108,7 @@ def load_model(
         InspectionError: There is no such model, what it needs is not installed, or its files cannot
             be read.
     """
-    place = None if device is None else require_device(device)
+    place = None if device is None else check_device("device", device)
     wanted = _read_dtype(dtype)
     named = _find(name, wanted, trust_remote_code)
     if place is not None:

@@ -132,7 +132,8 @@ def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Opti
     Raises:
         InspectionError: One of them is no optimizer.
     """
-    found: list[Any] = [given] if isinstance(given, (Optimizer, str)) else list(given or ())
+    listed = given is None or isinstance(given, (list, tuple))
+    found: list[Any] = list(given or ()) if listed else [given]  # type: ignore[arg-type]
     for each in found:
         if not isinstance(each, Optimizer):
             raise InspectionError(

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 
+from torchfmri._arguments import require
+
 
 def match_names(pattern: object, names: Iterable[str]) -> list[str]:
     """The names that match `pattern`, in the order given; none match what is no text.
@@ -133,3 +135,16 @@ def _segment_distance(segment: str, word: str) -> float:
     if compile_pattern(segment).fullmatch(word):
         return 0.0
     return 1.0 - SequenceMatcher(None, segment.strip("*?"), word).ratio()
+
+
+def check_names(patterns: str | Sequence[str]) -> list[str]:
+    """The single patterns of one or several over names.
+
+    Raises:
+        InspectionError: It is neither a pattern nor a list of them.
+    """
+    several = [patterns] if isinstance(patterns, str) else patterns
+    listed = isinstance(several, (list, tuple, set, frozenset)) and bool(several)
+    meaning = "give a pattern such as '*.mlp', or a list of these"
+    require(listed and all(isinstance(each, str) for each in several), "layers", patterns, meaning)
+    return list(several)

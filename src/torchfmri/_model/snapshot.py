@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchfmri._model.generators import random_state
+from torchfmri._model.interruption import whole_restorations
+from torchfmri._model.threads import own_turn, watched
 from torchfmri.exceptions import InspectionError
 
 
@@ -24,7 +26,18 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
     of lists, dicts and sets that modules hold at any depth, and the weights of embeddings that
     renormalise themselves. Other parameters are too large to copy: `written` is told the name of
     each that the forward pass wrote into. `.grad` is for the caller to spare.
+
+    Other threads wait for their turn to run a model; this one may nest such blocks.
+
+    Raises:
+        InspectionError: The model has lazy parameters, or another thread watches it.
     """
+    with own_turn(), watched(model), _restored(model, written):
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterator[None]:
     _reshard(model)
     restore = [random_state().restore, *_save_modules(model)]
     spared = {id(each) for each in _renormalised(model)}
@@ -34,11 +47,12 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
         if id(parameter) not in spared and not parameter.is_inference()
     ]
     try:
-        yield
+        with ExitStack() as stack:  # should one of them fail, the others still run
+            for put_back in restore:
+                stack.callback(put_back)
+            stack.callback(_reshard, model)  # before the others: the last one in is the first out
+            yield
     finally:
-        _reshard(model)
-        for put_back in restore:
-            put_back()
         for name, parameter, version in versions:
             if written is not None and parameter._version != version:
                 written(name)
@@ -53,6 +67,30 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the random generators as they were."""
+    with own_turn():
+        state = random_state()
+        try:
+            yield
+        finally:
+            state.restore()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode, and afterwards back into the mode that it had."""
+    with whole_restorations():
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 def copy_of_data(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -15,25 +15,27 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfmri._arguments import check_each, check_flag, check_number, check_scalar, check_scaler
 from torchfmri._diagnosis import LiveDiagnosis, describe
 from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
 from torchfmri._model import (
     Concerns,
     OptimizerSteps,
     Pattern,
+    TrainedModel,
     check_optimizers,
     find_layers,
     leaf_layers,
     named_layers,
     switched_off,
     unwrap,
+    whole_restorations,
 )
 from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, Series, Step
-from torchfmri._torch import require_scalar, require_scaler
 from torchfmri.exceptions import InspectionError, NonFiniteError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
@@ -112,14 +114,17 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
-        if not isinstance(every, int) or every < 1:
-            raise InspectionError(f"every={every!r}: 1 watches each step, 10 one in ten.")
+        check_number("every", every, 1, "1 watches each step, 10 one in ten")
+        check_number("history", history, 1, "give the number of steps to remember, at least 1")
+        check_flag("histogram", histogram)
+        if max_bytes is not None:
+            check_number("max_bytes", max_bytes, 0, "a number of bytes, or None for no limit")
         if loss is not None and not isinstance(loss, nn.Module):
             raise InspectionError(
                 f"loss={loss!r} is no module such as nn.CrossEntropyLoss(). With a function, tell "
                 "the monitor its result: step.loss(loss) in a step, or monitor.loss(loss)."
             )
-        require_scaler(scaler)
+        check_scaler(scaler)
         self.model, self.every = model, every
         layers = named_layers(model)
         names = leaf_layers(layers) if watch is None else find_layers(layers, watch)
@@ -139,6 +144,8 @@ class Monitor:
         )
         self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
         given = check_optimizers(optimizer)
+        self._trained = TrainedModel(model)
+        self._block: ExitStack | None = None
         self._live = LiveDiagnosis(lambda: describe(model, given or None))
 
     def __repr__(self) -> str:
@@ -166,13 +173,19 @@ class Monitor:
     def detach(self) -> None:
         """Remove every hook and finish; the history stays, a step that is under way does not."""
         self._attached = False
+        self._trained.release()
         self._optimizer_steps.detach()
         self._abandon()
         if self._hold is not None:
             self._hold.detach()
 
     def __enter__(self) -> Monitor:
-        return self.attach()
+        with ExitStack() as stack:
+            stack.enter_context(whole_restorations())
+            self.attach()
+            stack.callback(self.detach)
+            self._block = stack.pop_all()
+        return self
 
     def __exit__(
         self,
@@ -180,7 +193,9 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.detach()
+        if self._block is not None:
+            self._block.close()
+            self._block = None
 
     @contextmanager
     def step(self) -> Iterator[MonitoredStep]:
@@ -195,26 +210,28 @@ class Monitor:
                 f"This monitor is {inside}. Use either attach() or step(), one step at a time."
             )
         active = not switched_off() and not self._stopped
-        self._in_step = True
-        try:
-            if active:
-                self._safely(self._begin)
-            hold = self._hold if active and not self._stopped else None
-            if self._sink.step is not None or hold is not None:
-                self._safely(self._optimizer_steps.attach)
-            yield MonitoredStep(self._sink.step, hold)
-            if hold is not None and not self._stopped:
-                self._safely(hold.end)
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            self._in_step = False
-            self._optimizer_steps.detach()
-            if self._hold is not None:
-                self._hold.detach()
-        if active and not self._stopped:
-            self._safely(self._end)
+        with whole_restorations():
+            self._in_step = True
+            try:
+                if active:
+                    self._safely(self._begin)
+                hold = self._hold if active and not self._stopped else None
+                if self._sink.step is not None or hold is not None:
+                    self._safely(self._optimizer_steps.attach)
+                yield MonitoredStep(self._sink.step, hold)
+                if hold is not None and not self._stopped:
+                    self._safely(hold.end)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                self._in_step = False
+                self._trained.release()
+                self._optimizer_steps.detach()
+                if self._hold is not None:
+                    self._hold.detach()
+            if active and not self._stopped:
+                self._safely(self._end)
 
     def loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the step that is under way; with several, their mean is kept."""
@@ -252,6 +269,7 @@ class Monitor:
         self._hooks.detach()
 
     def _enter_model(self) -> None:
+        self._trained.is_called()
         step = self._sink.step
         if self._attached and step is not None and step.was_skipped():
             self._put_away(skipped=True)
@@ -467,7 +485,7 @@ class MonitoredStep:
     def loss(self, loss: Tensor | float) -> None:
         """Tell the loss of this step; with several (micro-batches), their mean is kept."""
         if isinstance(loss, Tensor) or not hasattr(loss, "__float__"):
-            require_scalar(loss)
+            check_scalar(loss)
         if self._step is not None:
             self._step.was_told_loss(loss)
         if self._hold is not None:
@@ -480,10 +498,4 @@ class MonitoredStep:
 
 
 def _check_whats(what: str | Sequence[str]) -> frozenset[str]:
-    whats = (what,) if isinstance(what, str) else tuple(what)
-    for each in whats:
-        if each not in WHAT:
-            raise InspectionError(f"A Monitor cannot watch {each!r}: there are {', '.join(WHAT)}.")
-    if not whats:
-        raise InspectionError(f"what=() watches nothing: there are {', '.join(WHAT)}.")
-    return frozenset(whats)
+    return frozenset(check_each("what", what, WHAT, "a Monitor can watch"))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import check_file, check_number, is_whole, require
 from torchfmri._model import nearest_names
 from torchfmri._records.history_files import write_records
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
@@ -139,8 +140,8 @@ class History:
     """
 
     def __init__(self, length: int = 1000, with_histograms: int = 16) -> None:
-        if length < 1:
-            raise InspectionError(f"A history of {length} steps holds nothing; give at least 1.")
+        check_number("length", length, 1, "give the number of steps to remember, at least 1")
+        check_number("with_histograms", with_histograms, 0, "a number of steps, 0 for none")
         self.series: list[Series] = []
         self.missing: dict[str, str] = {}
         self.notes: dict[str, list[str]] = {}
@@ -155,12 +156,12 @@ class History:
         return iter(self._steps)
 
     def __getitem__(self, position: int) -> Step:
-        try:
-            return self._steps[position]
-        except IndexError:
+        count = len(self)
+        if not is_whole(position) or not -count <= position < count:
             raise InspectionError(
-                f"There is no step at position {position}: {len(self)} are kept."
-            ) from None
+                f"There is no step at position {position!r}: {count} are kept, the last is -1."
+            )
+        return self._steps[position]
 
     def __repr__(self) -> str:
         if not self._steps:
@@ -214,6 +215,7 @@ class History:
 
     def scalar(self, name: str) -> Floats:
         """Another number per step, such as "seconds" or "gradient_scale"; nan where unknown."""
+        require(isinstance(name, str), "name", name, "give the name of a number, such as 'seconds'")
         if name in ("loss", "seconds"):
             return np.array([getattr(step, name) for step in self._steps], np.float64)
         return np.array([step.scalars.get(name, math.nan) for step in self._steps], np.float64)
@@ -303,7 +305,7 @@ class History:
         Raises:
             InspectionError: The ending is none of these, or pyarrow is missing.
         """
-        path = Path(path)
+        path = check_file("path", path)
         write_records(self.rows(), COLUMNS, path)
         return path
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from torchfmri._arguments import is_whole
 from torchfmri._records.values import ELEMENTS_OF, PARAMETER_WHAT, WHAT, Value, check_what
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import ChannelStatistics, Statistics, merge_statistics
@@ -235,8 +236,9 @@ class Record:
             if element is not None and element not in found:
                 raise InspectionError(f"{self.layer!r} has no {what} {element!r}: {list(found)}.")
             return [each for name, each in found.items() if element in (None, name)]
-        if call is not None and not -len(self.calls) <= call < len(self.calls):
-            raise InspectionError(f"{self.layer!r} has {len(self.calls)} calls, not call {call}.")
+        count = len(self.calls)
+        if call is not None and not (is_whole(call) and -count <= call < count):
+            raise InspectionError(f"{self.layer!r} has {count} calls, not call {call!r}: give 0.")
         calls = self.calls if call is None else [self.calls[call]]
         values = [each.value(what, 0 if element is None else element) for each in calls]
         return [value for value in values if value is not None]

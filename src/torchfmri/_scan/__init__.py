@@ -14,11 +14,12 @@ from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
 from torchfmri._scan.run.live_token import LiveToken
-from torchfmri._scan.run.scan_options import ScanOptions, check_number
+from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.run.stream import ScanStream
 from torchfmri._scan.scan_record import Scan
 from torchfmri._scan.store.repair import Repair, repair
+from torchfmri._scan.store.saving import require_replaceable
 
 __all__ = [
     "Anatomy",
@@ -33,9 +34,9 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Tokens",
-    "check_number",
     "load",
     "repair",
+    "require_replaceable",
     "rows_of",
     "scan",
     "scan_dataset",

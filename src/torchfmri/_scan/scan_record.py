@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torchfmri._arguments import check_file, is_whole, require
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
@@ -22,6 +23,7 @@ from torchfmri._scan.store.stored_sequences import StoredSequences
 from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural, printable, shorten
 from torchfmri.exceptions import FileFormatError, InspectionError
+from torchfmri.visualization import check_picture
 
 if TYPE_CHECKING:
     import xarray
@@ -91,6 +93,9 @@ class Scan:
         return iter(self._sequences)
 
     def __getitem__(self, index: int) -> ScannedSequence:
+        count, given = len(self), cast(object, index)
+        inside = isinstance(given, slice) or (is_whole(given) and -count <= index < count)
+        require(inside, "scan[index]", index, f"there are {count} sequences, the first is 0")
         return self._sequences[index]
 
     @property
@@ -363,6 +368,8 @@ class Scan:
             sequence: Which sequence; may be left out where there is only one.
             title: Above it; the name of the model by default.
         """
+        if path is not None:
+            check_picture("path", check_file("path", path))
         return pictures.draw_scan(self._reading(sequence), path, title)
 
     def save_html(
@@ -375,8 +382,9 @@ class Scan:
             sequence: Which sequence; may be left out where there is only one.
             layers: A pattern, or several.
         """
+        target = check_file("path", path)
         text = page.scan_page(self._reading(sequence), layers)
-        with new_file(path) as new:
+        with new_file(target) as new:
             new.write_text(text, encoding="utf-8")
 
     # -- on disk ---------------------------------------------------------------------------------

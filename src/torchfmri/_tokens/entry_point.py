@@ -6,12 +6,12 @@ from typing import Literal, overload
 
 from torch import nn
 
+from torchfmri._arguments import check_module
 from torchfmri._model import Pattern, named_layers
 from torchfmri._tokens.algebra.parameter import VOXEL
 from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri._tokens.calls.plan import find_parameters
 from torchfmri._tokens.losses.gradients import TokenLossGradients
-from torchfmri._torch import require_module
 from torchfmri.exceptions import InspectionError
 
 MAX_BYTES = 1 << 34
@@ -74,7 +74,7 @@ def token_gradients(
         LayerNotFoundError: The pattern matches no parameter.
         InspectionError: The matching parameters require no gradient, or an option is wrong.
     """
-    require_module(model, "token_gradients")
+    check_module("model", model)
     if per == "position":
         return TokenGradients(
             model, pattern, keep=keep or "factors", max_bytes=max_bytes, voxel=voxel

@@ -2,19 +2,11 @@
 
 Every private symbol of torch that we use stands in `private`, with a fallback; nothing else touches
 one. `hooks` is the object registered on modules, `elements` walks containers of tensors, `edges`
-finds where an input enters the graph, `backward_passes` numbers backward passes, `deferred` fetches
-numbers from a GPU without waiting for it, and `checks` refuses what users cannot have meant.
+finds where an input enters the graph, `backward_passes` numbers backward passes, and `deferred`
+fetches numbers from a GPU without waiting for it.
 """
 
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
-from torchfmri._torch.checks import (
-    require_count,
-    require_device,
-    require_module,
-    require_scalar,
-    require_scaler,
-    require_tensor,
-)
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
 from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_tensors
@@ -79,12 +71,6 @@ __all__ = [
     "node_sequence_number",
     "norms",
     "own_copy",
-    "require_count",
-    "require_device",
-    "require_module",
-    "require_scalar",
-    "require_scaler",
-    "require_tensor",
     "runs_checkpoint",
     "runs_grad",
     "saved_count",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_flag, check_number
 from torchfmri._model import (
     Loss,
     Pattern,
@@ -75,6 +76,7 @@ def verify_gradients(
         LayerNotFoundError: `layers` or `expected` matches nothing.
     """
     _check(model, directions)
+    check_flag("second", second)
     started = time.perf_counter()
     names = named_layers(model)
     chosen = _canonical(names, _choose(names, layers))
@@ -176,8 +178,7 @@ class _Report:
 def _check(model: Any, directions: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InspectionError(f"verify_gradients takes an nn.Module, not {type(model).__name__}.")
-    if not isinstance(directions, int) or directions < 1:
-        raise InspectionError(f"directions={directions!r}: a number from 1 upwards; 2 will do.")
+    check_number("directions", directions, 1, "give a number from 1 upwards; 2 will do")
     if switched_off():
         raise InspectionError("TORCHFMRI=off is set, so nothing is verified. Unset it.")
 

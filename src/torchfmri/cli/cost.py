@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchfmri._cost import advise, cost
-from torchfmri._model import FORM, load_subject
+from torchfmri._model import FORM, load_subject, nearest_names
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -69,9 +69,12 @@ def run_advise(options: Namespace) -> Result:
     """Try everything, and return the result as data, as text, and as an exit code."""
     make = None
     if options.optimizer:
-        make = getattr(torch.optim, options.optimizer, None)
-        if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
-            raise InspectionError(f"There is no torch.optim.{options.optimizer}.")
+        make = _optimizers().get(options.optimizer)
+        if make is None:
+            near = ", ".join(nearest_names(options.optimizer, list(_optimizers())))
+            raise InspectionError(
+                f"There is no torch.optim.{options.optimizer}. Nearest optimizers: {near}."
+            )
     subject = load_subject(options.subject)
     found = advise(
         subject.model,
@@ -83,6 +86,16 @@ def run_advise(options: Namespace) -> Result:
         progress=lambda text: _say("advise", text),
     )
     return found.to_dict(), found.table(), 0
+
+
+def _optimizers() -> dict[str, Any]:
+    """Name -> class of the optimizers in torch.optim."""
+    base = torch.optim.Optimizer
+    return {
+        name: each
+        for name, each in vars(torch.optim).items()
+        if isinstance(each, type) and issubclass(each, base) and each is not base
+    }
 
 
 def _add_subject(parser: ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from torchfmri._arguments import check_number, require
 from torchfmri._model import NamedModel, load_model
 from torchfmri._scan import Scan, Scanner, ScanOptions
 from torchfmri.cli.scan import spoken, summary
@@ -40,6 +41,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     """Scan, write the files, and return the result as data, as text, and as an exit code."""
+    check_number("--max-new-tokens", options.max_new_tokens, 0, "give 0 or more")
+    meaning = "that is a file; name a folder"
+    require(not options.out.is_file(), "--out", str(options.out), meaning)
     named = load_model(options.model) if options.model else choose_model()
     question = options.question or QUESTIONS.get(named.name, QUESTIONS[OURS])
     _say(f"asking {named.name}: {question}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from torchfmri._arguments import check_file, check_number
 from torchfmri._checkup import diagnose, diagnose_script
 from torchfmri._diagnosis import Diagnosis
 from torchfmri._model import FORM, find_factory
@@ -34,8 +35,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     """Diagnose, and return the result as data, as text, and as an exit code."""
+    check_number("--steps", options.steps, 1, "give the number of training steps to look at")
     if options.plot:
-        check_picture(options.plot)  # before the model trains
+        check_picture("--plot", check_file("--plot", options.plot))  # before the model trains
     print(f"torchfmri diagnose: {options.subject}", file=sys.stderr, flush=True)
     if options.subject.endswith(".py"):
         diagnosis = _user_code(lambda: diagnose_script(Path(options.subject), options.steps))

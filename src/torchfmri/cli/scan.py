@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchfmri._arguments import check_number, require
 from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
     DatasetScan,
@@ -23,7 +24,7 @@ from torchfmri._scan import (
     Scan,
     Scanner,
     ScanOptions,
-    check_number,
+    require_replaceable,
     rows_of,
     scan_rows,
 )
@@ -33,7 +34,7 @@ from torchfmri.visualization import check_picture
 
 Result = tuple[dict[str, Any], str, int]
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite")
-_DATASET_ONLY = ("--field", "--condition-field", "--batch")
+_DATASET_ONLY = ("--field", "--condition-field", "--batch", "--strict")
 _LOG_SECONDS = 30.0
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -63,6 +64,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--condition-field", metavar="NAME", help="the label for contrasts (default: condition)"
     )
     rows.add_argument("--batch", type=int, metavar="N", help="rows at once (default: 1)")
+    rows.add_argument(
+        "--strict", action="store_true", help="stop at the first row that cannot be scanned"
+    )
 
 
 def _add_generation(parser: ArgumentParser) -> None:
@@ -111,7 +115,8 @@ def run(options: Namespace) -> Result:
     )
     rows = None
     if options.dataset is not None:
-        rows = rows_of(options.dataset, options.field, options.condition_field or "condition")
+        label = "condition" if options.condition_field is None else options.condition_field
+        rows = rows_of(options.dataset, options.field, label, strict=options.strict)
     _say(f"loading {options.model}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     named = load_model(options.model, dtype=dtype, device=_device(options.device))
@@ -143,6 +148,13 @@ def _check_options(options: Namespace) -> None:
     check_number(
         "--max-new-tokens", options.max_new_tokens, 0, "how many tokens to generate, 0 for none"
     )
+    check_number("--seed", options.seed, None, "a whole number that fits into 64 bits")
+    if options.batch is not None:
+        check_number("--batch", options.batch, 1, "give the number of rows to run at once")
+    if options.overwrite and options.out is not None:
+        require_replaceable(options.out, True)
+    if options.page is not None:
+        require(not options.page.is_dir(), "--page", str(options.page), "name a file, not a folder")
     if options.picture is not None:
         _check_picture(options.picture)
 
@@ -152,7 +164,7 @@ def _check_picture(path: Path) -> None:
         raise InspectionError(
             "--picture needs matplotlib, which is not installed: pip install 'torchfmri[plots]'"
         )
-    check_picture(path)
+    check_picture("--picture", path)
 
 
 def _device(wanted: str | None) -> str | None:
@@ -249,6 +261,7 @@ def _run_dataset(
             chat=options.chat,
             seed=options.seed if options.sample else None,
             generate=generate,
+            strict=options.strict,
             on_row=lambda done, total, name: progress.at(done, total, name),
         )
         several = _gather(own)

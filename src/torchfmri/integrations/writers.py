@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchfmri._records import UPDATES, Series, Step
+from torchfmri._arguments import check_each, require
+from torchfmri._records import COLUMNS, UPDATES, Series, Step
 from torchfmri.statistics import Statistics
 
 FIELDS = ("rms", "mean", "std", "abs_max", "nan", "inf")
+_KNOWN = tuple(name for name in COLUMNS if name == "rms" or hasattr(Statistics, name))
 _BINS = 64
 
 
@@ -29,7 +31,10 @@ class TensorBoardWriter:
     def __init__(
         self, writer: Any, fields: Sequence[str] = FIELDS, histograms: bool = True
     ) -> None:
-        self._writer, self._fields, self._histograms = writer, tuple(fields), histograms
+        meaning = "give a SummaryWriter of torch.utils.tensorboard"
+        require(hasattr(writer, "add_scalar"), "writer", writer, meaning)
+        self._fields = check_each("fields", fields, _KNOWN, "name statistics")
+        self._writer, self._histograms = writer, histograms
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
@@ -65,7 +70,9 @@ class WandbWriter:
     """
 
     def __init__(self, run: Any, fields: Sequence[str] = FIELDS, histograms: bool = True) -> None:
-        self._run, self._fields, self._histograms = run, tuple(fields), histograms
+        require(hasattr(run, "log"), "run", run, "give a run, which wandb.init() returns")
+        self._fields = check_each("fields", fields, _KNOWN, "name statistics")
+        self._run, self._histograms = run, histograms
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchfmri._arguments import check_number
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.key_value_cache import KeyValueCache
 from torchfmri.routing.rotary import Rotary, rotary
@@ -61,11 +62,7 @@ class MoIETransformerBlock(nn.Module):
 
     def __init__(self, hidden_size: int, heads: int, number: int = 0) -> None:
         super().__init__()
-        if hidden_size % heads or (hidden_size // heads) % 2:
-            raise InspectionError(
-                f"{heads} heads do not divide a hidden size of {hidden_size} into even parts, "
-                "which rotary positions need."
-            )
+        check_heads(hidden_size, heads)
         self.heads, self.head_size, self.number = heads, hidden_size // heads, number
         self.norm = nn.RMSNorm(hidden_size)
         self.query = SparseProtoLinear(hidden_size, hidden_size)
@@ -116,3 +113,18 @@ class MoIETransformerBlock(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         """(b, s, heads * head size) -> (b, heads, s, head size)."""
         return x.view(*x.shape[:-1], self.heads, self.head_size).transpose(1, 2)
+
+
+def check_heads(hidden_size: int, heads: int) -> None:
+    """Raise where heads do not divide a hidden size into even parts, which rotary positions need.
+
+    Raises:
+        InspectionError: It names both.
+    """
+    for name, value in (("hidden_size", hidden_size), ("heads", heads)):
+        check_number(name, value, 1, "give a number from 1 upwards")
+    if hidden_size % heads or (hidden_size // heads) % 2:
+        raise InspectionError(
+            f"{heads} heads do not divide a hidden size of {hidden_size} into even parts, "
+            f"which rotary positions need. Give a multiple of {2 * heads}."
+        )

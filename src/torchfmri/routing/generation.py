@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_number, check_real, require
+from torchfmri._model import evaluating
 from torchfmri.exceptions import InspectionError
 
 
@@ -39,10 +41,8 @@ def generate(
         ending: The id that ends a sequence, and the one that fills it then (None: the same).
         use_cache: Whether to read every token once only.
     """
-    _check(ids, max_new_tokens, mask, sampling)
-    was_training = model.training
-    model.eval()
-    try:
+    _check(ids, max_new_tokens, mask, sampling, int(model.config.vocab_size))  # type: ignore[union-attr,arg-type]
+    with evaluating(model):
         running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         cache: Any = None
         unread = ids
@@ -58,8 +58,6 @@ def generate(
             cache, unread = (out.past_key_values, new[:, None]) if use_cache else (None, ids)
             if ending is not None and not bool(running.any()):
                 break
-    finally:
-        model.train(was_training)
     return ids
 
 
@@ -74,19 +72,23 @@ def _choose(logits: Tensor, sampling: Sampling | None) -> Tensor:
     return drawn[:, 0]
 
 
-def _check(ids: Tensor, new: int, mask: Tensor | None, sampling: Sampling | None) -> None:
-    if ids.ndim != 2 or not ids.shape[1]:
-        raise InspectionError(f"input_ids is (b, s) with at least one token, not {[*ids.shape]}.")
-    if new < 0:
-        raise InspectionError(f"max_new_tokens={new}: give 0 or more.")
+def _check(
+    ids: Tensor, new: int, mask: Tensor | None, sampling: Sampling | None, vocabulary: int
+) -> None:
+    tokens = isinstance(ids, Tensor) and not ids.is_floating_point()
+    tokens = tokens and ids.ndim == 2 and ids.shape[1] > 0
+    require(tokens, "input_ids", ids, "give (b, s) token ids, with at least one token")
+    wrong = ids[(ids < 0) | (ids >= vocabulary)].tolist()
+    known = f"the model's ids are from 0 to {vocabulary - 1}"
+    require(not wrong, "input_ids with the id", wrong[0] if wrong else None, known)
+    check_number("max_new_tokens", new, 0, "give 0 or more")
     if mask is not None and not bool((mask[:, -1] != 0).all()):
         raise InspectionError(
             "The prompt is padded on the right: what follows would follow the padding. Pad it on "
             "the left."
         )
-    if sampling is not None and sampling.temperature <= 0:
-        raise InspectionError(
-            f"temperature={sampling.temperature}: give more than 0, or do_sample=False."
-        )
-    if sampling is not None and sampling.top_k is not None and sampling.top_k < 1:
-        raise InspectionError(f"top_k={sampling.top_k}: give at least 1, or None.")
+    if sampling is not None:
+        meaning = "give more than 0, or do_sample=False"
+        check_real("temperature", sampling.temperature, meaning, least=1e-30)
+        if sampling.top_k is not None:
+            check_number("top_k", sampling.top_k, 1, "give at least 1, or None")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchfmri._arguments import check_number, require
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.block import Context, MoIETransformerBlock
+from torchfmri.routing.block import Context, MoIETransformerBlock, check_heads
 from torchfmri.routing.generation import Sampling, generate
 from torchfmri.routing.key_value_cache import KeyValueCache
 from torchfmri.routing.rotary import rotary
@@ -73,8 +74,11 @@ class RoutingLanguageModel(nn.Module):
 
     def __init__(self, config: RoutingConfig) -> None:
         super().__init__()
-        if config.blocks < 1:
-            raise InspectionError(f"A model of {config.blocks} blocks has no routing; give 1.")
+        meaning = "give a RoutingConfig(vocab_size, hidden_size, blocks, heads)"
+        require(isinstance(config, RoutingConfig), "config", config, meaning)
+        check_number("vocab_size", config.vocab_size, 1, "give a number from 1 upwards")
+        check_number("blocks", config.blocks, 1, "give a number from 1 upwards")
+        check_heads(config.hidden_size, config.heads)  # before anything is drawn
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(

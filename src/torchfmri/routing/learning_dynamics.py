@@ -13,10 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchfmri._arguments import (
+    check_callable,
+    check_module,
+    check_number,
+    check_scalar,
+    check_scaler,
+    require,
+)
 from torchfmri._capture import CallKey
-from torchfmri._model import compiled_code_as_eager, unwrap
+from torchfmri._model import compiled_code_as_eager, spared_grad, unwrap, watched
 from torchfmri._records import History
-from torchfmri._torch import gradient_scale, require_count, require_scalar, require_scaler
+from torchfmri._torch import gradient_scale
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.capture import Capture, Captured
 from torchfmri.routing.meta_loss import Divergence, MetaLoss
@@ -102,7 +110,11 @@ class LearningDynamics:
             raise InspectionError(
                 "mode='strict' without a meta loss trains no routing; write mode='joint'."
             )
-        require_count(accumulation_steps, "accumulation_steps", 1, "the passes of one step")
+        check_module("model", model)
+        check_callable("meta_loss", meta_loss, "give a function of routing and signals, or None")
+        check_number("accumulation_steps", accumulation_steps, 1, "give at least 1")
+        check_scaler(scaler)
+        check_number("history_every", history_every, 0, "every so many steps, 0 for none")
         self._model = model
         self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
         self._capture = Capture(model, with_totals=signal == AGGREGATE)
@@ -111,7 +123,7 @@ class LearningDynamics:
         self._meta_loss, self._signal, self._mode = meta_loss, require_signal(signal), mode
         self._passes, self._every = accumulation_steps, history_every
         self._keep_signals = keep_signals
-        self._scaler = require_scaler(scaler)
+        self._scaler = scaler
         self._pass = 0
         self._stack: contextlib.ExitStack | None = None
         self.history = History()
@@ -123,6 +135,7 @@ class LearningDynamics:
 
     def __enter__(self) -> LearningDynamics:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(watched(self._model))
             stack.enter_context(compiled_code_as_eager())
             stack.callback(self._capture.detach)
             self._capture.attach()
@@ -170,15 +183,11 @@ class LearningDynamics:
                 "The gradients of a step are complete and were not applied. Call "
                 "dynamics.apply_gradients() before the next pass."
             )
-        loss = require_scalar(loss)
-        before = self._set_aside() if self._mode == "strict" else None
-        try:
+        loss = check_scalar(loss)
+        # In strict mode, what the main loss asks of the routing is dropped.
+        with spared_grad(self._routing if self._mode == "strict" else ()):
             scaled = self._scaled(loss)
             torch.autograd.backward(scaled / self._passes if self._passes > 1 else scaled)
-        finally:
-            if before is not None:  # what the main loss asks of the routing is dropped
-                for parameter, gradient in zip(self._routing, before, strict=True):
-                    parameter.grad = gradient
         calls = self._capture.take()
         if not calls:
             raise InspectionError(
@@ -227,13 +236,6 @@ class LearningDynamics:
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def _set_aside(self) -> list[Tensor | None]:
-        """The gradients that the routing has so far, taken off it."""
-        before = [parameter.grad for parameter in self._routing]
-        for parameter in self._routing:
-            parameter.grad = None
-        return before
-
     def _add_meta_gradients(self, calls: list[Captured], loss: Tensor) -> Tensor:
         if self._signal == AGGREGATE:
             calls = _summed_over_processes(calls, _process_group(self._model))
@@ -265,6 +267,7 @@ class LearningDynamics:
 
 def routing_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Prototypes and gates, each once: what the meta optimizer trains."""
+    check_module("model", model)
     return _unique(
         parameter
         for module in unwrap(model).modules()
@@ -289,6 +292,9 @@ def _check_optimizers(
     routing: list[nn.Parameter],
 ) -> None:
     """Refuse optimizers that would both train a parameter, or the wrong ones."""
+    for name, value in (("optimizer", optimizer), ("meta_optimizer", meta_optimizer)):
+        meaning = "give a torch.optim.Optimizer, such as torch.optim.AdamW(parameters)"
+        require(isinstance(value, torch.optim.Optimizer), name, value, meaning)
     ours = set(map(id, routing))
     if any(id(each) in ours for group in optimizer.param_groups for each in group["params"]):
         raise InspectionError(

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import check_real, require
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.goodness import Goodness, worth
 from torchfmri.routing.scaling import TOKENS_AND_UNITS, UNITS, jensen_shannon, shares
@@ -41,6 +42,9 @@ class Divergence:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        meaning = "give a function of the signals, such as torchfmri.routing.worth"
+        require(callable(self.goodness), "goodness", self.goodness, meaning)
+        check_real("weight", self.weight, "give a number, such as 1.0")
         if self.over not in _AXES:
             known = ", ".join(map(repr, _AXES))
             raise InspectionError(f"over={self.over!r}: choose one of {known}.")
@@ -88,6 +92,9 @@ class Price:
     """
 
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_real("weight", self.weight, "give a number, such as 1.0")
 
     def __call__(self, routing: Routing, signals: Signals) -> Tensor:
         """The price of all routes of this call."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_module, require
+from torchfmri._model import spared_grad, watched
 from torchfmri.routing.capture import Capture, Captured
 from torchfmri.routing.goodness import Goodness, worth
 from torchfmri.routing.scaling import shares
@@ -47,18 +50,16 @@ def map_prototypes(
         labels: (b, s).
         goodness: What is good.
     """
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    check_module("model", model)
+    meaning = "give a function of the signals, such as torchfmri.routing.worth"
+    require(callable(goodness), "goodness", goodness, meaning)
     capture = Capture(model)
-    capture.attach()
-    try:
-        model.zero_grad()
+    with watched(model), spared_grad(model.parameters()), ExitStack() as stack:
+        stack.callback(capture.detach)
+        capture.attach()
         with torch.enable_grad():
             model(ids, labels=labels).loss.backward()
         calls = capture.take()
-    finally:
-        capture.detach()
-        for parameter, gradient in kept:
-            parameter.grad = gradient
     with torch.no_grad():
         return [_map(each, goodness) for each in calls if each.call.number == 0]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri.exceptions import InspectionError
+from torchfmri._arguments import check_number
 from torchfmri.routing.scaling import mas
 
 
@@ -50,10 +50,8 @@ class SparseProtoLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
-        if min(in_features, out_features) < 1:
-            raise InspectionError(
-                f"SparseProtoLinear({in_features}, {out_features}): both sizes are at least 1."
-            )
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            check_number(name, value, 1, "give the number of features, at least 1")
         self.in_features, self.out_features = in_features, out_features
         self.computation = nn.Linear(in_features, out_features)
         self.computation_output = nn.Identity()  # so that mu(x) can be watched by this name

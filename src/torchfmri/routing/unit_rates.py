@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_module, check_number
 from torchfmri._capture import CallKey, Taps, Target
 from torchfmri._model import named_layers
 from torchfmri._torch import Element
@@ -33,6 +34,8 @@ class UnitRates:
     """
 
     def __init__(self, model: nn.Module, tasks: int) -> None:
+        check_module("model", model)
+        check_number("tasks", tasks, 1, "how many tasks there are, at least 1")
         layers = named_layers(model)
         self._targets = [
             Target(name, module, frozenset({"activations"}))

@@ -9,8 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchfmri._arguments import require
 from torchfmri._files import new_file
-from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +38,8 @@ def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> No
     Raises:
         InspectionError: As `check_picture` does.
     """
-    check_picture(path)
     target = Path(path)
+    check_picture("path", target)
     if not target.suffix:
         target = target.with_name(f"{target.name}.{figure.canvas.get_default_filetype()}")
     with new_file(target) as new:
@@ -54,43 +54,48 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         ImportError: matplotlib is not installed; the message says how to.
     """
-    figure = _figure_class()
+    _require_matplotlib()
+    from matplotlib.figure import Figure
+
     if _in_notebook():
         from matplotlib import pyplot
 
         return pyplot.figure(figsize=(width, height), layout="constrained")
-    return figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _figure_class() -> type[Figure]:
+def _require_matplotlib() -> None:
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "Plots need matplotlib, which is not installed: pip install 'torchfmri[plots]'"
         ) from error
-    return Figure
 
 
-def check_picture(path: str | PathLike[str]) -> None:
-    """Raise where the ending of a file is no format that matplotlib can write.
+def check_picture(name: str, path: Path) -> None:
+    """Raise where a path cannot become a picture: a folder, or an ending of no known format.
 
     Raises:
         InspectionError: Naming the ending, and those that there are.
         ImportError: matplotlib is not installed.
     """
-    suffix = Path(path).suffix[1:]
-    known = _figure_class()().canvas.get_supported_filetypes()
-    if suffix and suffix.lower() not in known:
-        raise InspectionError(
-            f"{str(path)!r}: {suffix!r} is no format of pictures. The ending is one of "
-            f"{', '.join(sorted(known))}."
-        )
+    _require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    require(not path.is_dir(), name, str(path), "that is a folder; name a file in it")
+    known = FigureCanvasBase.get_supported_filetypes()
+    endings = ", ".join(sorted(known))
+    meaning = f"{path.suffix!r} is no format of pictures; the ending is one of {endings}"
+    require(not path.suffix or path.suffix[1:].lower() in known, name, str(path), meaning)
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
     """`ax`, or the axes of a new figure of that size in inches."""
-    return new_figure(width, height).add_subplot() if ax is None else ax
+    if ax is None:
+        return new_figure(width, height).add_subplot()
+    require(hasattr(ax, "get_figure"), "ax", ax, "give matplotlib Axes, or None for a new figure")
+    return ax
 
 
 def split_right(ax: Axes, share: float) -> Axes:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchfmri._model import match_names, nearest_names
+from torchfmri._arguments import require
+from torchfmri._model import check_names, match_names, nearest_names
 from torchfmri._records import Inspection, check_what
 from torchfmri._text import describe_bad, describe_state, layer_label, share_text, shorten, star
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
@@ -154,9 +155,11 @@ def layer_statistics(
         InspectionError: `what` was not captured of any of them.
     """
     check_what(what)
+    meaning = "give an Inspection: inspector.run_inspection(data)"
+    require(isinstance(inspection, Inspection), "inspection", inspection, meaning)
     names = list(inspection)
     chosen: set[str] = set()
-    for pattern in [layers] if isinstance(layers, str) else layers:
+    for pattern in check_names(layers):
         matched = match_names(pattern, names)
         if not matched:
             raise LayerNotFoundError(pattern, nearest_names(pattern, names), len(names))

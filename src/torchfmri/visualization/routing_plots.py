@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from torchfmri._arguments import require
 from torchfmri._records import Floats, History
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import (
@@ -99,8 +100,8 @@ def plot_activation(
         histories: Name -> the histories of its runs, with series "blocks.0.query" and so on.
         what: "activation_rate" or "selectivity".
     """
-    if not histories:
-        raise InspectionError("There are no histories to draw.")
+    meaning = "give {name: [history, ...]} with at least one name"
+    require(isinstance(histories, Mapping) and bool(histories), "histories", histories, meaning)
     columns = min(3, len(histories))
     rows = -(-len(histories) // columns)
     figure = new_figure(3.2 * columns + 0.6, 2.1 * rows + 0.6)
@@ -200,6 +201,8 @@ def plot_tradeoff(
         labels: Of the two axes.
         ax: Where to draw.
     """
+    meaning = "give {name: [(x, y), ...]} with at least one name"
+    require(isinstance(points, Mapping) and bool(points), "points", points, meaning)
     ax = axes_or_new(ax, 7.0, 4.4)
     for number, (name, pairs) in enumerate(points.items()):
         colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]

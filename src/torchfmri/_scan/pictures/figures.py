@@ -30,7 +30,6 @@ from torchfmri.visualization import (
     Line,
     TokenTrack,
     axes_or_new,
-    check_picture,
     draw_brain,
     draw_lines,
     escape,
@@ -143,8 +142,6 @@ def plot_token(
 
 def draw_scan(reading: Reading, path: str | Path | None = None, title: str | None = None) -> Figure:
     """All metrics of a sequence over the same tokens, in one figure; see `Scan.draw`."""
-    if path is not None:
-        check_picture(path)
     metrics = [metric for metric in METRICS if metric in reading.sequence.layers]
     if not metrics:
         raise InspectionError("This scan has no values per layer: there is nothing to draw.")

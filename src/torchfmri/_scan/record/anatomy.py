@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import check_number, is_list, require
 from torchfmri._model import nearest_names
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
@@ -46,6 +48,18 @@ class Anatomy:
     count: NDArray[np.int32]
     kind: NDArray[np.uint8]
 
+    def __post_init__(self) -> None:
+        for name in ("layers", "types"):
+            value = getattr(self, name)
+            texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+            require(texts, name, value, "give a tuple of names, one for each layer")
+        for name in ("layer", "start", "count", "kind"):
+            value = getattr(self, name)
+            whole = isinstance(value, np.ndarray) and value.ndim == 1
+            whole = whole and np.issubdtype(value.dtype, np.integer)
+            require(whole, name, value, "give an array (v,) of integers, one for each voxel")
+        self.check()
+
     @classmethod
     def of_widths(
         cls,
@@ -66,9 +80,22 @@ class Anatomy:
             kinds: What the voxels of each are, "units" by default.
             experts: How many experts the parameters of each hold as rows.
         """
+        require(is_list(layers), "layers", layers, "give a list of names")
+        kinds = ["units"] * len(layers) if kinds is None else kinds
+        lists: dict[str, Any] = {"types": types, "widths": widths, "sizes": sizes, "kinds": kinds}
+        if experts is not None:
+            lists["experts"] = experts
+        for name, value in lists.items():
+            fits = is_list(value) and len(value) == len(layers)
+            require(fits, name, value, f"give a list with one for each of {len(layers)} layers")
+        for name, least in (("widths", 0), ("sizes", 1), ("experts", 0)):
+            for value in lists.get(name, ()):
+                check_number(f"one of {name}", value, least, f"a number from {least} upwards")
+        for value in lists["kinds"]:
+            require(value in KINDS, "one of kinds", value, f"choose {', '.join(map(repr, KINDS))}")
         rows: list[tuple[int, int, int, int]] = []
         for index, (width, size) in enumerate(zip(widths, sizes, strict=True)):
-            kind = KINDS.index(kinds[index]) if kinds is not None else 0
+            kind = KINDS.index(kinds[index])
             rows += [(index, at, min(size, width - at), kind) for at in range(0, width, size)]
             if experts is not None:
                 rows += [
@@ -110,7 +137,15 @@ class Anatomy:
         """Raise where the tables contradict each other."""
         sizes = {len(each) for each in (self.layer, self.start, self.count, self.kind)}
         if len(self.types) != len(self.layers) or len(sizes) > 1:
-            raise InspectionError("The layers and voxels of this scan have different lengths.")
+            lengths = f"{len(self.layers)}, {len(self.types)}, {sorted(sizes)}"
+            raise InspectionError(
+                f"The layers, types and voxels of this scan have different lengths ({lengths}); "
+                "give one type for each layer, and four numbers for each voxel."
+            )
+        if len(set(self.layers)) != len(self.layers):
+            raise InspectionError(
+                f"This scan has a layer twice, in {self.layers[:20]}; give each layer once."
+            )
         if len(self.layer) and (
             self.layer.min() < 0
             or self.layer.max() >= len(self.layers)
@@ -119,4 +154,8 @@ class Anatomy:
             or self.count.min() < 1
             or self.start.min() < 0
         ):
-            raise InspectionError("The voxels of this scan point at layers that it does not have.")
+            raise InspectionError(
+                "The voxels of this scan point at layers that it does not have, or are not in "
+                f"their order: give numbers from 0 to {len(self.layers) - 1} that never fall, "
+                f"counts from 1, starts from 0, and kinds below {len(KINDS)}."
+            )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model import match_names, nearest_names
+from torchfmri._model import check_names, match_names, nearest_names
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.blocks import inside_of, kinds_of
 from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers
@@ -68,7 +68,7 @@ class Reading:
         """
         names = self.anatomy.layers
         chosen: set[str] = set()
-        for each in [pattern] if isinstance(pattern, str) else pattern:
+        for each in check_names(pattern):
             found = match_names(each, names)
             if not found:
                 raise LayerNotFoundError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchfmri._model import compiled_code_as_eager, generators_restored, spared_grad
+from torchfmri._model import compiled_code_as_eager, generators_restored, resting, spared_grad
 from torchfmri._scan.run.batch_rows import BatchRow, Frame, cut_rows
 from torchfmri._scan.run.cached_pass import run_cached
 from torchfmri._scan.run.decoding import Decoding
@@ -167,8 +167,10 @@ class BatchRun:
         tell = live_tokens(self.subject, prompt, self.speller, endings)
 
         def act(step: Step) -> None:
-            for token in tell(step):
-                on_token(token)
+            tokens = list(tell(step))
+            with resting():  # the reader of a stream may take long, and run something else
+                for token in tokens:
+                    on_token(token)
 
         return act
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchfmri._arguments import check_number
+from torchfmri._model import ending_by_signals, whole_restorations
 from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.run.dataset_rows import Row
 from torchfmri._scan.run.refusals import refuse_shared_work
 from torchfmri._scan.run.scanner import Scanner
@@ -33,8 +38,8 @@ class DatasetScan:
         path: The folder of the scan; `torchfmri.load(path)` reads it.
         scanned: How many sequences this call added; among several processes, this one alone.
         found: How many were there before.
-        failed: The name of a sequence -> its row, and why it could not be scanned. They are tried
-            again next time.
+        failed: The name of a sequence -> its row, and why it could not be read or scanned. They are
+            tried again next time.
 
     Example:
         >>> import torchfmri
@@ -61,14 +66,18 @@ def scan_rows(
     chat: bool = False,
     seed: int | None = None,
     generate: Mapping[str, Any] | None = None,
+    strict: bool = False,
     on_row: Callable[[int, int, str], None] | None = None,
     commit_seconds: float = 5.0,
 ) -> DatasetScan:
     """Scan every row that is not in the folder yet; sequences are committed as they come.
 
     Whatever interrupts it, calling it again goes on with what is missing: nothing is lost that was
-    committed, and nothing is scanned twice. Among several processes (torchrun) the first one lists
+    committed, and nothing is written twice. Among several processes (torchrun) the first one lists
     what is missing, and each takes its share.
+
+    Batches are fixed by the order of the rows: a batch of which a row is missing is run again
+    whole, with the seed it had, so that every row gets the tokens it would have got anyway.
 
     Args:
         scanner: The model, and what to measure.
@@ -77,8 +86,9 @@ def scan_rows(
         max_new_tokens: How many tokens to generate at most for each.
         batch: How many rows are run at once.
         chat: Wrap texts as a user's messages.
-        seed: Of sampling; each row (each batch) has one of its own, made from it and its name.
+        seed: Of sampling; each batch has one of its own, made from it and the first row's name.
         generate: Options for the model's `generate`.
+        strict: Stop at the first row that cannot be scanned, instead of passing it over.
         on_row: Told how many of how many are done, and the name of the next.
         commit_seconds: How long a finished sequence waits at most for others to be written with.
 
@@ -86,9 +96,9 @@ def scan_rows(
         LayerNotFoundError: The pattern matches no layer.
         InspectionError: The folder holds another scan, or the first rows cannot be scanned.
     """
-    if not isinstance(batch, int) or batch < 1:
-        raise InspectionError(f"batch={batch!r}: how many rows are run at once, such as 1.")
-    if max_new_tokens and seed is None and scanner.samples(generate or {}):
+    check_number("batch", batch, 1, "how many rows are run at once, such as 1")
+    samples = bool(max_new_tokens) and scanner.samples(generate or {})
+    if samples and seed is None:
         raise InspectionError(
             "Tokens are drawn, by your options or by the model's own settings, and a dataset must "
             "not depend on when it was interrupted: give a seed=, or do_sample=False."
@@ -97,20 +107,31 @@ def scan_rows(
     if world > 1:
         refuse_shared_work(scanner.model)
     pending = _list_pending(rows, Path(path), rank, world)
-    job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, len(rows) - len(pending))
-    own = pending[rank::world]
+    found = len(rows) - len(pending)
+    job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, found, strict)
     anatomy, meta = job.describe(rows)
+    if samples and batch > 1:  # what is drawn for a row depends on those beside it
+        meta["batch"] = batch
+    own = _batches(pending, batch)[rank::world]
     if not own:  # also then the folder must be one of such a scan
         if (Path(path) / META).exists():
             require_same(read_meta(Path(path)), anatomy, meta, Path(path))
         return DatasetScan(Path(path), found=job.found)
-    with ScanWriter(path, anatomy, meta, rank=rank, commit_seconds=commit_seconds) as writer:
-        for start in range(0, len(own), batch):
-            several = [rows[each] for each in own[start : start + batch]]
+    done, total = 0, sum(map(len, own))
+    with (
+        whole_restorations(),
+        ending_by_signals(),
+        ScanWriter(path, anatomy, meta, rank=rank, commit_seconds=commit_seconds) as writer,
+    ):
+        for missing in own:
+            start = missing[0] - missing[0] % batch
+            several = rows[start : start + batch]
+            wanted = {row.name: None for row in several if row.number in missing}
             if on_row is not None:
-                on_row(start, len(own), several[0].name)
+                on_row(done, total, next(iter(wanted)))
             # A run that was ending when this one listed what is missing may have added some.
-            job.scan([row for row in several if row.name not in writer.names], writer)
+            job.scan(several, wanted.keys() - writer.names, writer)
+            done += len(missing)
     return DatasetScan(Path(path), job.scanned, job.found, job.failed)
 
 
@@ -124,7 +145,9 @@ class _Job:
     seed: int | None
     generate: Mapping[str, Any]
     found: int
+    strict: bool = False
     scanned: int = 0
+    tried_in_vain: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
     def describe(self, rows: Sequence[Row]) -> tuple[Anatomy, dict[str, Any]]:
@@ -136,8 +159,12 @@ class _Job:
         Raises:
             InspectionError: None of the first rows can be run.
         """
-        for number in range(len(rows)):
-            row = rows[number]
+        tried = 0
+        row, failure = rows[0], None
+        for row in rows:
+            if row.problem:
+                continue
+            tried += 1
             try:
                 anatomy, meta = self.scanner.describe(
                     row.prompt, self.max_new_tokens, chat=self.chat, generate=self.generate
@@ -145,15 +172,25 @@ class _Job:
             except LayerNotFoundError:
                 raise
             except Exception as error:
-                if number + 1 in (_GIVE_UP, len(rows)):
-                    raise _gave_up(number + 1, row, error) from error
+                if tried == _GIVE_UP or self.strict:
+                    raise _gave_up(tried, row, error) from error
+                last, failure = row, error
                 continue
             return anatomy, meta | ({} if self.seed is None else {"seed": self.seed})
-        raise InspectionError("The dataset has no rows.")
+        if failure is not None:
+            raise _gave_up(tried, last, failure) from failure
+        raise InspectionError(f"No row of the dataset can be read. {row.problem}")
 
-    def scan(self, rows: Sequence[Row], writer: ScanWriter) -> None:
-        """Scan some rows at once; where that fails, one by one, to name the one that fails."""
-        if not rows:
+    def scan(self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter) -> None:
+        """Scan a batch and write the rows that are wanted.
+
+        Where the batch fails, the wanted ones are scanned one by one, to name the one that fails.
+        """
+        for row in rows:
+            if row.problem and row.name in wanted:
+                self._note(row, row.problem)
+        rows = [row for row in rows if not row.problem]
+        if not wanted & {row.name for row in rows}:
             return
         failure: Exception | None = None
         try:
@@ -169,15 +206,23 @@ class _Job:
         except Exception as error:
             failure = error
         if failure is None:
-            for sequence in found:
-                writer.append(sequence)
-                self.scanned += 1
+            for row, sequence in zip(rows, found, strict=True):
+                if row.name in wanted:
+                    self._write(row, sequence, writer)
         elif len(rows) == 1:
-            self._note(rows[0], failure)
+            self._note_failure(rows[0], failure)
         else:
             failure = None  # and with it what its frames hold, should memory have run out
             for row in rows:
-                self.scan([row], writer)
+                self.scan([row], wanted, writer)
+
+    def _write(self, row: Row, sequence: ScannedSequence, writer: ScanWriter) -> None:
+        try:
+            writer.append(sequence)
+        except InspectionError as error:  # it cannot be kept; a disk that fails is an OSError
+            self._note_failure(row, error)
+        else:
+            self.scanned += 1
 
     def _seed_of(self, row: Row) -> int | None:
         if self.seed is None:
@@ -185,11 +230,19 @@ class _Job:
         digest = hashlib.sha256(f"{self.seed} {row.name}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
-    def _note(self, row: Row, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        self.failed[row.name] = f"{row.place}: {reason}"
-        if not self.scanned and not self.found and len(self.failed) >= _GIVE_UP:
+    def _note_failure(self, row: Row, error: Exception) -> None:
+        self.tried_in_vain += 1
+        if not self.scanned and not self.found and self.tried_in_vain >= _GIVE_UP:
             raise _gave_up(_GIVE_UP, row, error) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        self._note(row, f"{row.place}: {reason}", error)
+
+    def _note(self, row: Row, why: str, error: Exception | None = None) -> None:
+        if self.strict:
+            raise InspectionError(
+                f"{why} Stopped there (strict): correct the row, or pass it over without strict."
+            ) from error
+        self.failed[row.name] = why
 
 
 def _gave_up(number: int, row: Row, error: Exception) -> InspectionError:
@@ -225,6 +278,11 @@ def _list_pending(rows: Sequence[Row], path: Path, rank: int, world: int) -> lis
         raise failure
     found: list[int] = pending
     return found
+
+
+def _batches(pending: Sequence[int], batch: int) -> list[list[int]]:
+    """The missing rows of each batch that misses any; batches are fixed by the rows' order."""
+    return [list(several) for _, several in groupby(pending, lambda number: number // batch)]
 
 
 def _pending(rows: Sequence[Row], path: Path) -> list[int]:

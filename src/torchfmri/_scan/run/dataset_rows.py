@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,34 @@ class Row:
         prompt: A text, chat messages or token ids.
         condition: The label by which scans are contrasted.
         place: The same place in words, for messages.
+        problem: Why it cannot be scanned, with its place; empty where it can.
     """
 
     number: int
     prompt: Any
     condition: str = ""
     place: str = field(default="", compare=False)
+    problem: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
         """Place and content: equal for the same row of the same dataset, and for no other."""
-        content = json.dumps([self.prompt, self.condition], sort_keys=True, default=str)
-        return f"{self.number:08d}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        if self.problem:
+            return f"{self.number:08d}-unreadable"
+        return f"{self.number:08d}-{hashlib.sha256(self.content.encode()).hexdigest()[:12]}"
+
+    @property
+    def content(self) -> str:
+        """What it says, as JSON of ASCII characters."""
+        return json.dumps([self.prompt, self.condition], sort_keys=True, default=str)
 
 
 def rows_of(
-    source: Any, field: str | None = None, condition_field: str = "condition"
+    source: Any,
+    field: str | None = None,
+    condition_field: str = "condition",
+    *,
+    strict: bool = False,
 ) -> Sequence[Row]:
     """The rows of a dataset.
 
@@ -49,16 +62,22 @@ def rows_of(
             elements are mappings, texts, messages or ids (a dataset of Hugging Face, for example).
         field: Where the prompt is; by default the first of prompt, messages, text and ids.
         condition_field: Where the condition is.
+        strict: Raise for a row that cannot be read; otherwise it is a row with a `problem`.
 
     Raises:
-        InspectionError: It is none of these, it is empty, or a line of it is wrong.
+        InspectionError: It is none of these, it is empty, or no line of it can be read.
     """
-    rows: Sequence[Row]
+    for name, value in (("field", field), ("condition_field", condition_field)):
+        if not isinstance(value, str) and not (name == "field" and value is None):
+            raise InspectionError(
+                f"{name}={value!r} is no name of a field: give a text such as 'prompt'."
+            )
+    rows: _Rows
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if not path.is_file():
             raise InspectionError(f"There is no file {str(path)!r}: a dataset is a .jsonl file.")
-        rows = _JsonLines(path, field, condition_field)
+        rows = _JsonLines(path, field, condition_field, strict)
     elif isinstance(source, Mapping) or not (
         hasattr(source, "__len__") and hasattr(source, "__getitem__")
     ):
@@ -67,7 +86,7 @@ def rows_of(
             f"{type(source).__name__}."
         )
     else:
-        rows = _Records(source, field, condition_field)
+        rows = _Records(source, field, condition_field, strict)
     if not len(rows):
         raise InspectionError(f"The dataset {str(source)[:200]!r} has no rows.")
     return rows
@@ -76,15 +95,29 @@ def rows_of(
 class _Rows(Sequence[Row]):
     """Rows that are read when they are asked for."""
 
-    def __init__(self, field: str | None, condition_field: str) -> None:
-        self._field, self._condition_field = field, condition_field
+    def __init__(self, field: str | None, condition_field: str, strict: bool) -> None:
+        self._field, self._condition_field, self._strict = field, condition_field, strict
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"There is no row {index} among {len(self)}.")
-        return self._read(index % len(self))
+        number = index % len(self)
+        return self._tried(number, partial(self._read, number))
+
+    def _tried(self, number: int, read: Callable[[], Row]) -> Row:
+        """The row that `read` returns; where it cannot be read, one that says why.
+
+        Raises:
+            InspectionError: It cannot be read, and rows are to be read strictly.
+        """
+        try:
+            return read()
+        except InspectionError as error:
+            if self._strict:
+                raise
+            return Row(number, "", problem=str(error))
 
     def _read(self, number: int) -> Row:
         raise NotImplementedError
@@ -96,7 +129,7 @@ class _Rows(Sequence[Row]):
             InspectionError: It has no prompt.
         """
         if not isinstance(record, Mapping):
-            return Row(number, _prompt_of(record, place), place=place)
+            return _complete(Row(number, _prompt_of(record, place), place=place))
         names = FIELDS if self._field is None else (self._field,)
         found = next((name for name in names if record.get(name) is not None), None)
         if found is None:
@@ -108,27 +141,34 @@ class _Rows(Sequence[Row]):
             )
         label = record.get(self._condition_field)
         prompt = _prompt_of(record[found], f"{found!r} in {place[0].lower()}{place[1:]}")
-        return Row(number, prompt, "" if label is None else str(label), place)
+        return _complete(Row(number, prompt, "" if label is None else str(label), place))
 
 
 class _JsonLines(_Rows):
     """The rows of a file with one JSON object per line; each line is looked at when it is opened.
 
     Raises:
-        InspectionError: A line is no object, or has no prompt; the message names the line.
+        InspectionError: No line has a prompt, or, where rows are read strictly, one has none; the
+            message names the line.
     """
 
-    def __init__(self, path: Path, field: str | None, condition_field: str) -> None:
-        super().__init__(field, condition_field)
+    def __init__(self, path: Path, field: str | None, condition_field: str, strict: bool) -> None:
+        super().__init__(field, condition_field, strict)
         self._path = path
         self._places: list[tuple[int, int]] = []  # offset, and line counted from 1
+        problem: str | None = None
+        readable = False
         with path.open("rb") as file:
             offset = 0
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._parse(line, len(self._places), number)
-                    self._places.append((offset, number))
-                offset += len(line)
+            for line, text in enumerate(file, start=1):
+                if text.strip():
+                    self._places.append((offset, line))
+                    number = len(self._places) - 1
+                    found = self._tried(number, partial(self._parse, text, number, line))
+                    problem, readable = problem or found.problem, readable or not found.problem
+                offset += len(text)
+        if problem and not readable:
+            raise InspectionError(problem)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -157,15 +197,46 @@ class _JsonLines(_Rows):
 class _Records(_Rows):
     """The rows of a sequence of records."""
 
-    def __init__(self, source: Any, field: str | None, condition_field: str) -> None:
-        super().__init__(field, condition_field)
+    def __init__(self, source: Any, field: str | None, condition_field: str, strict: bool) -> None:
+        super().__init__(field, condition_field, strict)
         self._source = source
 
     def __len__(self) -> int:
         return len(self._source)
 
     def _read(self, number: int) -> Row:
-        return self._row(self._source[number], number, f"Record {number}")
+        place = f"Record {number}"
+        try:
+            record = self._source[number]
+        except Exception as error:
+            raise InspectionError(
+                f"{place} cannot be read from the {type(self._source).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return self._row(record, number, place)
+
+
+def _complete(row: Row) -> Row:
+    """The row itself, if it can be named and kept.
+
+    Raises:
+        InspectionError: It cannot be written as JSON, or not as UTF-8.
+    """
+    try:
+        if "\\ud" in row.content:  # half of a pair that stands for one character, or both
+            json.dumps([row.prompt, row.condition], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        bad = error.object[error.start]
+        raise InspectionError(
+            f"{row.place} has {bad!r} in its prompt or condition, which is half of a character "
+            "and no text. Correct the row, or leave it out."
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InspectionError(
+            f"{row.place} cannot be written as JSON ({error}). A prompt is a text, a list of chat "
+            "messages or a list of token ids."
+        ) from error
+    return row
 
 
 def _prompt_of(value: Any, place: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torchfmri._arguments import check_callable, check_flag, check_number, check_path
 from torchfmri._model import Pattern
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import rows_of
@@ -136,14 +137,16 @@ def scan_dataset(
     seed: int | None = None,
     field: str | None = None,
     condition_field: str = "condition",
+    strict: bool = False,
     on_row: Callable[[int, int, str], None] | None = None,
     **generate: Any,
 ) -> DatasetScan:
     """Scan every row of a dataset into a folder, and say how it went; `load` reads the folder.
 
     Sequences are committed as they come. Whatever interrupts it, calling it again goes on with what
-    is missing: what was committed stays, and nothing is scanned twice. A row that fails is named
-    and passed over. Among several processes (torchrun) each takes its share.
+    is missing: what was committed stays, nothing is written twice, and tokens that are sampled do
+    not depend on it. A row that cannot be read or scanned is named and passed over. Among several
+    processes (torchrun) each takes its share.
 
     Args:
         model: As for `scan`.
@@ -153,11 +156,12 @@ def scan_dataset(
         out: The folder of the scan; it is created, or added to.
         max_new_tokens: As for `scan`, for each row.
         options: What to measure.
-        batch: How many rows are run at once.
+        batch: How many rows are run at once: neighbours in the dataset.
         chat: Wrap texts as a user's messages.
-        seed: Of sampling; each row has one of its own, made from it.
+        seed: Of sampling; each batch has one of its own, made from it.
         field: Where a record has its prompt; by default the first of prompt, messages, text, ids.
         condition_field: Where it has its condition, the label for contrasts.
+        strict: Stop at the first row that cannot be read or scanned.
         on_row: Told how many of how many are done, and the name of the next.
         **generate: For the model's `generate`.
 
@@ -173,7 +177,13 @@ def scan_dataset(
             f"{name}= is one of the options of a scan: write "
             f"options=torchfmri.ScanOptions({name}={generate[name]!r})."
         )
-    rows = rows_of(dataset, field, condition_field)
+    check_path("out", out)
+    check_callable("on_row", on_row, "give a function of done, total and name")
+    for name, value in (("strict", strict), ("chat", chat)):
+        check_flag(name, value)
+    if seed is not None:
+        check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
+    rows = rows_of(dataset, field, condition_field, strict=strict)
     return scan_rows(
         Scanner(model, tokenizer, options),
         rows,
@@ -183,5 +193,6 @@ def scan_dataset(
         chat=chat,
         seed=seed,
         generate=generate,
+        strict=strict,
         on_row=on_row,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchfmri._model import Pattern
+from torchfmri._arguments import check_flag, check_number
+from torchfmri._model import Pattern, check_pattern
 from torchfmri._scan.run.scan_loss import OwnLoss
 from torchfmri.exceptions import InspectionError
 
@@ -44,17 +45,8 @@ class ScanOptions:
             known = "'position', 'token_loss', 'cached' or None"
             raise InspectionError(f"per={self.per!r}: choose {known}.")
         check_number("voxel", self.voxel, 1, "the number of units of a voxel, such as 64")
-        for name, value in (("live", self.live), ("verify", self.verify)):
-            if not isinstance(value, bool):
-                raise InspectionError(f"{name}={value!r}: choose True or False.")
-
-
-def check_number(name: str, value: object, least: int | None, meaning: str) -> None:
-    """Raise where an argument is no whole number, too small, or beyond 64 bits.
-
-    Raises:
-        InspectionError: With the argument, its value, and what it means.
-    """
-    lowest = -(2**63) if least is None else least
-    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < 2**63:
-        raise InspectionError(f"{name}={value!r}: {meaning}.")
+        check_flag("live", self.live)
+        check_flag("verify", self.verify)
+        check_pattern(self.layers)
+        if self.tensors is not None:
+            check_pattern(self.tensors)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_number, require
 from torchfmri._model import find_layers, named_layers, runnable, switched_off, unchanged, unwrap
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.batch_rows import BatchRow
@@ -30,7 +31,7 @@ from torchfmri._scan.run.refusals import (
     refuse_virtual_tokens,
 )
 from torchfmri._scan.run.scan_loss import ScanLoss, check_loss
-from torchfmri._scan.run.scan_options import ScanOptions, check_number
+from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.spelling import Speller
 from torchfmri._scan.run.subject import PLACES, Subject, find_subject
 from torchfmri._scan.scan_record import Scan
@@ -121,6 +122,8 @@ class Scanner:
         Raises:
             InspectionError: Something of this cannot be done; the message says what to do.
         """
+        listed = generate is None or isinstance(generate, Mapping)
+        require(listed, "generate", generate, "give the options of generate: {'top_k': 5}")
         if on_token is not None and not callable(on_token):
             raise InspectionError(f"on_token={on_token!r} is no function of a token.")
         if seed is not None:
@@ -235,6 +238,9 @@ def _check_labels(
 ) -> None:
     """Raise where sequences have not a name and a condition each, if these were given."""
     for what, given in (("names", names), ("conditions", conditions)):
+        listed = given is None or isinstance(given, (str, Sequence))
+        texts = listed and all(isinstance(each, str) for each in given or ())
+        require(texts, what, given, "give a list of texts, one for each sequence")
         if given is not None and (isinstance(given, str) or len(given) != count):
             number = "one text" if isinstance(given, str) else str(len(given))
             raise InspectionError(

@@ -7,6 +7,7 @@ the token axis. What a layer does later is only looked at where it has the shape
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -288,7 +289,7 @@ class _Probe:
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], ids: Tensor) -> None:
         self._model, self._modules, self._ids = model, modules, ids
-        self._tokens, self._handles = ids, list[Any]()
+        self._tokens = ids
         self._readers: list[dict[nn.Module, int]] = []  # in each pass, the embeddings of the ids
         self.shapes: dict[str, list[list[tuple[Shape, int, int]]]] = {name: [] for name in modules}
         self.vocabulary: int | None = None
@@ -301,14 +302,11 @@ class _Probe:
         Raises:
             InspectionError: A token id is none of the model's.
         """
-        try:
-            self._attach()
-            with unchanged(self._model), torch.no_grad(), compiled_code_as_eager():
-                self._model.eval()
-                logits = [self._pass(size) for size in _probes(self._model)][-1]
-        finally:
-            for handle in self._handles:
-                handle.remove()
+        model = self._model
+        with unchanged(model), torch.no_grad(), compiled_code_as_eager(), ExitStack() as stack:
+            self._attach(stack)
+            model.eval()
+            logits = [self._pass(size) for size in _probes(model)][-1]
         counts = [count for each, count in self._readers[0].items() if each in self._readers[1]]
         self.vocabulary = min(counts, default=None)
         if logits is not None and logits.shape[1] > 1:
@@ -317,15 +315,15 @@ class _Probe:
             one, other = logits[:, :-1].float()
             self.looks_ahead = float((one - other).abs().max()) > limit * float(one.abs().max())
 
-    def _attach(self) -> None:
+    def _attach(self, stack: ExitStack) -> None:
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
                 hook = Hook(partial(self._called, name), module)
-                self._handles.append(module.register_forward_hook(hook))
+                stack.callback(module.register_forward_hook(hook).remove)
         for module in self._model.modules():
             if isinstance(module, nn.Embedding):
                 hook = Hook(self._embeds, module)
-                self._handles.append(module.register_forward_pre_hook(hook))
+                stack.callback(module.register_forward_pre_hook(hook).remove)
 
     def _pass(self, size: tuple[int, int]) -> Tensor | None:
         """The logits of every position for so many of the ids."""

@@ -103,16 +103,12 @@ def read_meta(folder: Path) -> tuple[Anatomy, dict[str, Any]]:
     meta, voxels = record.get("meta"), record.get("voxels")
     if not isinstance(meta, dict) or not isinstance(voxels, dict):
         raise FileFormatError(META, "it has no meta or no voxels")
-    anatomy = Anatomy(
-        _names(record.get("layers"), "layers"),
-        _names(record.get("types"), "types"),
-        **{name: _numbers(voxels.get(name), name, dtype) for name, dtype in _VOXELS.items()},
-    )
+    parts = (_names(record.get("layers"), "layers"), _names(record.get("types"), "types"))
+    numbers = {name: _numbers(voxels.get(name), name, dtype) for name, dtype in _VOXELS.items()}
     try:
-        anatomy.check()
+        return Anatomy(*parts, **numbers), meta
     except InspectionError as error:
         raise FileFormatError(META, str(error)) from error
-    return anatomy, meta
 
 
 def require_same(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchfmri._arguments import check_path
 from torchfmri._files import list_names, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -38,7 +39,12 @@ def save(
         InspectionError: There is something already, and neither was asked for; or it is no scan.
         OSError: The disk is full, or the like.
     """
-    target = Path(path)
+    target = check_path("path", path)
+    if overwrite and append:
+        raise InspectionError(
+            f"overwrite=True replaces the scan in {str(target)!r}, append=True adds to it. Choose "
+            "one of the two."
+        )
     target = target.resolve() if target.is_symlink() else target
     if append:
         with ScanWriter(target, anatomy, meta, commit_seconds=float("inf")) as writer:
@@ -47,7 +53,7 @@ def save(
         return
 
     def require_free() -> None:
-        _require_replaceable(target, overwrite)
+        require_replaceable(target, overwrite)
 
     with (
         new_folder(target, require_free) as new,
@@ -57,7 +63,8 @@ def save(
             writer.append(sequence)
 
 
-def _require_replaceable(path: Path, overwrite: bool) -> None:
+def require_replaceable(path: Path, overwrite: bool) -> None:
+    """Raise where a scan cannot be saved under this name: something is there that must stay."""
     if not os.path.lexists(path) or (path.is_dir() and not list_names(path)):
         return
     if not overwrite:

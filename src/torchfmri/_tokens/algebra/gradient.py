@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import check_number, check_tensor, is_whole
 from torchfmri._tokens.algebra import factors
 from torchfmri._tokens.algebra.factors import Index, Term
 from torchfmri._tokens.algebra.parameter import ParameterInfo
@@ -16,7 +17,6 @@ from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.algebra.sketch import Sketch
 from torchfmri._tokens.algebra.voxels import voxel_squares
-from torchfmri._torch import require_tensor
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 MAX_BYTES = 1 << 32
@@ -191,8 +191,10 @@ class TokenGradient:
     def topk(self, k: int) -> TopEntries:
         """The k entries of largest absolute value in each token's gradient."""
         entries = math.prod(self._info.shape)
-        if not 1 <= k <= entries:
-            raise InspectionError(f"topk({k}): {self.name!r} has {entries:,} entries.")
+        if not is_whole(k) or not 1 <= k <= entries:
+            raise InspectionError(
+                f"topk({k!r}): {self.name!r} has {entries:,} entries; give a number of them."
+            )
         terms = self.terms("topk()")
         if len(terms) == 1 and terms[0].rows == 1 and _tensors(terms[0]) == 2:
             values, places = _outer_topk(terms[0].precise(), k)
@@ -224,7 +226,7 @@ class TokenGradient:
         """
         terms = self.terms("sum()")
         if mask is not None:
-            require_tensor(mask, "mask", "booleans or weights, (b, s)")
+            check_tensor("mask", mask, f"booleans or weights {self._grid}, or None")
             if tuple(mask.shape) != self._grid:
                 raise InspectionError(
                     f"sum(mask): the mask is {tuple(mask.shape)}, the tokens are {self._grid}."
@@ -261,6 +263,7 @@ class TokenGradient:
         Raises:
             MemoryLimitError: They would need more than `max_bytes`.
         """
+        check_number("max_bytes", max_bytes, 0, "a number of bytes, such as 1 << 32")
         terms = self.terms("materialise()")
         needed = math.prod(self.shape) * max(4, factors.dtype_of(terms[0]).itemsize)
         if needed > max_bytes:
@@ -300,6 +303,7 @@ class TokenGradient:
         return factors.probe(self._all, self._info.shape, vectors)
 
     def _check_shape(self, method: str, tensor: Tensor) -> None:
+        check_tensor(method, tensor, f"of the shape of {self.name!r}, {self._info.shape}")
         if tuple(tensor.shape) != self._info.shape:
             raise InspectionError(
                 f"{method}(): {self.name!r} has the shape {self._info.shape}, what was given "

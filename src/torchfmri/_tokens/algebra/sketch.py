@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import check_number
+
 _BITS = 32  # signs taken from one hash
 _KEPT = 1 << 17  # a map of so many signs is kept for the next step
 _BLOCK = 1 << 22  # signs made at a time where a whole map would be large
@@ -35,8 +37,8 @@ class Sketch:
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], k: int, seed: int) -> None:
-        if k < 1:
-            raise ValueError(f"A sketch has at least one number, not k={k}.")
+        check_number("k", k, 1, "how many numbers come out, at least 1")
+        check_number("seed", seed, None, "a whole number, such as 0")
         self.k = k
         self.count = math.prod(shape)
         self._o = shape[0] if shape else 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_number, require
 from torchfmri._capture import Padding, Taps
 from torchfmri._model import (
     Pattern,
@@ -19,6 +20,7 @@ from torchfmri._model import (
     match_names,
     nearest_names,
     switched_off,
+    watched,
 )
 from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.algebra.gradient import TokenGradient
@@ -61,8 +63,8 @@ class TokenGradients:
     ) -> None:
         if keep not in ("factors", "norms", "voxels"):
             raise InspectionError(f"keep={keep!r}: choose 'factors', 'norms' or 'voxels'.")
-        if not isinstance(voxel, int) or voxel < 1:
-            raise InspectionError(f"voxel={voxel!r}: give a number of units, 1 or more.")
+        check_number("voxel", voxel, 1, "give a number of units, 1 or more")
+        check_number("max_bytes", max_bytes, 0, "give a number of bytes, such as 1 << 34")
         plan = self._plan = plan_of(model, pattern, voxel)
         self._keep = keep
         self._parameters, self._aliases, self._infos = plan.parameters, plan.aliases, plan.infos
@@ -84,6 +86,7 @@ class TokenGradients:
             name for name, each in self._parameters.items() if each.grad is not None
         }
         with contextlib.ExitStack() as stack:
+            stack.enter_context(watched(self._plan.model))
             stack.callback(self._capture.forget)
             stack.callback(self._capture.passes.broadcasts.detach)
             stack.enter_context(compiled_code_as_eager())
@@ -302,6 +305,8 @@ class TokenGradients:
 
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """The inner product of each token's gradient with a direction per parameter, (b, s)."""
+        meaning = "map names of parameters to tensors: {'fc.weight': tensor}"
+        require(isinstance(direction, Mapping), "direction", direction, meaning)
         gradients = {name: self[name] for name in direction}
         shapes = {each.shape[:2] for each in gradients.values()}
         if len(shapes) > 1:

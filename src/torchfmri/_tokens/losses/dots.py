@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchfmri._arguments import check_module, require
 from torchfmri._model import compiled_code_as_eager, named_layers, nearest_names, unchanged
 from torchfmri._tokens.losses.gradient import check_direction
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
@@ -50,9 +51,13 @@ def token_loss_dots(
         >>> torchfmri.token_loss_dots(model, lambda m: m(x).square().sum(-1), direction).shape
         torch.Size([1, 4])
     """
+    check_module("model", model)
+    meaning = "give a function of the model that returns one loss per token"
+    require(callable(losses_of), "losses_of", losses_of, meaning)
+    meaning = "map names of parameters to tensors of their shape, or give a list of such maps"
+    listed = isinstance(direction, (Mapping, list, tuple)) and bool(direction)
+    require(listed, "direction", direction, meaning)
     if not isinstance(direction, Mapping):
-        if not direction:
-            raise InspectionError("No direction was given.")
         parts = [token_loss_dots(model, losses_of, each) for each in direction]
         return torch.stack(parts, -1)
     run = _Run(model, losses_of)
@@ -76,7 +81,10 @@ def token_loss_dots(
                 "tokens.backward(losses, dot=direction), which needs backward passes only."
             ) from error
         if not isinstance(losses, Tensor):
-            raise InspectionError(f"losses_of returned a {type(losses).__name__}, not a tensor.")
+            raise InspectionError(
+                f"losses_of returned a {type(losses).__name__}, not a tensor. Return one loss per "
+                "token, such as torchfmri.token_losses(model(ids).logits, ids)."
+            )
         # Copied: what the tangent shares with the dual tensors ends with this level.
         primal, tangent = forward_ad.unpack_dual(losses)  # type: ignore[no-untyped-call]
         return torch.zeros_like(primal) if tangent is None else tangent.clone()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchfmri._arguments import check_tensor
 from torchfmri._tokens.algebra.block import Block
 from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.sketch import Sketch
-from torchfmri._torch import require_tensor
 from torchfmri.exceptions import InspectionError
 
 
@@ -151,8 +151,9 @@ class TokenLossGradient:
         Args:
             mask: (b, s), booleans or weights; without it all tokens.
         """
-        ones = self._computed.squares.new_ones(self._grid)
-        weights = ones if mask is None else require_tensor(mask, "mask", "(b, s) of weights")
+        if mask is not None:
+            check_tensor("mask", mask, f"booleans or weights {self._grid}, or None")
+        weights = self._computed.squares.new_ones(self._grid) if mask is None else mask
         if tuple(weights.shape) != self._grid:
             raise InspectionError(
                 f"sum(mask): the mask is {tuple(weights.shape)}, the losses are {self._grid}."
@@ -189,6 +190,7 @@ class TokenLossGradient:
 
 def check_direction(name: str, direction: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless a direction has the shape of its parameter."""
+    check_tensor("direction", direction, f"of the shape of {name!r}, {shape}")
     if tuple(direction.shape) != shape:
         raise InspectionError(
             f"The direction for {name!r} has the shape {tuple(direction.shape)}, the parameter "

@@ -15,6 +15,7 @@ from torchfmri._model import (
     named_layers,
     nearest_names,
     switched_off,
+    watched,
 )
 from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.losses.gradient import TokenLossGradient, check_direction
@@ -76,6 +77,7 @@ class TokenLossGradients:
         self._is_off = switched_off()
         with ExitStack() as stack:
             if not self._is_off:
+                stack.enter_context(watched(self._model))
                 stack.callback(self._calls.detach)
                 stack.enter_context(compiled_code_as_eager())
                 self._calls.attach()

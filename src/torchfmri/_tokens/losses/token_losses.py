@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._torch import require_tensor
+from torchfmri._arguments import check_flag, check_number, check_tensor
 from torchfmri.exceptions import InspectionError
 
 _REDUCTIONS = ("none", "sum", "mean")
@@ -51,6 +51,8 @@ def token_losses(
         >>> torchfmri.token_losses(logits, ids, reduction="mean").shape
         torch.Size([2, 5])
     """
+    check_number("ignore_index", ignore_index, None, "the label that does not count, such as -100")
+    check_flag("shift", shift)
     _check(logits, labels, ignore_index, reduction)
     labels = labels.to(logits.device, torch.long)
     if shift:  # the labels move, not the logits: those would be copied
@@ -65,8 +67,8 @@ def token_losses(
 
 
 def _check(logits: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> None:
-    require_tensor(logits, "logits", "the scores of the model, (b, s, vocabulary)")
-    require_tensor(labels, "labels", "token numbers, (b, s)")
+    check_tensor("logits", logits, "the scores of the model, (b, s, vocabulary)")
+    check_tensor("labels", labels, "token numbers, (b, s)")
     if reduction not in _REDUCTIONS:
         raise InspectionError(f"reduction={reduction!r}: choose one of {', '.join(_REDUCTIONS)}.")
     if not logits.is_floating_point() or logits.ndim not in (2, 3):

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from torchfmri._arguments import check_device, check_number
 from torchfmri._text import Progress
-from torchfmri._torch import require_count, require_device
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun
 from torchfmri.routing.experiment.variants import VARIANTS
@@ -53,10 +53,10 @@ class Experiment:
                 known = ", ".join(VARIANTS)
                 raise InspectionError(f"There is no variant {name!r}; there are {known}.")
         for name in ("seeds", "workers", "checkpoint_every"):
-            require_count(getattr(self, name), name, 1, "of the experiment")
+            check_number(name, getattr(self, name), 1, "give a whole number of at least 1")
         for name in ("steps", "batch", "hidden_size", "blocks", "heads"):
-            require_count(getattr(self.plan, name), name, 1, "of each run")
-        require_device(self.device)
+            check_number(name, getattr(self.plan, name), 1, "give a whole number of at least 1")
+        check_device("device", self.device)
 
     @property
     def plans(self) -> list[RunPlan]:

@@ -64,34 +64,40 @@ def inspect(loss: Any) -> None:
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "no model": (lambda: torchfmri.token_gradients(None), "an nn.Module, not NoneType"),  # type: ignore[call-overload]
+    "no model": (
+        lambda: torchfmri.token_gradients(None),
+        "model=None: give a model, which is an nn.Module",
+    ),  # type: ignore[call-overload]
     "a class": (
         lambda: torchfmri.token_gradients(nn.Linear),  # type: ignore[call-overload]
-        "not the class Linear. Pass the model's instance",
+        "Linear.*give a model, which is an nn.Module, and no class of one",
     ),
     "no model, other losses": (
         lambda: torchfmri.token_gradients(None, per="token_loss"),  # type: ignore[call-overload]
-        "an nn.Module, not NoneType",
+        "model=None: give a model, which is an nn.Module",
     ),
-    "no logits": (lambda: torchfmri.token_losses(None, None), "logits=None is no tensor"),  # type: ignore[arg-type]
+    "no logits": (lambda: torchfmri.token_losses(None, None), "logits=None: give a tensor"),  # type: ignore[arg-type]
     "no labels": (
         lambda: torchfmri.token_losses(torch.randn(2, 3, 4), None),  # type: ignore[arg-type]
-        "labels=None is no tensor. Pass token numbers",
+        "labels=None: give a tensor, token numbers",
     ),
     "mask of statistics": (
         lambda: calculate_statistics(x(), mask="x"),  # type: ignore[arg-type]
-        "mask='x' is no tensor. Pass booleans",
+        "mask='x': give a tensor, booleans",
     ),
     "list as a mask": (
         lambda: calculate_statistics(x(), mask=[True] * 5),  # type: ignore[arg-type]
-        r"mask=\[True, .* is no tensor",
+        r"mask=\[True, .*: give a tensor",
     ),
     "mask of units": (
         lambda: calculate_channel_statistics(x(), -1, mask="x"),  # type: ignore[arg-type]
-        "mask='x' is no tensor",
+        "mask='x': give a tensor",
     ),
-    "mask of tokens": (lambda: token_gradient("position").sum(mask="x"), "mask='x' is no tensor"),
-    "mask of losses": (lambda: token_gradient("token_loss").sum(mask="x"), "mask='x' is no tensor"),
+    "mask of tokens": (lambda: token_gradient("position").sum(mask="x"), "mask='x': give a tensor"),
+    "mask of losses": (
+        lambda: token_gradient("token_loss").sum(mask="x"),
+        "mask='x': give a tensor",
+    ),
     "optimizer by name": (
         lambda: torchfmri.advise(model(), x(), "sum", "adam"),  # type: ignore[arg-type]
         "optimizer='adam' is no optimizer.*torch.optim.Adam",
@@ -100,7 +106,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torchfmri.advise(model(), x(), "sum", lambda parameters: 3),  # type: ignore[arg-type,return-value]
         "is no optimizer, and no function of parameters that returns one",
     ),
-    "scaler": (lambda: torchfmri.Monitor(model(), scaler="x"), "scaler='x' is no GradScaler"),
+    "scaler": (
+        lambda: torchfmri.Monitor(model(), scaler="x"),
+        "scaler='x': give torch.amp.GradScaler",
+    ),
     "loss of an inspection": (lambda: inspect(EACH), r"one number, but it is \(5,\)"),
     "complex loss": (lambda: inspect(lambda o, _: o.sum() * 1j), "a real number, but it is"),
     "loss of a monitor": (lambda: tell_monitor(torch.ones(5)), r"one number, but it is \(5,\)"),
@@ -110,22 +119,28 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: diagnose(step=lambda net, batch, _: EACH(net(batch[0]), batch[1])),
         r"one number, but it is \(5,\)",
     ),
-    "name of a loss": (lambda: diagnose(loss="ce"), "loss='ce' is no function"),
-    "no batches": (lambda: diagnose(None), "batches=None cannot be iterated over"),
+    "name of a loss": (lambda: diagnose(loss="ce"), "loss='ce': give a loss module or function"),
+    "no batches": (lambda: diagnose(None), "batches=None: give batches to train on"),
     "loss of a cost": (
         lambda: torchfmri.cost(model(), x(), EACH, target=y()),
         r"one number, but it is \(5,\)",
     ),
-    "rounds": (lambda: torchfmri.cost(model(), x(), rounds="a"), "rounds='a': give a whole"),  # type: ignore[arg-type]
-    "rounds of advice": (lambda: torchfmri.advise(model(), x(), rounds=0), "rounds=0: give a"),
-    "combinations": (lambda: torchfmri.advise(model(), x(), combine=-1), "combine=-1: give a"),
+    "rounds": (lambda: torchfmri.cost(model(), x(), rounds="a"), "rounds='a': give the times"),  # type: ignore[arg-type]
+    "rounds of advice": (
+        lambda: torchfmri.advise(model(), x(), rounds=0),
+        "rounds=0: give the times",
+    ),
+    "combinations": (
+        lambda: torchfmri.advise(model(), x(), combine=-1),
+        "combine=-1: give the most",
+    ),
     "one size": (
         lambda: torchfmri.cost(model(), x(), sizes={"batch": 3}),  # type: ignore[dict-item]
-        r"sizes\['batch'\]=3: a law needs two sizes",
+        r"sizes\['batch'\]=3: give two whole numbers or more",
     ),
     "word for a size": (
         lambda: torchfmri.cost(model(), x(), sizes={"batch": (1, "two")}),  # type: ignore[dict-item]
-        "batch='two': give a whole number",
+        r"sizes\['batch'\]=\(1, 'two'\): give two whole numbers",
     ),
 }
 for _name, _data in {

@@ -1,0 +1,40 @@
+"""What is wrong with an argument, said in the same way everywhere.
+
+`checks` has the checks: each raises with the value, then what to give. A new one calls `require`.
+"""
+
+from torchfmri._arguments.checks import (
+    check_callable,
+    check_device,
+    check_each,
+    check_file,
+    check_flag,
+    check_module,
+    check_number,
+    check_path,
+    check_real,
+    check_scalar,
+    check_scaler,
+    check_tensor,
+    is_list,
+    is_whole,
+    require,
+)
+
+__all__ = [
+    "check_callable",
+    "check_device",
+    "check_each",
+    "check_file",
+    "check_flag",
+    "check_module",
+    "check_number",
+    "check_path",
+    "check_real",
+    "check_scalar",
+    "check_scaler",
+    "check_tensor",
+    "is_list",
+    "is_whole",
+    "require",
+]

@@ -1,0 +1,159 @@
+"""Checks of arguments, each of which raises with the value and what to give instead."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri.exceptions import InspectionError
+
+
+def require(condition: bool, name: str, value: object, meaning: str) -> None:
+    """Raise unless a condition holds for an argument.
+
+    Args:
+        condition: What must hold.
+        name: Of the argument.
+        value: What was given.
+        meaning: What to give instead.
+
+    Raises:
+        InspectionError: It does not hold.
+    """
+    if not condition:
+        raise InspectionError(f"{name}={_short(value)}: {meaning}.")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_list(value: object) -> bool:
+    """Whether a value is a sequence, and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def check_number(name: str, value: Any, least: int | None, meaning: str) -> None:
+    """Raise where an argument is no whole number, too small, or beyond 64 bits."""
+    lowest = -(2**63) if least is None else least
+    require(is_whole(value) and lowest <= value < 2**63, name, value, meaning)
+
+
+def check_real(name: str, value: Any, meaning: str, least: float = -math.inf) -> None:
+    """Raise where an argument is no number, NaN, or too small."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(number and value >= least, name, value, meaning)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise where an argument is neither True nor False."""
+    require(isinstance(value, bool), name, value, "choose True or False")
+
+
+def check_callable(name: str, value: Any, meaning: str) -> None:
+    """Raise where an argument cannot be called; None may be left out."""
+    require(value is None or callable(value), name, value, meaning)
+
+
+def check_module(name: str, value: Any) -> None:
+    """Raise where an argument is no model."""
+    meaning = "give a model, which is an nn.Module, and no class of one"
+    require(isinstance(value, nn.Module), name, value, meaning)
+
+
+def check_tensor(name: str, value: Any, meaning: str) -> None:
+    """Raise where an argument is no tensor."""
+    require(isinstance(value, Tensor), name, value, f"give a tensor, {meaning}")
+
+
+def check_scalar(loss: Any) -> Tensor:
+    """The loss, which is a tensor that holds one real number.
+
+    Raises:
+        InspectionError: It holds several, is complex, or is no tensor.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise InspectionError(f"The loss must be one number, but it is {found}. Take its mean().")
+    if loss.is_complex():
+        raise InspectionError(f"The loss must be a real number, but it is {loss.dtype}.")
+    return loss
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise where an argument is neither None nor works like a `torch.amp.GradScaler`."""
+    methods = ("scale", "unscale_", "step", "update", "get_scale")
+    works = scaler is None or all(callable(getattr(scaler, name, None)) for name in methods)
+    meaning = "give torch.amp.GradScaler(...), or leave it out"
+    require(works, "scaler", scaler, meaning)
+
+
+def check_device(name: str, value: Any) -> torch.device:
+    """The device that an argument names, tried out.
+
+    Raises:
+        InspectionError: PyTorch knows no such device, or this machine has none.
+    """
+    try:
+        place = torch.device(value)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        there = ", ".join(["cpu", *(f"cuda:{each}" for each in range(count))])
+        reason = shorten(str(error), 200, placeholder=" ...").rstrip(".")
+        raise InspectionError(
+            f"{name}={str(value)!r} cannot be used: {reason}. Here are {there}; choose one of them."
+        ) from error
+    return place
+
+
+def check_path(name: str, value: Any) -> Path:
+    """The path that an argument is.
+
+    Raises:
+        InspectionError: It is none.
+    """
+    meaning = "give the path of a file or folder, a text or a Path"
+    require(isinstance(value, (str, os.PathLike)) and value != "", name, value, meaning)
+    return Path(value)
+
+
+def check_file(name: str, value: Any) -> Path:
+    """The path of a file that can be written.
+
+    Raises:
+        InspectionError: It is none, a folder, or in a folder that does not exist.
+    """
+    path = check_path(name, value)
+    require(not path.is_dir(), name, value, "that is a folder; name a file in it")
+    missing = f"there is no folder {str(path.parent)!r}; make it first"
+    require(path.parent.is_dir(), name, value, missing)
+    return path
+
+
+def check_each(name: str, value: Any, known: Sequence[str], meaning: str) -> tuple[str, ...]:
+    """The names that an argument lists, one or several, all of them known.
+
+    Raises:
+        InspectionError: It lists none, or others.
+    """
+    several = (value,) if isinstance(value, str) else value
+    listed = isinstance(several, (list, tuple, set, frozenset)) and bool(several)
+    meaning = f"{meaning}: {', '.join(map(repr, known))}"
+    require(listed and all(each in known for each in several), name, value, meaning)
+    return tuple(several)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"

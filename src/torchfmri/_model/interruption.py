@@ -1,0 +1,132 @@
+"""Ctrl-C and other signals: they end what runs, but never while something is being put back."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_AGAIN_SECONDS = 0.005
+_CONTEXTLIB = contextlib.ExitStack.__exit__.__code__.co_filename
+_KEPT_WHOLE = tuple(
+    f"{Path(each).parent}{os.sep}" for each in (torch.__file__, Path(__file__).parent)
+)
+"""Folders of which no `__enter__` and no `__exit__` is interrupted: torch's and ours."""
+_CHANGES = ("__enter__", "__exit__")
+
+
+class _Handler:
+    """A signal handler that lets another one act, unless state is being changed or put back.
+
+    In that case the signal is sent again a moment later, until it meets code that may be ended.
+    The frames tell: a flag could not be set before the first instruction of an `__exit__`.
+    """
+
+    def __init__(self, act: Callable[[int, FrameType | None], Any], before: Any) -> None:
+        self.act, self.before = act, before
+        self.users = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _is_changing_state(frame):
+            # No threading.Thread: its locks may be held by the very frame that was interrupted.
+            _thread.start_new_thread(_send_again, (number,))
+        else:
+            self.act(number, frame)
+
+
+@contextlib.contextmanager
+def whole_restorations() -> Iterator[None]:
+    """Let Ctrl-C end the block, but no `__enter__` or `__exit__` on its way in or out.
+
+    An `__exit__` that is interrupted leaves the rest of its work undone: hooks stay, or the model
+    stays in eval mode. Only the main thread receives signals; elsewhere nothing is to be done.
+    """
+    with _handled(signal.SIGINT, None):
+        yield
+
+
+@contextlib.contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit in the block, so that what is open is closed.
+
+    By default they end the process at once. Where the user handles them, that is left alone.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, None)
+            if number is not None:
+                stack.enter_context(_handled(number, _exit))
+        yield
+
+
+@contextlib.contextmanager
+def _handled(number: int, default: Callable[[int, FrameType | None], Any] | None) -> Iterator[None]:
+    """Guard a signal while the block runs; `default` acts where the system's default would."""
+    handler = _install(number, default)
+    if handler is None:
+        yield
+        return
+    before = handler.before
+    handler.users += 1
+    try:
+        yield
+    finally:
+        handler.users -= 1
+        # The user may have put another handler there in the meantime.
+        if not handler.users and signal.getsignal(number) is handler:
+            signal.signal(number, before)
+
+
+def _install(
+    number: int, default: Callable[[int, FrameType | None], Any] | None
+) -> _Handler | None:
+    """The handler that guards a signal now; None where there is nothing to guard."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    present = signal.getsignal(number)
+    if isinstance(present, _Handler):
+        return present
+    act = default if present is signal.SIG_DFL else present
+    if not callable(act):  # ignored, or handled outside of Python
+        return None
+    handler = _Handler(act, before=present)
+    signal.signal(number, handler)
+    return handler
+
+
+def _is_changing_state(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it, attaches something or puts something back."""
+    free = {"inner"}  # the body of a function that a context manager decorates
+    if frame is not None and frame.f_code is threading.Condition.wait.__code__:
+        free |= {"__enter__", "enter_context"}  # waiting for a turn may take long
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name not in free and (
+            code.co_filename == _CONTEXTLIB
+            or (code.co_name in _CHANGES and code.co_filename.startswith(_KEPT_WHOLE))
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    time.sleep(_AGAIN_SECONDS)
+    if hasattr(signal, "pthread_kill"):  # wakes the main thread also while it waits
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        signal.raise_signal(number)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,210 @@
+"""Ctrl-C at any moment: what was begun ends, and what was changed is put back all the same."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from oracles import assert_same_state, state_of
+from torch import nn
+
+import torchfmri
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Model(nn.Module):
+    """Everything that a run must put back: modes, buffers, dropout's numbers, a hook, a .grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 20)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        return self.head(self.drop(self.norm(hidden.flatten(0, -2)).view_as(hidden)))
+
+
+def make_model() -> Model:
+    model = Model().train()
+    model.drop.eval()  # a mode of its own
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    return model
+
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def inspect(model: nn.Module) -> None:
+    inspector = torchfmri.Inspector(model)
+    inspector.watch("*", what=["activations", "gradients"])
+    inspector.run_inspection(IDS, loss="sum")
+
+
+def record(model: nn.Module) -> None:
+    with torchfmri.Inspector(model).recording(), torch.no_grad():
+        model.head(torch.ones(1, 4))
+
+
+def take_token_gradients(model: nn.Module) -> None:
+    loss = model.head(torch.ones(1, 2, 4)).sum()
+    with torchfmri.token_gradients(model):
+        del loss
+
+
+def take_loss_gradients(model: nn.Module) -> None:
+    with torchfmri.token_gradients(model, "*", per="token_loss"):
+        pass
+
+
+def scan(model: nn.Module) -> None:
+    torchfmri.scan(model, None, [1, 2, 3], 2, do_sample=True, seed=3)
+
+
+def verify(model: nn.Module) -> None:
+    torchfmri.verify_gradients(model, IDS, loss=lambda output: output.square().mean())
+
+
+def count_cost(model: nn.Module) -> None:
+    torchfmri.cost(model, IDS, loss=lambda output: output.square().mean())
+
+
+def monitor(model: nn.Module) -> None:
+    with torchfmri.Monitor(model, torch.optim.SGD(model.parameters(), 0.1)):
+        pass
+
+
+WORK = [
+    inspect, record, scan, take_loss_gradients, take_token_gradients, monitor, verify, count_cost,
+]  # fmt: skip
+
+
+def is_restoring(frame: FrameType | None) -> bool:
+    """Whether an `__exit__` is among the frames."""
+    while frame is not None:
+        if frame.f_code.co_name == "__exit__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def run_traced(work: Callable[[], None], act: Callable[[int], None]) -> int:
+    """Call `act` with the number of each line that an `__exit__` runs; return their count."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if is_restoring(frame):
+            count += 1
+            act(count)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def interrupted(work: Callable[[nn.Module], None], model: nn.Module, at: int) -> bool:
+    """Whether Ctrl-C at this line of the restorations reached the caller, however late."""
+
+    def act(number: int) -> None:
+        if number == at:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        run_traced(partial(work, model), act)
+        for _ in range(100):  # one that came in the last restoration comes a little later
+            time.sleep(0.005)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.slow)])
+def test_no_line_of_a_restoration_can_be_interrupted(
+    work: Callable[[nn.Module], None], cases: int
+) -> None:
+    model = make_model()
+    work(model)  # imports and caches
+    count = run_traced(partial(work, model), lambda _: None)
+    handler = signal.getsignal(signal.SIGINT)
+    before = state_of(model)
+    places = random.Random(0).sample(range(1, count + 1), min(cases, count))
+    for place in [1, count, *places]:
+        assert interrupted(work, model, place), f"line {place} of {count}"
+        assert_same_state(before, state_of(model))
+        assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")
+@pytest.mark.parametrize("trials", [25, pytest.param(300, marks=pytest.mark.slow)])
+def test_interrupts_at_any_moment(trials: int) -> None:
+    model = make_model()
+    scan(model)
+    started = time.perf_counter()
+    scan(model)
+    seconds = time.perf_counter() - started
+    before = state_of(model)
+    moments = random.Random(1)
+    hits = 0
+    alarm = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        for _ in range(trials):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, seconds))
+                scan(model)
+                time.sleep(seconds + 0.05)
+            except KeyboardInterrupt:
+                hits += 1
+            assert_same_state(before, state_of(model))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+    assert hits == trials
+
+
+def test_an_interrupt_of_the_model_itself_comes_at_once() -> None:
+    model = make_model()
+    calls: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        calls.append(1)
+        signal.raise_signal(signal.SIGINT)
+
+    model.head.register_forward_hook(interrupt)
+    before = state_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        scan(model)
+    assert len(calls) == 1
+    assert_same_state(before, state_of(model))
+
+
+def test_a_handler_of_the_user_s_is_called_and_left_alone() -> None:
+    said: list[int] = []
+
+    def handler(number: int, _: FrameType | None) -> None:
+        said.append(number)
+
+    outer = signal.signal(signal.SIGINT, handler)
+    try:
+        model = make_model()
+        model.head.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        torchfmri.Inspector(model).run_inspection(IDS)
+        assert said == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, outer)

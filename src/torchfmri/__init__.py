@@ -41,6 +41,7 @@ from torchfmri._verify import GradientCheck, Verification, verify_gradients
 from torchfmri.exceptions import (
     ExplainedError,
     FindingWarning,
+    GuardError,
     InspectionError,
     LayerNotFoundError,
     MemoryLimitError,
@@ -70,6 +71,7 @@ __all__ = [
     "FindingWarning",
     "GradientCheck",
     "Growth",
+    "GuardError",
     "History",
     "Incident",
     "Incidents",

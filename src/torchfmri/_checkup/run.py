@@ -34,7 +34,7 @@ from torchfmri._diagnosis import (
     parameters_of,
     trace_of,
 )
-from torchfmri._incidents import find_origin
+from torchfmri._incidents import Buffers, find_origin
 from torchfmri._model import compiled_code_as_eager, copy_of_data
 from torchfmri._monitor import Monitor
 from torchfmri._records import Finding, History
@@ -70,6 +70,7 @@ class Checkup:
         self._consumed: set[str] = set()
         self._leaves = Leaves(copies, self._watcher)
         self._loss_has_graph = True
+        self._buffers = Buffers(copies.model)
 
     @property
     def steps_taken(self) -> int:
@@ -108,6 +109,7 @@ class Checkup:
         with self._notes.guard("A batch"):
             self._batches.add(parts_of(batch, split))
         state = torch.get_rng_state()
+        self._buffers.keep()
         rates = [float(group["lr"]) for each in copies.optimizers for group in each.param_groups]
         lost, value = False, None
         with ExitStack() as stack:
@@ -183,6 +185,7 @@ class Checkup:
         self, number: int, batch: Any, split: Split | None, state: Tensor, updated: bool
     ) -> None:
         """Run the step again, operation by operation, without touching the weights."""
+        self._buffers.restore()
         torch.set_rng_state(state)
 
         def again() -> Any:

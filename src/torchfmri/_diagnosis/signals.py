@@ -247,7 +247,8 @@ def gradient_kind(seen: Observation, each: ParameterFacts) -> str:
     """Whether a gradient ever arrived: "none", "zero" or "some"."""
     if each.name in seen.weights:
         return seen.weights[each.name].gradient
-    rms = seen.trace.column(each.name, "parameter_gradients", "rms")
-    if not np.isfinite(rms).any():
+    arrived = seen.trace.column(each.name, "parameter_gradients", "count") > 0
+    if not arrived.any():
         return "none"
-    return "some" if (rms > 0).any() else "zero"
+    rms = seen.trace.column(each.name, "parameter_gradients", "rms")
+    return "some" if (rms[arrived] != 0).any() else "zero"  # also where none of it is finite

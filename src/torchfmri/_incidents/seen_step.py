@@ -8,10 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.model_call import ModelCall, call_of
 from torchfmri._incidents.origin import loss_in
-from torchfmri._torch import Hook, gradient_scale_version, is_compiled_in_place
-from torchfmri.exceptions import NonFiniteError
+from torchfmri._model import unwrap
+from torchfmri._torch import (
+    Hook,
+    gradient_scale_version,
+    is_compiled_in_place,
+    scaler_went_on,
+)
+from torchfmri.exceptions import GuardError, NonFiniteError
 
 MOST_CALLS = 64
 """Of a step with more micro-batches the latest are remembered."""
@@ -66,6 +73,7 @@ class StepWatch:
     Attributes:
         step: The step under way.
         is_resting: Whether calls do not count: they are ours.
+        buffers: Those of the model, as they were before the step.
     """
 
     def __init__(
@@ -80,6 +88,12 @@ class StepWatch:
         self._model, self._loss, self._scaler = model, loss, scaler
         self._entered, self._stop = entered, failed
         self._handles: list[Any] = []
+        self.buffers = Buffers(unwrap(model))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.step = SeenStep()
+        self.buffers.keep()
 
     def attach(self) -> None:
         """Put the hooks on; safe to call twice."""
@@ -107,6 +121,11 @@ class StepWatch:
         version = self.step.scale_version
         return version is not None and gradient_scale_version(self._scaler) != version
 
+    def ended_without_optimizer(self) -> bool:
+        """Whether the scaler has made its step; if the optimizer has not, it was left out."""
+        version = self.step.scale_version
+        return version is not None and scaler_went_on(self._scaler, version)
+
     def tell_batch(self, batch: Any) -> None:
         """The user's word for the batch of the step."""
         self.step.told_batch = batch
@@ -116,7 +135,7 @@ class StepWatch:
         self.step.told_call = call_of(self._model, arguments, keywords)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, (NonFiniteError, GuardError)):
             raise error
         self._stop(error)
 
@@ -126,6 +145,8 @@ class StepWatch:
         self._entered()
         if self._scaler is not None and self.step.scale_version is None:
             self.step.scale_version = gradient_scale_version(self._scaler)
+        if not self.step.calls:  # something may have run since the step began
+            self.buffers.keep_if_written()
         self.step.release_graphs()
         self.step.calls.append(call_of(self._model, arguments, keywords))
         del self.step.calls[:-MOST_CALLS]

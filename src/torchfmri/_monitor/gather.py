@@ -63,7 +63,7 @@ def _merge_step(
     histories: list[History], positions: list[int], shares: Mapping[str, str]
 ) -> tuple[Step, dict[Series, Statistics]]:
     steps = [each[position] for each, position in zip(histories, positions, strict=True)]
-    losses = [step.loss for step in steps if not math.isnan(step.loss)]
+    losses = [step.loss for step in steps if step.has_loss]
     step = Step(
         steps[0].number,
         sum(losses) / len(losses) if losses else math.nan,
@@ -71,6 +71,7 @@ def _merge_step(
         dict(steps[0].scalars),
         parameters=steps[0].parameters,
         updates=_merge_updates(steps, shares),
+        has_loss=bool(losses),
     )
     found = {}
     for series in dict.fromkeys(series for each in histories for series in each.series):

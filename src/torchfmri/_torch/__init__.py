@@ -19,6 +19,7 @@ from torchfmri._torch.private import (
     calls_itself,
     checkpointed_function,
     compile_cuda,
+    copy_into,
     current_backward,
     current_node,
     differences,
@@ -35,6 +36,7 @@ from torchfmri._torch.private import (
     own_copy,
     saved_tensor_errors,
     saved_tensor_hooks,
+    scaler_went_on,
     sequence_number,
 )
 
@@ -53,6 +55,7 @@ __all__ = [
     "checkpointed_function",
     "compile_cuda",
     "consumers",
+    "copy_into",
     "current_backward",
     "current_node",
     "differences",
@@ -74,6 +77,7 @@ __all__ = [
     "runs_grad",
     "saved_tensor_errors",
     "saved_tensor_hooks",
+    "scaler_went_on",
     "sequence_number",
     "view_geometry",
 ]

@@ -291,6 +291,18 @@ def gradient_scale_version(scaler: Any) -> int:
     return scale._version if isinstance(scale, Tensor) else 0
 
 
+def scaler_went_on(scaler: Any, version: int) -> bool:
+    """Whether a GradScaler has made its step, or `update()` since it had this version.
+
+    Without the symbol for the first: whether there was an update.
+    """
+    if gradient_scale_version(scaler) != version:
+        return True
+    states: dict[int, Any] = getattr(scaler, "_per_optimizer_states", {})
+    stages = [getattr(each.get("stage"), "name", "") for each in states.values()]
+    return "STEPPED" in stages
+
+
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The Euclidean norm of each tensor, in few launches where torch has foreach operations."""
     foreach = getattr(torch, "_foreach_norm", None)
@@ -305,6 +317,16 @@ def differences(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     if subtract is None or not tensors:
         return [one - other for one, other in zip(tensors, others, strict=True)]
     return list(subtract(tensors, others))
+
+
+def copy_into(copies: list[Tensor], tensors: list[Tensor]) -> None:
+    """Write each tensor into its copy, in few launches where torch has foreach operations."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    if copy is not None and copies:
+        copy(copies, tensors)
+        return
+    for one, other in zip(copies, tensors, strict=True):
+        one.copy_(other)
 
 
 def compile_cuda(source: str, name: str) -> Any:

@@ -220,6 +220,28 @@ def test_buffers_of_a_model_whose_parts_are_called() -> None:
     assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
 
 
+class Table(nn.Module):
+    """Writes into a table of two million values when it meets something that is not finite."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+        self.register_buffer("table", torch.zeros(1 << 21))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.isfinite().all():
+            self.table += x.sum()
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+def test_a_large_buffer_that_was_not_copied_is_named() -> None:
+    training = Training(Table(), on_nonfinite="skip")
+    with pytest.warns(NonFiniteWarning, match="left 'table' non-finite as well"):
+        run(training.monitor, training.step, 5)
+
+
 def test_continue_leaves_the_buffers_and_says_so() -> None:
     training = Training(normalised(), on_nonfinite="continue")
     with pytest.warns(NonFiniteWarning, match=r"left '1.running_mean', .* non-finite as well"):

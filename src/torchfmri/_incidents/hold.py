@@ -183,8 +183,9 @@ class Hold:
         if goes_on:
             return
         buffers, stays = self._watch.buffers, self.action == "continue"
-        spoilt = buffers.spoilt() if stays else []
+        spoilt = buffers.spoilt() if stays else None
         put_back = buffers.restore()
+        spoilt = buffers.spoilt() if spoilt is None else spoilt
         try:
             self._aftermath.look_into(self._number, seen, spoilt)
         finally:

@@ -279,6 +279,7 @@ class Checkup:
             self._leaves.unregistered(),
             self._loss_has_graph,
             tuple(watcher.linear_pairs),
+            self._leaves.has_residual,
         )
         place = {layer: index for index, layer in enumerate(watcher.called)}
         routers = [

@@ -96,6 +96,15 @@ def has_gradients(seen: Observation) -> NDArray[np.bool_]:
     return found
 
 
+def gradient_norms(seen: Observation) -> Floats:
+    """The norm of all parameters' gradients at each step, as the optimizer finds them."""
+    squares = seen.trace.matrix("parameter_gradients", "rms") ** 2
+    norms: Floats = np.sqrt(
+        np.nansum(squares * seen.trace.matrix("parameter_gradients", "count"), axis=1)
+    )
+    return norms
+
+
 def first_nonfinite(seen: Observation) -> int | None:
     """The place of the first step whose gradients or weights are not finite; None if all are.
 

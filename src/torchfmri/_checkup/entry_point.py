@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfmri._checkup.copies import OwnStep, copy_all, spared
+from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside, spared
 from torchfmri._checkup.originals import untouched
 from torchfmri._checkup.run import Checkup
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
 from torchfmri._model import switched_off, unchanged, unwrap
+from torchfmri._text import listed
 from torchfmri.exceptions import InspectionError
 
 
@@ -74,6 +75,11 @@ def diagnose(
     if switched_off():
         return Diagnosis(name, ())
     notes = Notes()
+    if outside := shared_outside(model):
+        notes.add(
+            f"The memory of {listed(outside)} is also that of a tensor which is not in the model. "
+            "The run trains copies, which that tensor does not follow."
+        )
     with unchanged(model), spared(model), untouched(model, optimizer, step, notes) as check:
         copies = copy_all(model, optimizer, loss, step)
         run = Checkup(model, copies, steps, notes)

@@ -38,6 +38,7 @@ from torchfmri._torch.private import (
     saved_tensor_hooks,
     scaler_went_on,
     sequence_number,
+    users_of_memory,
 )
 
 __all__ = [
@@ -79,5 +80,6 @@ __all__ = [
     "saved_tensor_hooks",
     "scaler_went_on",
     "sequence_number",
+    "users_of_memory",
     "view_geometry",
 ]

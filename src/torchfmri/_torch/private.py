@@ -329,6 +329,13 @@ def copy_into(copies: list[Tensor], tensors: list[Tensor]) -> None:
         one.copy_(other)
 
 
+def users_of_memory(tensor: Tensor) -> int:
+    """How many tensors share the memory of this one, itself included; without the symbol: 0."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return 0 if count is None else int(count(storage._cdata)) - 1  # one is the storage itself
+
+
 def compile_cuda(source: str, name: str) -> Any:
     """The kernel `name` of a CUDA C source, compiled now.
 

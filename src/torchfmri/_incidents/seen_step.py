@@ -15,6 +15,7 @@ from torchfmri._model import unwrap
 from torchfmri._torch import (
     Hook,
     gradient_scale_version,
+    infers_shapes,
     is_compiled_in_place,
     scaler_went_on,
 )
@@ -139,8 +140,12 @@ class StepWatch:
             raise error
         self._stop(error)
 
+    def _counts(self) -> bool:
+        """Whether a call is part of the step: not ours, no evaluation, no search for shapes."""
+        return not self.is_resting and torch.is_grad_enabled() and not infers_shapes()
+
     def _enter(self, _: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        if self.is_resting or not torch.is_grad_enabled():  # ours, or an evaluation
+        if not self._counts():
             return
         self._entered()
         if self._scaler is not None and self.step.scale_version is None:
@@ -152,7 +157,7 @@ class StepWatch:
         del self.step.calls[:-MOST_CALLS]
 
     def _leave(self, _: nn.Module, __: object, output: Any) -> None:
-        if self.is_resting or not torch.is_grad_enabled() or not self.step.calls:
+        if not self._counts() or not self.step.calls:
             return
         if self._loss is not None:
             self.step.calls[-1].returned(output)
@@ -162,7 +167,7 @@ class StepWatch:
             self.step.losses.append(loss)
 
     def _leave_loss(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if self.is_resting or not torch.is_grad_enabled():
+        if not self._counts():
             return
         if self.step.calls:
             self.step.calls[-1].reached_loss(arguments)

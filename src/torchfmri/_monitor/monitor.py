@@ -474,11 +474,12 @@ class Monitor:
 
         All processes must call it. Activations and gradients are those of the whole batch;
         gradients are of the mean of the processes' losses, which is what data-parallel training
-        follows. Parameters that every process holds whole are counted once.
+        follows. Parameters that every process holds whole are counted once, and layers that only
+        some processes have (a pipeline) are those of these.
         """
         parameters = self._plan.parameters()
         shares = {name: gather.share_of(each) for name, each in parameters.items()}
-        return gather.gather(self.history, shares)
+        return gather.gather(self.history, self._plan.modules.keys(), shares)
 
     def table(self, step: int = -1) -> str:
         """A table of one step (the latest by default) for the terminal.

@@ -24,6 +24,7 @@ from torchfmri._torch import (
     Element,
     gradient_scale,
     gradient_scale_version,
+    infers_shapes,
     scaler_went_on,
 )
 from torchfmri.exceptions import InspectionError
@@ -116,7 +117,7 @@ class StepSink:
 
     def enter_model(self) -> None:
         """The model is called; without gradients that is an evaluation, not part of the step."""
-        self._roots.append(torch.is_grad_enabled())
+        self._roots.append(torch.is_grad_enabled() and not infers_shapes())
 
     def leave_model(self) -> None:
         """The model's call is over."""

@@ -329,6 +329,21 @@ def copy_into(copies: list[Tensor], tensors: list[Tensor]) -> None:
         one.copy_(other)
 
 
+def infers_shapes() -> bool:
+    """Whether a pipeline stage runs its module to learn shapes, on memory that nobody has filled.
+
+    Without the symbol: False, and such a run counts as a call of the module.
+    """
+    stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    runs = getattr(getattr(stages, "PipelineStage", None), "_forward_metadata_inference", None)
+    if runs is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not runs.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def users_of_memory(tensor: Tensor) -> int:
     """How many tensors share the memory of this one, itself included; without the symbol: 0."""
     count = getattr(torch._C, "_storage_Use_Count", None)

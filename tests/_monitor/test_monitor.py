@@ -804,6 +804,18 @@ def test_writers_get_every_watched_step() -> None:
 
 
 @pytest.mark.slow
+def test_writers_get_what_was_still_being_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_step.WatchedStep, "ready", lambda _: False)  # a slow device
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    written: list[int] = []
+    with Monitor(model, optimizer) as monitor:
+        monitor.add_writer(lambda step, _: written.append(step.number))
+        train(model, optimizer, 3)
+        assert written == []
+    assert written == [0, 1, 2]
+
+
 def test_ten_thousand_steps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -166,7 +166,14 @@ class Monitor:
         return self
 
     def detach(self) -> None:
-        """Remove every hook and finish; the history stays, a step that is under way does not."""
+        """Remove every hook and finish; the history stays, a step that is under way does not.
+
+        Waits for numbers that are still being computed, so that writers get them.
+        """
+        self._take_off()
+        self._drain(wait=True)
+
+    def _take_off(self) -> None:
         self._attached = False
         self._optimizer_steps.detach()
         self._abandon()
@@ -309,7 +316,7 @@ class Monitor:
         if self._guards:
             rest = f"recording at step {self._number}; {self._guard_state()}"
         else:
-            self.detach()
+            self._take_off()
             rest = f"at step {self._number} and is detached"
         self._warn(f"stopped {rest}; training goes on.", error)
 
@@ -327,7 +334,7 @@ class Monitor:
         self._guards = False
         self._hold.detach()
         if self._stopped:
-            self.detach()
+            self._take_off()
         self._warn(f"stopped guarding at step {self._number}: {self._guard_state()}.", error)
 
     def _guard_state(self) -> str:

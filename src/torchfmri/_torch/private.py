@@ -173,10 +173,13 @@ class OutputHooks:
     Args:
         arrived: Told of a call and the gradient of what it returned; None where autograd knows that
             it is zero.
+        lost: Told that a gradient has come, and not whose: compiled autograd runs no nodes.
     """
 
-    def __init__(self, arrived: Callable[[Any, Tensor | None], None]) -> None:
-        self._arrived = arrived
+    def __init__(
+        self, arrived: Callable[[Any, Tensor | None], None], lost: Callable[[], None]
+    ) -> None:
+        self._arrived, self._lost = arrived, lost
         self._handles: list[RemovableHandle] = []
         self.forget()
 
@@ -190,19 +193,20 @@ class OutputHooks:
             register is not None
             and _NODE is not None
             and tensor.output_nr == 0
+            and not compiles_backward()
             # Claimed before anything is done: every thread counts its nodes from 0.
             and self._calls.setdefault(number, call) is call
         ):
             register(self._carrier)
             return
-        hook = partial(_come, self._arrived, call)
+        hook = uncompiled(partial(_come, self._arrived, call))
         self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Leave the hooks where they are: their graph is about to go."""
         self._handles.clear()
         self._calls: dict[int, Any] = {}
-        self._hooks = {0: partial(_look_up, self._arrived, self._calls)}
+        self._hooks = {0: partial(_look_up, self._arrived, self._lost, self._calls)}
         carrier: Any = torch.empty(0, device="cpu")
         carrier._backward_hooks = self._hooks
         self._carrier = carrier
@@ -215,10 +219,30 @@ class OutputHooks:
             self._handles.pop().remove()
 
 
+def compiles_backward() -> bool:
+    """Whether backward passes are compiled now (compiled autograd); without the symbol: False."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
+def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, as it is to be registered: compiled autograd would compile what it does."""
+    if not compiles_backward():
+        return hook
+    found: Callable[..., None] = torch.compiler.disable(hook)
+    return found
+
+
 def _look_up(
-    arrived: Callable[[Any, Tensor | None], None], calls: dict[int, Any], gradient: Tensor | None
+    arrived: Callable[[Any, Tensor | None], None],
+    lost: Callable[[], None],
+    calls: dict[int, Any],
+    gradient: Tensor | None,
 ) -> None:
     node = _NODE()
+    if node is None:
+        lost()
+        return
     call = calls.get(node._sequence_nr())
     if call is not None:
         # Not through views, which takes longer to find out: what calls return is none here.

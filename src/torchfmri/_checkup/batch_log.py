@@ -61,8 +61,8 @@ class BatchLog:
             target = next((each for key, each in split.keywords.items() if key == "labels"), None)
         floats = [each for each in inputs if each.is_floating_point() and each.numel()]
         self._input_sizes.append(max(map(_size, floats), default=math.nan))
-        is_number = isinstance(target, Tensor) and target.is_floating_point() and target.numel()
-        self._target_sizes.append(_size(target) if is_number else math.nan)
+        is_number = isinstance(target, Tensor) and target.is_floating_point()
+        self._target_sizes.append(_size(target) if is_number and target is not None else math.nan)
         if inputs and self._first is None:
             self._first = inputs[0]
         elif inputs and self._first is not None and not self.varies:

@@ -99,10 +99,10 @@ def _share_memory(memory: dict[int, Any]) -> None:
     for originals in _by_memory(each for each in copied if id(each) in memory):
         if len(originals) < 2 or not any(isinstance(each, nn.Parameter) for each in originals):
             continue
-        shared = originals[0].untyped_storage().clone()
+        shared = originals[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
         for each in originals:
             view = torch.empty(0, dtype=each.dtype, device=each.device)
-            view.set_(shared, each.storage_offset(), each.shape, each.stride())  # type: ignore[call-overload]
+            view.set_(shared, each.storage_offset(), each.shape, each.stride())
             memory[id(each)].data = view
 
 

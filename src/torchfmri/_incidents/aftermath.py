@@ -150,6 +150,20 @@ class Aftermath:
         Raises:
             NonFiniteError: If that is the action.
         """
+        try:
+            incident = self._record(number, seen, finding, exact)
+        except Exception as error:  # whatever else fails, the step is held
+            self._warn(f"The incident could not be recorded: {type(error).__name__}: {error}")
+            incident = Incident(number, finding, self._action)
+        self.incidents.append(incident)
+        whole = incident.finding
+        if self._action == "raise":
+            raise NonFiniteError(whole, number, incident.folder)
+        done = "is left out" if self._action == "skip" else "is applied all the same"
+        self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
+
+    def _record(self, number: int, seen: SeenStep, finding: Finding, exact: bool) -> Incident:
+        """The incident that the processes agree on, written down if that is wanted."""
         rank, count = processes()
         folder = self._folder_for(number)
         whole, of_rank = finding, rank
@@ -157,20 +171,17 @@ class Aftermath:
             whole, of_rank, folder = _agree(finding, exact, folder)
         incident = Incident(number, whole, self._action, folder, of_rank)
         history = self._subject.history(self._action == "raise")
-        if folder is not None:
-            try:
-                part = self._part(rank, number, seen, finding)
-                write_part(folder, part, history, self._options.steps)
-                if rank == 0 or self._action == "continue":
-                    write_summary(folder, incident, count)
-            except Exception as error:  # a full disk must not be worse than the incident itself
-                self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
-                incident = replace(incident, folder=None)
-        self.incidents.append(incident)
-        if self._action == "raise":
-            raise NonFiniteError(whole, number, incident.folder)
-        done = "is left out" if self._action == "skip" else "is applied all the same"
-        self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
+        if folder is None:
+            return incident
+        try:
+            part = self._part(rank, number, seen, finding)
+            write_part(folder, part, history, self._options.steps)
+            if rank == 0 or self._action == "continue":
+                write_summary(folder, incident, count)
+        except Exception as error:  # a full disk must not be worse than the incident itself
+            self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+            return replace(incident, folder=None)
+        return incident
 
     def _folder_for(self, number: int) -> Path | None:
         if self._options.folder is None or self._is_full:

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torchfmri._incidents.seen_step import SeenStep, StepWatch
 from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
 from torchfmri._records import Finding
 from torchfmri._torch import Deferred
+from torchfmri.exceptions import NonFiniteWarning
 
 SKIPS = 16
 """A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""
@@ -182,15 +184,31 @@ class Hold:
         self._was_bad = True
         if goes_on:
             return
-        buffers, stays = self._watch.buffers, self.action == "continue"
-        spoilt = buffers.spoilt() if stays else None
-        put_back = buffers.restore()
-        spoilt = buffers.spoilt() if spoilt is None else spoilt
+        put_back, spoilt = self._take_back_buffers()
         try:
             self._aftermath.look_into(self._number, seen, spoilt)
         finally:
-            if stays:
+            if self.action == "continue":
                 put_back()
+
+    def _take_back_buffers(self) -> tuple[Callable[[], None], list[str]]:
+        """Put the buffers back as they were before the step.
+
+        Returns a function that undoes this, and the buffers that are no longer finite: all of them
+        if the step is applied, else those that were not copied.
+        """
+        buffers = self._watch.buffers
+        try:
+            spoilt = buffers.spoilt()
+            put_back = buffers.restore()
+            return put_back, spoilt if self.action == "continue" else buffers.spoilt()
+        except Exception as error:  # the step is held all the same
+            warnings.warn(
+                f"torchfmri: The buffers could not be put back: {type(error).__name__}: {error}",
+                NonFiniteWarning,
+                stacklevel=2,
+            )
+            return lambda: None, []
 
     # -- leaving a step out ------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook, as it is to be registered: compiled autograd would compile what it does."""
     if not compiles_backward():
         return hook
-    found: Callable[..., None] = torch.compiler.disable(hook)
+    found: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return found
 
 

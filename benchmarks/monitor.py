@@ -2,7 +2,9 @@
 
 Every Linear, activations and output gradients, at every step; attached once, as in a real loop:
 each contestant has modules and an optimizer of its own, which share weights and state. `ours` takes
-moments, extremes and counts, `ours_with_histogram` the histogram too. `ours_peak_memory` is the
+moments, extremes and counts, `ours_with_histogram` the histogram too, and `ours_by_default` is a
+Monitor without options: every leaf layer, weights, their gradients and updates as well. `ours_tiny`
+is the latter on a model so small that its step is little but overhead. `ours_peak_memory` is the
 peak with the Monitor over the plain peak: resident memory of fresh processes on the CPU, allocated
 memory on CUDA. Where numba is used both processes load it; what numba itself takes is
 `accelerator_megabytes`.
@@ -28,6 +30,7 @@ from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, re
 
 CUDA_SIZES = ((4, 1024), (8, 2048))
 STEPS_FOR_PEAK = 6
+TINY_STEPS = 100
 
 
 class Training(NamedTuple):
@@ -95,6 +98,7 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
             result[f"ours_peak_memory{suffix}"] = peak_on_cuda(training)
         else:
             result |= peaks_on_cpu(arguments)
+            measure_tiny(arguments, result)
         layers = len(training.layers)
         del training
         if on_cuda:
@@ -138,6 +142,44 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
 
 
+def build_default(training: Training, until: ExitStack) -> Run:
+    """The step of a twin with a Monitor that has no options."""
+    from torchfmri import Monitor
+
+    twin = training.twin()
+    until.enter_context(Monitor(twin.model, twin.optimizer))
+    return twin.step
+
+
+def measure_tiny(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Add the ratio of a Monitor on a model of two Linears."""
+    from torchfmri import Monitor
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Run]:
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        optimizer = build_optimizer(model)
+
+        def steps() -> object:  # one of them is shorter than what a scheduler deals out
+            for _ in range(TINY_STEPS):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return None
+
+        return model, optimizer, steps
+
+    x = torch.randn(32, 16)
+    *_, plain = build()
+    model, optimizer, steps = build()
+    effort = Effort(rounds=arguments.rounds, slow_seconds=30, slow_rounds=arguments.rounds)
+    with Monitor(model, optimizer):
+        figure = measure_ratios(plain, {"ours_tiny": steps}, effort)["ours_tiny"]
+    result["ours_tiny"] = figure.ratio
+    result["intervals"]["ours_tiny"] = [figure.low, figure.high]
+    seconds = sorted(time_once(plain) for _ in range(5))[2] / TINY_STEPS
+    result["plain_milliseconds_tiny"] = seconds * 1e3
+
+
 def build_ours(training: Training, histogram: bool, until: ExitStack) -> Run:
     """The step of a twin with a Monitor attached until the stack is closed."""
     from torchfmri import Monitor
@@ -157,6 +199,7 @@ def measure(
         ours = {
             "ours": build_ours(training, False, until),
             "ours_with_histogram": build_ours(training, True, until),
+            "ours_by_default": build_default(training, until),
         }
         compare(training, ours, arguments, suffix, result)
     runs = build_peers(training, arguments, result)

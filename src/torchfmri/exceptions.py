@@ -4,6 +4,7 @@
     ├── LayerNotFoundError (KeyError)         a name or pattern that no layer has
     ├── MemoryLimitError (MemoryError)        max_bytes would be exceeded
     ├── NonFiniteError (ArithmeticError)      a step whose loss or gradients are NaN or infinite
+    ├── GuardError                            a step that could not be checked for NaN
     ├── UnsupportedLayerError (NotImplementedError)   token gradients that cannot be had
     └── FileFormatError (ValueError)          a file or folder that is damaged, hostile or not ours
     ExplainedError (class of the original)    an error of the user's own code, with its explanation
@@ -92,6 +93,25 @@ class NonFiniteError(InspectionError, ArithmeticError):
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[Any, int, Any]]:
         return (type(self), (self.finding, self.step, self.folder))
+
+
+class GuardError(InspectionError):
+    """A step could not be checked for NaN and infinity, and on_nonfinite="raise" asks for that.
+
+    Attributes:
+        step: The number of the step.
+        reason: What failed; also the `__cause__`.
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        self.step, self.reason = step, reason
+        super().__init__(
+            f"Step {step} is not applied: it could not be checked for NaN and infinity ({reason})."
+            " To train without the check, leave on_nonfinite out."
+        )
+
+    def __reduce__(self) -> tuple[type[GuardError], tuple[int, str]]:
+        return (type(self), (self.step, self.reason))
 
 
 class FindingWarning(RuntimeWarning):

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchfmri import Incidents, InspectionError, Monitor, NonFiniteError, NonFiniteWarning
+from torchfmri import (
+    GuardError,
+    Incidents,
+    InspectionError,
+    Monitor,
+    NonFiniteError,
+    NonFiniteWarning,
+)
 from torchfmri._incidents import aftermath, hold, redone_step
 from torchfmri._incidents.incident import read_part
 from torchfmri._incidents.replay_run import replay
@@ -366,15 +373,28 @@ def test_a_failing_search_does_not_stop_the_hold(monkeypatch: pytest.MonkeyPatch
     assert not loop.model[0].weight.isnan().any()
 
 
-def test_our_own_failure_never_stops_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("action", ["skip", "continue"])
+def test_our_own_failure_never_stops_training(action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("a mistake of ours")
+
+    monkeypatch.setattr(hold, "alarm", fail)
+    loop = Loop("adam", healthy=True, on_nonfinite=action)
+    with pytest.warns(monitor_module.MonitorWarning, match="a mistake of ours") as told:
+        loop.run()
+    assert len(told) == 1
+    assert len(loop.monitor.history) == 4
+    assert_no_trace(loop)
+
+
+def test_our_own_failure_is_raised_if_bad_steps_are_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise TypeError("a mistake of ours")
 
     monkeypatch.setattr(hold, "alarm", fail)
     loop = Loop("adam", healthy=True, on_nonfinite="raise")
-    with pytest.warns(monitor_module.MonitorWarning, match="a mistake of ours") as told:
+    with pytest.raises(GuardError, match="a mistake of ours"):
         loop.run()
-    assert len(told) == 1
     assert_no_trace(loop)
 
 

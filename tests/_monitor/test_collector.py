@@ -202,11 +202,14 @@ def test_a_monitor_with_launches_sees_what_one_without_sees(
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            waiting.append(len(monitor._unread))
         return monitor
 
+    waiting: list[int] = []
     monkeypatch.setattr(collector_module, "cuda", Late())
     late = run()
-    assert late._unread  # nothing was waited for
+    assert waiting[0] > 0  # nothing was waited for,
+    assert not late._unread  # until it was detached
     monkeypatch.setattr(collector_module, "is_launchable", lambda tensor: False)
     now = run()
     assert not now._unread

@@ -133,7 +133,7 @@ def test_merge_by_hand() -> None:
     ]
     histories[1].missing["gone"] = "why"
     histories[1].notes["remark"] = ["fc"]
-    sharded = merge(histories, {"fc.weight": SHARD})
+    sharded = merge(histories, {"fc.weight": SHARD}, {"fc": 2})
     assert sharded.loss[0] == 1.5
     assert sharded.statistics("fc").count == 8
     assert sharded.statistics("fc").mean == 3.5
@@ -142,7 +142,7 @@ def test_merge_by_hand() -> None:
     assert sharded.update_ratio("fc.weight")[0] == 1.0
     assert sharded.missing == {"gone": "why"}
     assert sharded.notes == {"remark": ["fc"]}
-    whole = merge(histories, {"fc.weight": WHOLE})
+    whole = merge(histories, {"fc.weight": WHOLE}, {"fc": 2})
     assert whole.statistics("fc.weight", "parameters").count == 3
     assert math.isclose(whole.update_ratio("fc.weight")[0], 0.75)
 
@@ -150,8 +150,74 @@ def test_merge_by_hand() -> None:
 def test_steps_that_one_process_lacks_are_left_out() -> None:
     one = make_history(5, torch.ones(2), 1.0, [1.0, 1.0])
     other = make_history(6, torch.ones(2), 1.0, [1.0, 1.0])
-    assert len(merge([one, other], {})) == 0
+    assert len(merge([one, other], {}, {})) == 0
 
 
 def test_share_of_a_plain_parameter() -> None:
     assert share_of(nn.Parameter(torch.ones(2))) == WHOLE
+
+
+MICRO = 4
+
+
+class Stage(nn.Module):
+    """One half of the model, under the names that its layers have in the whole."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        whole = make_model()
+        names = [["0", "1"], ["2"]][rank]
+        for name in names:
+            self.add_module(name, whole.get_submodule(name))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def pipeline(rank: int, folder: str) -> None:
+    """A pipeline of two stages; the first process writes what was gathered."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = Stage(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stage = PipelineStage(model, rank, PROCESSES, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, MICRO, loss_fn=lambda output, _: output.square().mean())
+    monitor = Monitor(model, optimizer, on_nonfinite="raise")
+    for number in range(STEPS):
+        with monitor.step():
+            x = batch(number)
+            schedule.step(*[x] if rank == 0 else [], target=x if rank else None)
+            optimizer.step()
+            optimizer.zero_grad()
+    gathered = monitor.gather()
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "pipeline.pickle").write_bytes(pickle.dumps(gathered))
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    run_in_processes(pipeline, tmp_path, PROCESSES)
+    found = pickle.loads((tmp_path / "pipeline.pickle").read_bytes())
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer)
+    for number in range(STEPS):
+        with monitor.step():
+            for part in batch(number).chunk(MICRO):  # each with a loss of its own
+                model(part).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad /= MICRO  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = monitor.history
+    assert {*found.series} == {*whole.series}
+    for layer, what in whole.series:
+        for field in ("count", "rms", "max"):
+            one, two = found.values(layer, what, field), whole.values(layer, what, field)
+            assert np.allclose(one, two, rtol=1e-9), (layer, what, field)
+    for parameter in ("0.weight", "2.weight"):
+        ratios = found.update_ratio(parameter), whole.update_ratio(parameter)
+        assert np.allclose(*ratios, rtol=1e-9)

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torchfmri._monitor import monitor as _monitor
 from torchfmri._monitor.monitor import Monitor, MonitorWarning
 from torchfmri._records.history import Series
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.integrations.writers import WandbWriter
 
 BOTH = ("activations", "gradients")
 
@@ -481,6 +483,43 @@ def test_loss_not_seen_is_said() -> None:
     assert "loss not seen" in repr(monitor.history)
 
 
+def test_a_loss_that_is_nan_was_seen(tmp_path: Any) -> None:
+    model = nn.Linear(4, 1)
+    monitor = Monitor(model)
+    rows: list[dict[str, float]] = []
+    monitor.add_writer(WandbWriter(SimpleNamespace(log=rows.append), histograms=False))
+    for factor in (1.0, math.nan):
+        with monitor.step() as step:
+            step.loss(model(torch.randn(2, 4)).sum() * factor)
+    assert "loss nan" in monitor.table()
+    assert "loss nan" in repr(monitor.history)
+    assert "not seen" not in monitor.table() + repr(monitor.history[1])
+    assert [math.isnan(row["torchfmri/loss"]) for row in rows] == [False, True]
+    written = monitor.export(tmp_path / "history.csv").read_text().splitlines()
+    assert written[-1].endswith(",nan")
+    assert [each.problem for each in monitor.findings] == ["nonfinite_loss"]
+
+
+def test_parameters_of_layers_that_are_no_leaves() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 16), layer)
+    model.register_parameter("token", nn.Parameter(torch.randn(1, 1, 16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer)
+    with monitor.step():
+        (model(torch.randn(2, 3, 4)) + model.token).square().mean().backward()
+        optimizer.step()
+    history = monitor.history
+    everything = {name for name, _ in model.named_parameters()}
+    for what in ("parameters", "parameter_gradients", "updates"):
+        assert set(history.matrix(what, "rms")[0]) == everything
+    gradient = history.statistics("1.self_attn.in_proj_weight", "parameter_gradients")
+    assert gradient.l2 == pytest.approx(layer.self_attn.in_proj_weight.grad.norm().item())
+    names = history.matrix("parameters", "rms")[0]
+    assert names.index("1.self_attn.in_proj_weight") < names.index("1.linear1.weight")
+    assert history.missing == {}
+
+
 # -- mixed precision -----------------------------------------------------------------------------
 
 
@@ -533,6 +572,47 @@ def test_a_step_that_the_scaler_skips_is_a_step_of_its_own() -> None:
     assert set(history.values("0", field="count")) == {64.0}
     assert history.values("2", "gradients", "inf")[1] + history.values("2", "gradients", "nan")[1]
     assert np.isfinite(history.loss).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_that_the_scaler_skips_says_so(fused: bool, attach: bool, inside: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    monitor = Monitor(model, optimizer, scaler=scaler)
+    if attach:
+        monitor.attach()
+    for number in range(5):
+        with monitor.step() if not attach else warnings.catch_warnings():
+            loss = model(torch.randn(8, 4)).square().mean() * (math.inf if number == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            if inside:
+                scaler.update()
+            optimizer.zero_grad()
+        if not inside:
+            scaler.update()
+    monitor.detach()
+    skipped = monitor.history.scalar("optimizer_skipped")
+    assert (skipped == 1).tolist() == [False, False, True, False, False]
+
+
+def test_micro_batches_are_no_skipped_steps() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    monitor = Monitor(model, optimizer, scaler=scaler, on_nonfinite="raise")
+    for number in range(40):
+        with monitor.step():
+            scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+            if number % 20 == 19:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert not (monitor.history.scalar("optimizer_skipped") == 1).any()
+    assert monitor.incidents == []
 
 
 def test_autocast() -> None:
@@ -724,6 +804,18 @@ def test_writers_get_every_watched_step() -> None:
 
 
 @pytest.mark.slow
+def test_writers_get_what_was_still_being_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_step.WatchedStep, "ready", lambda _: False)  # a slow device
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    written: list[int] = []
+    with Monitor(model, optimizer) as monitor:
+        monitor.add_writer(lambda step, _: written.append(step.number))
+        train(model, optimizer, 3)
+        assert written == []
+    assert written == [0, 1, 2]
+
+
 def test_ten_thousand_steps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))

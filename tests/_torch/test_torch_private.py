@@ -388,6 +388,55 @@ def test_functions_of_torch_that_are_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert not found["is_transformed"](torch.ones(1))
 
 
+def no_loss() -> None:
+    raise AssertionError("a gradient came, and not whose")
+
+
+def test_a_gradient_that_no_node_brings_is_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private, "_NODE", lambda: None)  # as in compiled autograd
+    said: list[str] = []
+    hooks = private.OutputHooks(
+        lambda call, gradient: said.append(call), lambda: said.append("lost")
+    )
+    y = torch.ones(2, requires_grad=True) * 2
+    hooks.add(y, y.grad_fn, "call")
+    y.sum().backward()
+    assert said == ["lost"]
+
+
+def test_memory_has_as_many_users_as_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.ones(6)
+    part = torch.nn.Parameter(whole[:2])  # a view would hold on to the whole
+    assert private.users_of_memory(part) == 2
+    del whole
+    assert private.users_of_memory(part) == 1
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert private.users_of_memory(part) == 0
+
+
+@pytest.mark.parametrize("symbol", [True, False])
+def test_copies_are_written(symbol: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not symbol:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    copies = [torch.zeros(2), torch.zeros(3, dtype=torch.int64)]
+    private.copy_into(copies, [torch.ones(2), torch.full((3,), 7)])
+    assert [each.tolist() for each in copies] == [[1, 1], [7, 7, 7]]
+
+
+def test_a_scaler_that_has_stepped() -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    version = private.gradient_scale_version(scaler)
+    assert not private.scaler_went_on(scaler, version)
+    scaler.step(optimizer)
+    assert private.scaler_went_on(scaler, version)
+    scaler.update()
+    assert private.scaler_went_on(scaler, version)
+    assert not private.scaler_went_on(object(), 0), "without the symbols"
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_hooks_on_outputs_come_together_with_those_of_others(
@@ -398,7 +447,7 @@ def test_hooks_on_outputs_come_together_with_those_of_others(
         monkeypatch.setattr(private, "_NODE", None)
     seen: list[str] = []
     y = torch.ones(2, requires_grad=True) * 2
-    hooks = private.OutputHooks(lambda call, gradient: seen.append(call))
+    hooks = private.OutputHooks(lambda call, gradient: seen.append(call), no_loss)
     node = y.grad_fn
     if first:
         hooks.add(y, node, "ours")
@@ -421,7 +470,7 @@ def test_hooks_on_outputs_come_together_with_those_of_others(
 def test_hooks_on_outputs_stay_with_the_node_that_made_them() -> None:
     """Also where somebody writes into the output, and where a node has several outputs."""
     seen: dict[str, float] = {}
-    hooks = private.OutputHooks(lambda call, each: seen.update({call: float(each[0])}))
+    hooks = private.OutputHooks(lambda call, each: seen.update({call: float(each[0])}), no_loss)
     y = torch.ones(2, requires_grad=True) * 2
     hooks.add(y, y.grad_fn, "y")
     hooks.add(y, y.grad_fn, "y again")  # as of a layer that returns what one inside it returned
@@ -440,7 +489,7 @@ def test_hooks_on_outputs_that_are_forgotten_stay_with_their_graph(
     if not known:
         monkeypatch.setattr(private, "_NODE", None)
     seen: list[str] = []
-    hooks = private.OutputHooks(lambda call, gradient: seen.append(call))
+    hooks = private.OutputHooks(lambda call, gradient: seen.append(call), no_loss)
     x = torch.ones(2, requires_grad=True)
     old = x * 2
     hooks.add(old, old.grad_fn, "old")
@@ -455,7 +504,7 @@ def test_hooks_on_outputs_that_are_forgotten_stay_with_their_graph(
 def test_hooks_on_outputs_of_two_threads() -> None:
     """Every thread counts its nodes from 0: the same number does not mean the same call."""
     seen: dict[str, float] = {}
-    hooks = private.OutputHooks(lambda call, each: seen.update({call: float(each)}))
+    hooks = private.OutputHooks(lambda call, each: seen.update({call: float(each)}), no_loss)
     made: dict[str, tuple[torch.Tensor, int]] = {}
 
     def make(name: str) -> None:
@@ -479,7 +528,7 @@ class WithoutSymbols:
 
 def test_hooks_on_outputs_of_nodes_without_the_symbols() -> None:
     seen: list[str] = []
-    hooks = private.OutputHooks(lambda call, gradient: seen.append(call))
+    hooks = private.OutputHooks(lambda call, gradient: seen.append(call), no_loss)
     y = torch.ones((), requires_grad=True) * 2
     hooks.add(y, WithoutSymbols(), "y")
     y.backward()
@@ -487,7 +536,7 @@ def test_hooks_on_outputs_of_nodes_without_the_symbols() -> None:
 
 
 def test_hooks_on_outputs_keep_no_graph_alive() -> None:
-    hooks = private.OutputHooks(lambda call, gradient: None)
+    hooks = private.OutputHooks(lambda call, gradient: None, no_loss)
     x = torch.ones(2, requires_grad=True)
     saved = x.exp()
     reference = weakref.ref(saved)
@@ -513,7 +562,7 @@ def test_a_function_that_writes_into_its_gradient_does_not_change_what_came(
 
     held: list[torch.Tensor] = []
     came: list[torch.Tensor | None] = []
-    hooks = private.OutputHooks(lambda call, gradient: came.append(gradient))
+    hooks = private.OutputHooks(lambda call, gradient: came.append(gradient), no_loss)
     x = torch.ones(3, requires_grad=True)
     output = Doubled.apply(x * 1)
     output.register_hook(held.append)

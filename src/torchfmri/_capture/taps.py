@@ -45,6 +45,12 @@ from torchfmri._torch import (
     node_sequence_number,
     sequence_number,
 )
+from torchfmri.exceptions import InspectionError
+
+_COMPILED = (
+    "gradients cannot be told apart: compiled autograd was enabled after the forward pass. Enable "
+    "it before the model is called."
+)
 
 
 class CallKey(NamedTuple):
@@ -144,13 +150,16 @@ class Taps:
             for target in self._targets:
                 self.tap(target).attach(self._hooks)
             if self._short is not None:
-                hook = _ShortHook(self._short, self.tap)
+                hook = _ShortHook(self._short, self.tap, self._lost)
                 self._outputs = [hook.outputs, hook.views]
                 self._hooks.after(self._short.modules, hook)
         except BaseException:
             self.detach()
             raise
         return self
+
+    def _lost(self) -> None:
+        self._sink.failed("", InspectionError(_COMPILED), backward=True)
 
     def tap(self, target: Target) -> _Tap:
         """The tap of a layer, which knows the long way."""
@@ -530,12 +539,14 @@ class _ShortHook(Hook):
 
     __slots__ = ("_owners", "_short", "_take", "_tap", "outputs", "views")
 
-    def __init__(self, short: Short, tap: Callable[[Target], _Tap]) -> None:
+    def __init__(
+        self, short: Short, tap: Callable[[Target], _Tap], lost: Callable[[], None]
+    ) -> None:
         super().__init__(None)
         self._short, self._tap = short, tap
         self._owners, self._take = short.owners, short.take
-        self.outputs = OutputHooks(short.arrived)
-        self.views = OutputHooks(partial(_reshaped, short.arrived))
+        self.outputs = OutputHooks(short.arrived, lost)
+        self.views = OutputHooks(partial(_reshaped, short.arrived), lost)
 
     def __call__(
         self, module: nn.Module, arguments: Arguments, keywords: Keywords, output: object

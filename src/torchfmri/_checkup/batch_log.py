@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._checkup.copies import Split
-from torchfmri._checkup.weights import rms
-from torchfmri._diagnosis import DataFacts
+from torchfmri._diagnosis import DataFacts, median
 from torchfmri._model import named_layers
 from torchfmri._torch import flatten
 
@@ -32,17 +31,15 @@ class BatchLog:
     """Takes in batch after batch.
 
     Attributes:
-        rms: Of the floating-point inputs, the largest so far.
         samples: How many there were.
         varies: Whether there were two batches that differ.
     """
 
-    rms: float = 0.0
     samples: int = 0
     varies: bool = False
     _first: Tensor | None = None
-    _has_floats: bool = False
-    _target_rms: float = 0.0
+    _input_sizes: list[float] = field(default_factory=list)
+    _target_sizes: list[float] = field(default_factory=list)
     _repeated: int = 0
     _contradicting: int = 0
     _compared: int = 0
@@ -63,11 +60,9 @@ class BatchLog:
         if target is None:
             target = next((each for key, each in split.keywords.items() if key == "labels"), None)
         floats = [each for each in inputs if each.is_floating_point() and each.numel()]
-        for each in floats:
-            self._has_floats = True
-            values = each.detach()[torch.isfinite(each.detach())].float()
-            if values.numel():
-                self.rms = max(self.rms, float(values.square().mean().sqrt()))
+        self._input_sizes.append(max(map(_size, floats), default=math.nan))
+        is_number = isinstance(target, Tensor) and target.is_floating_point()
+        self._target_sizes.append(_size(target) if is_number and target is not None else math.nan)
         if inputs and self._first is None:
             self._first = inputs[0]
         elif inputs and self._first is not None and not self.varies:
@@ -76,8 +71,6 @@ class BatchLog:
             self.samples += inputs[0].shape[0]
             self._compare(inputs[0], target)
         if isinstance(target, Tensor):
-            if target.is_floating_point() and target.numel():
-                self._target_rms = max(self._target_rms, rms(target))
             self._count_classes(target)
             self._look_for_padding(split.keywords, target)
 
@@ -157,7 +150,7 @@ class BatchLog:
         token = self._tokens.most_common(1)[0][0] if self._tokens else None
         padded = self._padded / self._positions if self._positions and token != ignored else 0.0
         return DataFacts(
-            self.rms if self._has_floats else None,
+            None if math.isnan(size := median(self._input_sizes)) else size,
             reader is not None and reader[1],
             "" if reader is None else reader[0],
             self._repeated / self._compared if self._compared else 0.0,
@@ -169,8 +162,15 @@ class BatchLog:
             padded,
             token,
             _padding_rows(model),
-            self._target_rms,
+            0.0 if math.isnan(size := median(self._target_sizes)) else size,
+            sizes={"inputs": self._input_sizes, "targets": self._target_sizes},
         )
+
+
+def _size(tensor: Tensor) -> float:
+    """Root mean square of the finite values, in float64: one of them may be huge; 0 of none."""
+    values = tensor.detach()[torch.isfinite(tensor.detach())].double()
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
 def _padding_rows(model: nn.Module) -> dict[str, float]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfmri._checkup.weights import memory_of
 from torchfmri._model import check_optimizers, runnable
+from torchfmri._torch import users_of_memory
 from torchfmri.exceptions import InspectionError
 
 OwnStep: TypeAlias = "Callable[[nn.Module, Any, Any], Any]"
@@ -66,6 +70,7 @@ def copy_all(
             f"{type(model).__name__} cannot be copied ({error}), and a diagnosis runs on copies "
             "only. Follow your own loop with torchfmri.Monitor and read monitor.findings instead."
         ) from error
+    _share_memory(memory)
     for original, twin_optimizer in zip(given, optimizers, strict=True):
         _complete(original, twin_optimizer, memory)
     for parameter in twin.parameters():
@@ -81,6 +86,51 @@ def copy_all(
                 "over your own step: diagnose(..., step=step), with optimizer.step(closure) in it."
             )
     return Copies(twin, optimizers, loss if own_loss is None else twin_loss, own_step)
+
+
+def _share_memory(memory: dict[int, Any]) -> None:
+    """Let copies of tensors that share their memory share theirs: deepcopy parts parameters.
+
+    Args:
+        memory: The memo of a deepcopy: the originals, and the copy of each by its id.
+    """
+    copied = [each for each in memory.get(id(memory), ()) if isinstance(each, Tensor)]
+    for originals in _by_memory(each for each in copied if id(each) in memory):
+        if len(originals) < 2 or not any(isinstance(each, nn.Parameter) for each in originals):
+            continue
+        shared = originals[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
+        for each in originals:
+            view = torch.empty(0, dtype=each.dtype, device=each.device)
+            view.set_(shared, each.storage_offset(), each.shape, each.stride())
+            memory[id(each)].data = view
+
+
+def shared_outside(model: nn.Module) -> list[str]:
+    """The parameters whose memory is also that of a tensor which the model does not have."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    held = _by_memory([*model.parameters(), *model.buffers(), *_attributes(model)])
+    return [
+        names[id(each)]
+        for tensors in held
+        if users_of_memory(tensors[0]) > len(tensors)
+        for each in tensors
+        if id(each) in names
+    ]
+
+
+def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups that share their memory, each once."""
+    groups: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    for each in tensors:
+        if place := memory_of(each):
+            groups[place][id(each)] = each
+    return [list(group.values()) for group in groups.values()]
+
+
+def _attributes(model: nn.Module) -> list[Tensor]:
+    """The tensors that modules hold as plain attributes."""
+    values = [value for module in model.modules() for value in vars(module).values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _complete(original: Optimizer, twin: Optimizer, memory: dict[int, Any]) -> None:

@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfmri._arguments import check_callable, check_number, require
-from torchfmri._checkup.copies import OwnStep, copy_all
+from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside
 from torchfmri._checkup.originals import untouched
 from torchfmri._checkup.run import Checkup
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
 from torchfmri._model import spared_grad, switched_off, unchanged, unwrap
+from torchfmri._text import listed
 from torchfmri.exceptions import InspectionError
 
 
@@ -72,13 +73,18 @@ def diagnose(
     check_callable("loss", loss, "give a loss module or function of output and target")
     check_callable("step", step, "give a function of model, batch and optimizer")
     meaning = "give batches to train on, such as a DataLoader or a list"
-    listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    require(listed, "batches", batches, meaning)
+    runs = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    require(runs, "batches", batches, meaning)
     started = time.perf_counter()
     name = type(unwrap(model)).__name__
     if switched_off():
         return Diagnosis(name, ())
     notes = Notes()
+    if outside := shared_outside(model):
+        notes.add(
+            f"The memory of {listed(outside)} is also that of a tensor which is not in the model. "
+            "The run trains copies, which that tensor does not follow."
+        )
     with (
         unchanged(model),
         spared_grad(model.parameters()),  # a loss may refer to the model itself

@@ -26,7 +26,7 @@ class GradientWatch:
 
     Attributes:
         clip: Norm of the gradients as the optimizer finds them / as backward left them.
-        norm: Norm of the gradients as backward left them.
+        norm: Norm of the gradients as backward left them, without the scale of a GradScaler.
         stale: Whether gradients of the step before were still there when backward began.
         stepped: Whether the optimizer stepped.
         cleared: Whether gradients arrived and were gone when the optimizer stepped.
@@ -37,6 +37,8 @@ class GradientWatch:
         half: Layer or parameter -> how many float16 gradients are subnormal, and not 0.
         flushed: Those whose float16 gradient was 0 when last seen.
         samples: Evenly spaced values of the gradient, step by step.
+        scaled_clip: By what gradients were multiplied between backward and the unscaling of a
+            GradScaler, at the last step that was looked at in detail; nan where there is none.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -50,6 +52,8 @@ class GradientWatch:
         self._tainted: set[int] = set()
         self._arrivals: Counter[int] = Counter()
         self.passes = 0
+        self.scaled_clip = math.nan
+        self._unscaling = 1.0
         self.steps: Counter[int] = Counter()
         self.begin_step()
 
@@ -144,7 +148,7 @@ class GradientWatch:
         if any(id(parameter) in self._tainted for parameter in found):
             self.stale = True
         raw = [self._raw.get(id(parameter), math.nan) for parameter in found]
-        before = math.sqrt(sum(each**2 for each in raw if math.isfinite(each)))
+        before = math.sqrt(sum(each**2 for each in raw if math.isfinite(each))) * self._unscaling
         self.norm = before
         after = math.sqrt(sum(each**2 for each in now))
         arrived = any(self._raw.get(id(each), 0.0) > 0 for each in trained)
@@ -154,6 +158,13 @@ class GradientWatch:
         self.clip = _clip_factor(before, after)
         self.passes = max((self._arrivals[id(each)] for each in found), default=0)
         self._sample(found)
+
+    def is_unscaled(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
+        """A GradScaler is about to multiply these by a factor, 1 / its scale."""
+        self._unscaling = float(factor)
+        after = math.sqrt(sum(_norm(each) ** 2 for each in gradients))
+        before = math.sqrt(sum(each**2 for each in self._raw.values()))
+        self.scaled_clip = after / before if before > 0 else math.nan
 
     def _sample(self, parameters: list[Tensor]) -> None:
         """Keep evenly spaced values of the gradient, to tell its noise from its mean."""

@@ -1,4 +1,4 @@
-"""Trainable tensors behind a loss that nobody trains."""
+"""What the graph behind a loss holds: trainable tensors that nobody trains, skip connections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from torchfmri._checkup.copies import Copies
 from torchfmri._checkup.watcher import Watcher
+
+_BRANCH = 256
+"""How many nodes a branch has at most."""
 
 
 class Leaves:
@@ -19,12 +22,16 @@ class Leaves:
     Args:
         copies: What runs.
         watcher: Knows the inputs of the step.
+
+    Attributes:
+        has_residual: Whether something is added to what it was computed from.
     """
 
     def __init__(self, copies: Copies, watcher: Watcher) -> None:
         self._copies, self._watcher = copies, watcher
         self._strange: dict[int, Tensor] | None = None
         self._looks = 0
+        self.has_residual = False
 
     def look(self, value: Any) -> None:
         """Look behind the loss of one more step."""
@@ -65,4 +72,28 @@ class Leaves:
             elif leaf.untyped_storage().data_ptr() not in inputs:
                 found[id(leaf)] = leaf
             waiting += [each for each, _ in node.next_functions]
+            self.has_residual = self.has_residual or _is_residual(node)
         return found
+
+
+def _is_residual(node: Any) -> bool:
+    """Whether a node adds two results, one of which was computed from the other."""
+    if not node.name().startswith("AddBackward"):
+        return False
+    added = [each for each, _ in node.next_functions if each is not None]
+    return len(added) == 2 and (_leads_to(*added) or _leads_to(*reversed(added)))
+
+
+def _leads_to(start: Any, end: Any) -> bool:
+    """Whether a node is among the nearest ones behind another; the end of a graph is not."""
+    if not end.next_functions:
+        return False
+    seen, waiting = {start}, [start]
+    while waiting and len(seen) < _BRANCH:
+        for each, _ in waiting.pop(0).next_functions:
+            if each is end:
+                return True
+            if each is not None and each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return False

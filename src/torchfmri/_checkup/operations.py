@@ -6,7 +6,7 @@ for a few steps of a check-up only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _NUMBER_BY_NUMBER = ("binary_cross_entropy", "mse_loss")
 _COPIES = frozenset(["clone", "_to_copy", "contiguous", "_unsafe_view"])
 
@@ -80,6 +81,7 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         step: The number of the step.
         notes: Takes down what fails in here.
         samples: How many samples the batch has; 0 where another axis is as long.
+        unscaling: Told the gradients that a GradScaler is about to multiply, and by what.
 
     Attributes:
         heads: Attention by layer.
@@ -88,8 +90,16 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         softmaxes: The softmaxes, and those that run over the wrong axis.
     """
 
-    def __init__(self, where: Callable[[], str], step: int, notes: Notes, samples: int = 0) -> None:
+    def __init__(
+        self,
+        where: Callable[[], str],
+        step: int,
+        notes: Notes,
+        samples: int = 0,
+        unscaling: Callable[[Sequence[Tensor], Tensor], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._unscaling = unscaling
         self._where, self._step = where, step
         self._guard = notes.guard("Some operation")
         self.in_loss = False
@@ -123,6 +133,9 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and look at what came of it."""
+        if self._unscaling is not None and func.overloadpacket.__name__ == _UNSCALE:
+            with self._guard:
+                self._unscaling(args[0], args[2])
         result = func(*args, **(kwargs or {}))
         with self._guard:
             self._look(func.overloadpacket.__name__, args, kwargs or {}, result)

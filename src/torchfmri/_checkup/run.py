@@ -35,7 +35,7 @@ from torchfmri._diagnosis import (
     parameters_of,
     trace_of,
 )
-from torchfmri._incidents import find_origin
+from torchfmri._incidents import Buffers, find_origin
 from torchfmri._model import RandomState, compiled_code_as_eager, copy_of_data, random_state
 from torchfmri._monitor import Monitor
 from torchfmri._records import Finding, History
@@ -71,6 +71,7 @@ class Checkup:
         self._consumed: set[str] = set()
         self._leaves = Leaves(copies, self._watcher)
         self._loss_has_graph = True
+        self._buffers = Buffers(copies.model)
 
     @property
     def steps_taken(self) -> int:
@@ -109,6 +110,7 @@ class Checkup:
         with self._notes.guard("A batch"):
             self._batches.add(parts_of(batch, split))
         state = random_state()
+        self._buffers.keep()
         rates = [float(group["lr"]) for each in copies.optimizers for group in each.param_groups]
         lost, value = False, None
         with ExitStack() as stack:
@@ -184,6 +186,7 @@ class Checkup:
         self, number: int, batch: Any, split: Split | None, state: RandomState, updated: bool
     ) -> None:
         """Run the step again, operation by operation, without touching the weights."""
+        self._buffers.restore()
         state.restore()
 
         def again() -> Any:
@@ -277,6 +280,7 @@ class Checkup:
             self._leaves.unregistered(),
             self._loss_has_graph,
             tuple(watcher.linear_pairs),
+            self._leaves.has_residual,
         )
         place = {layer: index for index, layer in enumerate(watcher.called)}
         routers = [

@@ -55,4 +55,5 @@ class StepLog:
             dict(watcher.spread), noise_scale(gradients.samples, samples / max(1, len(self))),
             cleared, dict(watcher.growth), rates, early, evaluated, dict(watcher.signal),
             int(np.median(self._passes)) if self._passes else 0, watcher.idle_parameters(),
+            gradients.scaled_clip,
         )  # fmt: skip

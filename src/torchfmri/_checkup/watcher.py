@@ -104,7 +104,9 @@ class Watcher:
         if not detailed:
             yield
             return
-        self.detailed = OperationWatch(self.here, step, self._notes, _samples(batch))
+        self.detailed = OperationWatch(
+            self.here, step, self._notes, _samples(batch), self.gradients.is_unscaled
+        )
         try:
             with self.detailed:
                 yield

@@ -29,11 +29,22 @@ def copied_tables(model: nn.Module) -> list[tuple[str, str]]:
         for name, table in tables
         for other, head in heads
         if head.weight is not table.weight
+        and head.weight.data_ptr() != table.weight.data_ptr()  # else tied by their memory
         and head.weight.shape == table.weight.shape
         and head.weight.requires_grad
         and float(table.weight.detach().float().std()) > 0
         and torch.equal(head.weight, table.weight)
     ]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins that others may share; 0 where it has none."""
+    if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in _PLAIN:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def rms(parameter: Tensor) -> float:

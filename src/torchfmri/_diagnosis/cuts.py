@@ -102,6 +102,11 @@ SPIKE_RISE = Cut(
     "a quarter of all that there was to learn; a converged run has large factors of very little; "
     "and twice as far out as any of the 50 steps before, for rare classes come back",
 )  # fmt: skip
+ODD_STEP = Cut(
+    50.0, "loss, or norm of the gradients / the largest of all steps before", True,
+    "counts after ordinary updates only, where the weights have hardly changed, and where its own "
+    "update is none; a spike of a healthy run is ten times its median",
+)  # fmt: skip
 
 # -- flow ----------------------------------------------------------------------------------------
 
@@ -203,6 +208,10 @@ TARGET_SIZE = Cut(
     100.0, "rms of the targets, where the loss does not fall by 5 %", True,
     "the first outputs are about 1, and a step of Adam moves them by about its learning rate: tens "
     "of thousands of steps to get there; healthy data 0.3 to 3",
+)  # fmt: skip
+ODD_BATCH = Cut(
+    50.0, "rms of a batch / median of all batches", True,
+    "counts where the numbers stop being finite right after it, or its update is no ordinary one",
 )  # fmt: skip
 REPEATED = Cut(
     0.5, "share of samples that equal another one of their batch", True, "more copies than data",

@@ -40,10 +40,36 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
         f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
         f"per layer: the first layers do not learn.{why}",
-        "Use an activation that is not flat (ReLU, GELU), normalisation or residual connections, "
-        "and an initialisation that keeps variances.",
+        _against_vanishing(seen),
         {"ratio": profile.ratio, "factor_per_layer": per_layer, "trend": profile.trend},
     )  # fmt: skip
+
+
+def _against_vanishing(seen: Observation) -> str:
+    """What to do about vanishing gradients, of what the model does not have yet."""
+    absent = _absent(seen)
+    kinds = {kind.lower() for kind in seen.structure.kinds.values()}
+    kinds |= {each.function for each in seen.units}
+    if kinds & {"sigmoid", "tanh", "hardtanh", "softsign", "hardsigmoid", "logsigmoid"}:
+        absent.insert(0, "an activation that is not flat (ReLU, GELU)")
+    if absent:
+        return f"Use {' or '.join(absent)}, and an initialisation that keeps variances."
+    return (
+        "Normalise before each branch instead of after the sum (pre-norm; norm_first=True in "
+        "PyTorch's layers), start branches small, and warm the learning rate up."
+    )
+
+
+def _absent(seen: Observation) -> list[str]:
+    """What keeps sizes along the depth and is not there; a Monitor does not see all of it."""
+    found = []
+    if not any("Norm" in kind for kind in seen.structure.kinds.values()):
+        found.append("normalisation")
+    if seen.reach is None:
+        found.append("residual connections, if it has none")
+    elif not seen.reach.has_residual:
+        found.append("residual connections")
+    return found
 
 
 def exploding_gradients(seen: Observation) -> Iterator[Finding]:
@@ -61,7 +87,9 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
         int(seen.trace.steps[0]),
         f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
-        "Use an initialisation that keeps variances, normalisation, or residual connections.",
+        "Use an initialisation that keeps variances"
+        + "".join(f", or {each}" for each in _absent(seen))
+        + ".",
         {"ratio": 1 / profile.ratio, "trend": profile.trend},
     )  # fmt: skip
 
@@ -79,12 +107,17 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
         return
     severity = "alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn"
     per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
+    adds = seen.reach is not None and seen.reach.has_residual
+    lost = "what the first layers add is lost in the sum, and " if adds else ""
     yield Finding(
         "activation_growth", severity, tuple(worst.layers), "forward", worst.step,  # type: ignore[arg-type]
         f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to {worst.layers[-1]!r}, "
-        f"by {per_layer:.2g} per layer: what the first layers add is lost in the sum, and the next "
-        "doubling may overflow.",
-        "Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0).",
+        f"by {per_layer:.2g} per layer: {lost}the next doublings may overflow.",
+        "Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0)."
+        if adds
+        else "Use an initialisation that keeps variances (Kaiming for ReLU, Xavier for tanh), or "
+        "put norm layers between"
+        + ("." if seen.reach is not None else "; scale residual branches down, if there are any."),
         {"factor": worst.factor, "factor_per_layer": per_layer, "rms_last": float(worst.rms[-1])},
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -54,7 +54,7 @@ class DataFacts:
     """What was seen in the batches.
 
     Attributes:
-        rms: Of the floating-point inputs, largest over the batches; None where there are none.
+        rms: Of the floating-point inputs, median over the batches; None where there are none.
         normalised: Whether a norm layer is what reads the input.
         reader: The layer that reads the input.
         repeated: The share of samples that equal another of their batch, over all batches.
@@ -67,10 +67,11 @@ class DataFacts:
         padding: The share of target positions that look like padding and count in the loss.
         padding_token: Which token that is.
         padding_rows: Embedding layer -> rms of its padding row, where that is not 0.
-        target_rms: Of floating-point targets, largest over the batches; 0 where there are none.
+        target_rms: Of floating-point targets, median over the batches; 0 where there are none.
         given: Layer -> rms of what it is given, where that was made from the data alone.
         mixed: How much outputs move when another sample is exchanged / how they differ; nan where
             that was not looked at.
+        sizes: "inputs" and "targets" -> their rms in each batch; nan where there are none.
     """
 
     rms: float | None = None
@@ -88,6 +89,7 @@ class DataFacts:
     target_rms: float = 0.0
     mixed: float = float("nan")
     given: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

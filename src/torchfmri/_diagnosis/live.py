@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class LiveDiagnosis:
                 named_before = any(problem == each.problem for problem, _ in self._known)
                 if key in self._known or (named_before and each.problem in _ONCE):
                     continue
-                self._known[key] = each
+                self._known[key] = replace(each, consequences=())  # they are known by themselves
                 self._fresh.append(each)
 
 
@@ -96,6 +97,7 @@ _ONCE = frozenset(
     {
         "nonfinite_forward", "nonfinite_loss", "nonfinite_backward", "nonfinite_weights",
         "vanishing_gradients", "exploding_gradients", "activation_growth", "loss_spike",
+        "outlier_batch",
     }
 )  # fmt: skip
 """Problems of the whole run, whose layers may vary a little from look to look."""

@@ -60,17 +60,18 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
 
 
 def _in_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss that is infinite while gradients are not: something stops them on their way."""
-    infinite = np.flatnonzero(np.isinf(seen.trace.loss))
-    if not len(infinite):
+    """A loss that is not finite while gradients are: something stops them on their way."""
+    bad = np.flatnonzero(seen.trace.bad_loss)
+    if not len(bad):
         return
-    step = int(seen.trace.steps[infinite[0]])
+    step = int(seen.trace.steps[bad[0]])
+    value = "NaN" if np.isnan(seen.trace.loss[bad[0]]) else "infinite"
     yield Finding(
         "nonfinite_loss", "alarm", (), "loss", step,
-        f"The loss of step {step} is infinite (of {len(infinite)} of {len(seen.trace)} steps), "
-        "while gradients are finite: log or division of something that is 0.",
+        f"The loss of step {step} is {value} (of {len(bad)} of {len(seen.trace)} steps it is not "
+        "finite), while gradients are finite: log or division of something that is 0.",
         _ADVICE,
-        {"steps": len(infinite)},
+        {"steps": len(bad)},
     )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ class Reach:
         unregistered: Leaf tensors behind the loss that the model does not list as parameters.
         loss_has_graph: Whether the loss can be differentiated at all.
         linear_pairs: Linear layers with nothing between them that one could not do alone.
+        has_residual: Whether something is added to what it was computed from.
     """
 
     called: tuple[str, ...]
@@ -159,6 +160,7 @@ class Reach:
     unregistered: tuple[str, ...]
     loss_has_graph: bool
     linear_pairs: tuple[tuple[str, str], ...] = ()
+    has_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ class StepFacts:
         idle: The parameters of optimizers that never stepped.
         passes: How many backward passes an update is made of, mostly.
         signal: Matrix layer -> by how much its input differs between samples, at the first step.
+        scaled_clip: By what gradients were multiplied before a GradScaler unscaled them; nan where
+            none did.
     """
 
     clip: Floats
@@ -202,6 +206,7 @@ class StepFacts:
     signal: Mapping[str, float] = field(default_factory=dict)
     passes: int = 0
     idle: tuple[str, ...] = ()
+    scaled_clip: float = float("nan")
 
 
 @dataclass(frozen=True)

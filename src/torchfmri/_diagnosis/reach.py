@@ -40,7 +40,7 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
         for each in in_order(seen, _optimized(seen))
         if each.layer in called and gradient_kind(seen, each) == "none"
     ]
-    cut = [each for each in without if _is_read(seen, each.layer)]
+    cut = [each for each in without if _is_read(seen, each.layer) and not _is_passed_by(seen, each)]
     if not cut:
         return
     layers = tuple(dict.fromkeys(each.layer for each in cut))
@@ -96,12 +96,16 @@ def unused_layer(seen: Observation) -> Iterator[Finding]:
         return
     experts = {name for router in seen.routers for name in router.experts}
     called = set(reach.called)
-    idle = []
+    idle, passed_by = [], []
     for each in _optimized(seen):
         if gradient_kind(seen, each) != "none" or _is_inside(each.layer, experts):
             continue
-        if each.layer not in called or not _is_read(seen, each.layer):
+        if each.layer in called and _is_passed_by(seen, each):
+            passed_by.append(each)
+        elif each.layer not in called or not _is_read(seen, each.layer):
             idle.append(each)
+    if passed_by:
+        yield _unused_parameters(passed_by)
     if not idle:
         return
     layers = tuple(dict.fromkeys(each.layer for each in idle))
@@ -114,6 +118,28 @@ def unused_layer(seen: Observation) -> Iterator[Finding]:
         "Call the layer in forward, or remove it.",
         {"parameters": sum(each.elements for each in idle)},
     )  # fmt: skip
+
+
+def _unused_parameters(found: list[ParameterFacts]) -> Finding:
+    """Parameters of layers that are trained otherwise."""
+    count = sum(each.elements for each in found)
+    return Finding(
+        "unused_layer", "warn", tuple(dict.fromkeys(each.layer for each in found)), "forward", None,
+        f"No gradient reaches {listed([each.name for each in found])}, while the rest of the layer "
+        f"is trained: forward does not use {'it' if len(found) == 1 else 'them'}, or only under "
+        f"no_grad. {plural(count, 'number')} in the optimizer cannot learn.",
+        "Use the parameter in forward, or remove it.",
+        {"parameters": count},
+    )  # fmt: skip
+
+
+def _is_passed_by(seen: Observation, each: ParameterFacts) -> bool:
+    """Whether other parameters of its layer, or of layers inside, do get gradients."""
+    return any(
+        gradient_kind(seen, other) != "none"
+        for other in _optimized(seen)
+        if each.layer in ("", other.layer) or other.layer.startswith(f"{each.layer}.")
+    )
 
 
 def unregistered_parameters(seen: Observation) -> Iterator[Finding]:

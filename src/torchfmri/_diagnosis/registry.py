@@ -22,13 +22,14 @@ from torchfmri._diagnosis import updates as updating
 from torchfmri._diagnosis.nonfinite import nonfinite_in_trace, origin
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.outliers import outlier_batch
 from torchfmri._records import PHASES, SEVERITIES, Finding
 
 Diagnose = Callable[[Observation], Iterator[Finding]]
 
 
 DIAGNOSES: tuple[Diagnose, ...] = (
-    origin, nonfinite_in_trace,
+    origin, nonfinite_in_trace, outlier_batch,
     judging.unscaled_inputs, judging.unscaled_targets, judging.duplicate_samples,
     judging.unshuffled_data, judging.padding_in_loss, judging.padding_row, judging.init_too_large,
     judging.initial_loss, judging.half_headroom, judging.half_underflow,
@@ -54,8 +55,8 @@ DIAGNOSES: tuple[Diagnose, ...] = (
 )  # fmt: skip
 
 LIVE: tuple[Diagnose, ...] = (
-    nonfinite_in_trace, reaching.graph_cut, wiring.missing_from_optimizer, wiring.frozen_layer,
-    wiring.shared_module, wiring.stale_gradients, judging.half_headroom,
+    nonfinite_in_trace, outlier_batch, reaching.graph_cut, wiring.missing_from_optimizer,
+    wiring.frozen_layer, wiring.shared_module, wiring.stale_gradients, judging.half_headroom,
     depth.vanishing_gradients, depth.exploding_gradients, depth.activation_growth,
     flowing.dead_layer, optimizing.learning_rate_too_high, optimizing.diverging_loss,
     grouping.learning_rate_too_low, grouping.group_rate_too_low, grouping.momentum_too_high,
@@ -77,6 +78,7 @@ _SIZES = (
 CAUSES: dict[str, tuple[str, ...]] = {
     # Cause -> what it leads to; the first cause in this order takes what is there.
     "nonfinite_data": (*_NONFINITE, "loss_spike", "diverging_loss", "representation_collapse"),
+    "outlier_batch": ("learning_rate_too_high", "updates_lost", *_SIZES, *_NONFINITE),
     **dict.fromkeys(_NONFINITE, ("init_too_large", "unscaled_inputs", *_SIZES)),
     "inverted_loss": ("learning_rate_too_high", *_SIZES, *_NONFINITE),
     "logits_as_log_probabilities": ("learning_rate_too_high", *_SIZES, *_NONFINITE),
@@ -141,6 +143,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "cleared_gradients": ("updates_lost", "learning_rate_too_low"),
     "step_before_backward": ("cleared_gradients", "updates_lost", "learning_rate_too_low"),
     "clipping_too_strong": ("updates_lost", "learning_rate_too_low"),
+    "clipped_before_unscaling": ("updates_lost", "learning_rate_too_low"),
     "clipping_hides_explosion": ("updates_lost", "learning_rate_too_low"),
     "learning_rate_too_low": ("updates_lost",),
     "updates_lost": ("learning_rate_too_low",),
@@ -182,11 +185,21 @@ def fold(findings: Sequence[Finding]) -> list[Finding]:
             parent = above
         following.setdefault(parent, []).append(findings[place])
     roots = [
-        replace(each, consequences=(*each.consequences, *following.get(place, ())))
+        _with_consequences(each, following.get(place, ()))
         for place, each in enumerate(findings)
         if parents[place] is None
     ]
     return sorted(roots, key=_rank)
+
+
+def _with_consequences(cause: Finding, following: Sequence[Finding]) -> Finding:
+    """The cause of these; with what is not finite among them it is an alarm, whatever it is."""
+    ends = any(each.problem in _NONFINITE and each.severity == "alarm" for each in following)
+    return replace(
+        cause,
+        consequences=(*cause.consequences, *following),
+        severity="alarm" if ends else cause.severity,
+    )
 
 
 def _parent(place: int, findings: Sequence[Finding]) -> int | None:
@@ -203,7 +216,7 @@ def _parent(place: int, findings: Sequence[Finding]) -> int | None:
 def _order(finding: Finding) -> tuple[int, int, int]:
     """When it begins: nothing follows from what comes later."""
     step = -1 if finding.step is None else finding.step
-    if step == 0 and finding.problem in _NONFINITE:
+    if step == 0 and finding.problem in ("outlier_batch", *_NONFINITE):
         step = -1  # nothing was trained yet: what the numbers do by themselves comes first
     place = list(CAUSES).index(finding.problem) if finding.problem in CAUSES else len(CAUSES)
     return step, PHASES.index(finding.phase), place

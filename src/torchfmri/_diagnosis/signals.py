@@ -96,6 +96,15 @@ def has_gradients(seen: Observation) -> NDArray[np.bool_]:
     return found
 
 
+def gradient_norms(seen: Observation) -> Floats:
+    """The norm of all parameters' gradients at each step, as the optimizer finds them."""
+    squares = seen.trace.matrix("parameter_gradients", "rms") ** 2
+    norms: Floats = np.sqrt(
+        np.nansum(squares * seen.trace.matrix("parameter_gradients", "count"), axis=1)
+    )
+    return norms
+
+
 def first_nonfinite(seen: Observation) -> int | None:
     """The place of the first step whose gradients or weights are not finite; None if all are.
 
@@ -247,7 +256,8 @@ def gradient_kind(seen: Observation, each: ParameterFacts) -> str:
     """Whether a gradient ever arrived: "none", "zero" or "some"."""
     if each.name in seen.weights:
         return seen.weights[each.name].gradient
-    rms = seen.trace.column(each.name, "parameter_gradients", "rms")
-    if not np.isfinite(rms).any():
+    arrived = seen.trace.column(each.name, "parameter_gradients", "count") > 0
+    if not arrived.any():
         return "none"
-    return "some" if (rms > 0).any() else "zero"
+    rms = seen.trace.column(each.name, "parameter_gradients", "rms")
+    return "some" if (rms[arrived] != 0).any() else "zero"  # also where none of it is finite

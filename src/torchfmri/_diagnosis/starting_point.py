@@ -9,6 +9,7 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.outliers import odd_data
 from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
 from torchfmri._records import Finding, Severity
@@ -26,13 +27,13 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
     if data is None:
         return
     if data.rms is None or data.normalised or not data.reader:
-        yield from _large_given(data.given)
+        yield from _large_given(seen, data.given)
         return
     if data.rms < cuts.INPUT_SMALL.value:
         yield from _small_inputs(seen, data.rms, data.reader)
         return
     if data.rms <= cuts.INPUT_SIZE.value:
-        yield from _large_given(data.given)
+        yield from _large_given(seen, data.given)
         return
     yield Finding(
         "unscaled_inputs", "warn", (data.reader,), "data", 0,
@@ -44,9 +45,11 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _large_given(given: Mapping[str, float]) -> Iterator[Finding]:
+def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Finding]:
     """The same inside of the model: numbers that it makes of the data before the first layer."""
-    large = {layer: rms for layer, rms in given.items() if rms > cuts.INPUT_SIZE.value}
+    if any(odd.step == 0 for odd in odd_data(seen)):  # they are those of the first batch
+        return
+    large = {layer: rms for layer, rms in given.items() if np.inf > rms > cuts.INPUT_SIZE.value}
     if not large:
         return
     layer, rms = max(large.items(), key=lambda each: each[1])

@@ -12,6 +12,7 @@ from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
+    gradient_norms,
     is_stuck,
     median,
     update_ratios,
@@ -106,12 +107,14 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
             else "and the loss was not seen"
         )
         rate = rate_in_words(seen)
+        # Without steps before it there is no telling whether it was the batch.
+        batch = "" if place else " If the first batch is unlike the others, repair it, or clip."
         yield Finding(
             "learning_rate_too_high", "alarm", (), "optimizer", int(steps[place]),
             f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} of "
             f"their size (usual is about 0.1 % to 1 %), {then}.",
             f"Lower the learning rate{rate} by a factor of {_factor(ratio)}, or warm it up; then "
-            "look at update / weight again.",
+            f"look at update / weight again.{batch}",
             {"update_ratio": ratio, "loss_before": before, "loss_after": after},
         )  # fmt: skip
         return
@@ -142,12 +145,9 @@ def loss_spike(seen: Observation) -> Iterator[Finding]:
     trace = seen.trace
     if len(trace) < 2 * _LEAST_STEPS:
         return
-    gradients = trace.matrix("parameter_gradients", "rms")
-    names = trace.names("parameter_gradients")
-    if not names:
+    if not trace.names("parameter_gradients"):
         return
-    norm = np.sqrt(np.nansum(gradients**2 * trace.matrix("parameter_gradients", "count"), axis=1))
-    loss = trace.loss
+    norm, loss = gradient_norms(seen), trace.loss
     suspects = np.flatnonzero(norm > cuts.SPIKE.value * median(norm) / 2)
     for place in suspects[suspects >= 2 * _LEAST_STEPS].tolist():
         before = slice(max(0, place - 100), place)

@@ -44,6 +44,7 @@ class Trace:
         self._updates = np.full((length, 0), math.nan)
         self._steps: list[int] = []
         self._loss: list[float] = []
+        self._bad_loss: list[bool] = []
         self._scalars: list[dict[str, float]] = []
         self.dtypes: dict[Series, str] = {}
         self.first_loss = math.nan
@@ -58,13 +59,14 @@ class Trace:
         if len(series) > len(self.series):
             self._widen(series)
         if len(self._steps) == self._length:
-            for kept in (self._steps, self._loss, self._scalars):
+            for kept in (self._steps, self._loss, self._bad_loss, self._scalars):
                 del kept[0]
             self._values[:-1] = self._values[1:]
             self._updates[:-1] = self._updates[1:]
         place = len(self._steps)
         self._steps.append(step.number)
         self._loss.append(step.loss)
+        self._bad_loss.append(step.has_loss and not math.isfinite(step.loss))
         if math.isnan(self.first_loss) and math.isfinite(step.loss):
             self.first_loss = step.loss
         self._scalars.append(step.scalars)
@@ -118,6 +120,11 @@ class Trace:
     def loss(self) -> Floats:
         """The loss at each step; nan where it was not seen or is not a number."""
         return np.array(self._loss, np.float64)
+
+    @property
+    def bad_loss(self) -> NDArray[np.bool_]:
+        """Whether the loss was seen at each step, and was not finite."""
+        return np.array(self._bad_loss, bool)
 
     def scalar(self, name: str) -> Floats:
         """Another number per step; nan where unknown."""

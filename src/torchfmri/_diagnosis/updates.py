@@ -13,6 +13,7 @@ from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.rates import low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
+    gradient_norms,
     median,
     trained_matrices,
 )
@@ -23,6 +24,8 @@ _SUSTAINED = 3
 _WINDOW = 5
 _LEAST_STEPS = 10
 _STOPPED = 3
+_LIMITS = (0.1, 10.0)
+"""Between these is where gradients are clipped usually, by their norm."""
 
 
 def updates_lost(seen: Observation) -> Iterator[Finding]:
@@ -105,9 +108,20 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
     if clipped.mean() <= 0.9:
         return
     factor = median(factors)
-    norm = "" if seen.steps is None else f" (their norm is {median(seen.steps.norm):.3g})"
     first = int(seen.trace.steps[np.flatnonzero(known)[np.flatnonzero(clipped)[0]]])
-    left = math.nan if seen.steps is None else median(seen.steps.norm * factors)
+    found = gradient_norms(seen)
+    left = median(found[known])
+    norm = f" (their norm is {median(found[known] / factors[known]):.3g})" if left > 0 else ""
+    if _is_clipped_scaled(seen, left):
+        yield Finding(
+            "clipped_before_unscaling", "alarm", (), "backward", first,
+            f"The gradients are clipped while they are still multiplied by the scale of the "
+            f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
+            f"{percent(clipped.mean())} of the steps.",
+            "Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_.",
+            {"clip_factor": factor, "norm_left": left},
+        )  # fmt: skip
+        return
     if left < cuts.CLIPPED_NORM.value:
         yield Finding(
             "clipping_too_strong", "alarm", (), "backward", first,
@@ -125,6 +139,17 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
         "initialisation) before you clip; a healthy run is clipped now and then.",
         {"clip_factor": factor, "share_of_steps": float(clipped.mean())},
     )  # fmt: skip
+
+
+def _is_clipped_scaled(seen: Observation, left: float) -> bool:
+    """Whether clipping comes before the unscaling of a GradScaler.
+
+    A Monitor knows the scale alone: with it, what is left has a usual limit for its norm.
+    """
+    if seen.steps is not None:
+        return seen.steps.scaled_clip < cuts.CLIPPED.value
+    limit = left * median(seen.trace.scalar("gradient_scale"))
+    return left < cuts.CLIPPED_NORM.value and _LIMITS[0] <= limit <= _LIMITS[1]
 
 
 def step_before_backward(seen: Observation) -> Iterator[Finding]:

@@ -1,12 +1,14 @@
 """A step that turned NaN or infinite: held, traced back, stored, replayed.
 
 `hold` looks at each step before the optimizer applies it, by one number (`sentinel`). `aftermath`
-runs a bad step again (`redone_step`), finds the operation where it began (`origin`, `trace`) and
-writes a folder (`incident`), which `replay_run` runs again. Why an operation makes NaN is an entry
-of `FORWARD` or `BACKWARD` in `causes`.
+runs a bad step again (`redone_step`), from the `buffers` as they were before it, finds the
+operation where it began (`origin`, `trace`) and writes a folder (`incident`), which `replay_run`
+runs again. Why an operation makes NaN is an entry of `FORWARD` or `BACKWARD` in `causes`; since
+when weights have been bad, `past_weights` tells.
 """
 
 from torchfmri._incidents.aftermath import Subject
+from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.hold import Hold
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Incidents, check_action, check_incidents
@@ -14,6 +16,7 @@ from torchfmri._incidents.origin import find_origin
 from torchfmri._incidents.replay_run import replay
 
 __all__ = [
+    "Buffers",
     "Hold",
     "Incident",
     "Incidents",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +22,17 @@ from torchfmri._incidents.incident import (
     write_summary,
 )
 from torchfmri._incidents.options import Action, Incidents
-from torchfmri._incidents.redone_step import BadStep, coarse_finding, redo
+from torchfmri._incidents.past_weights import dated
+from torchfmri._incidents.redone_step import BadStep, coarse_finding, plain_finding, redo, why_not
 from torchfmri._incidents.seen_step import SeenStep
 from torchfmri._incidents.sentinel import are_finite
 from torchfmri._model import unwrap
 from torchfmri._records import Finding, History
+from torchfmri._text import listed
 from torchfmri._torch import gradient_scale
 from torchfmri.exceptions import NonFiniteError, NonFiniteWarning
+
+_SPOILT = " The step has left {} non-finite as well: in evaluation mode the model returns NaN."
 
 
 @dataclass(frozen=True)
@@ -87,68 +91,108 @@ class Aftermath:
     def _is_full(self) -> bool:
         return len(self.incidents) >= self._options.most
 
-    def look_into(self, number: int, seen: SeenStep, after_update: bool) -> None:
+    def look_into(self, number: int, seen: SeenStep, spoilt: Sequence[str] = ()) -> None:
         """Find the origin of what is wrong with a step, write it down, and tell.
 
         Args:
             number: Of the step.
             seen: What is remembered of it.
-            after_update: Whether the optimizer stepped before, from finite gradients.
+            spoilt: The buffers that the step has made non-finite, if they stay so.
 
         Raises:
             NonFiniteError: If that is the action.
         """
+        exact = False
+        try:
+            known, exact = self._find(number, seen)
+            history = self._subject.history(False)
+            held = {each.step: each.action for each in self.incidents}
+            known = dated(known, number, self._subject.model, history, held)
+        except Exception as error:  # what is not known must not keep the step from being held
+            self._warn(f"Step {number} could not be looked into: {type(error).__name__}: {error}")
+            known = plain_finding(number)
+        if spoilt:
+            known = replace(known, text=known.text + _SPOILT.format(listed(spoilt)))
+        self.report(number, seen, known, exact)
+
+    def _find(self, number: int, seen: SeenStep) -> tuple[Finding, bool]:
+        """What is known of a step, and whether that is the origin."""
         subject = self._subject
         scale = 1.0 if subject.scaler is None else float(gradient_scale(subject.scaler))
         step = BadStep(
-            number, seen.calls, seen.known_losses, subject.bad_gradients(), after_update, scale,
+            number, seen.calls, seen.known_losses, subject.bad_gradients(), False, scale,
             seen.told_batch,
         )  # fmt: skip
-        finding = None
-        if self._options.origin and not self._is_full:
+        reason = self._why_not()
+        if not reason:
             try:
                 with subject.unwatched():
                     finding = redo(step, subject.model, subject.loss)
+                if finding is not None:
+                    return finding, True
             except Exception as error:  # the model's own, or ours: other processes wait for us
+                reason = f"running the step again raised {type(error).__name__}"
                 self._warn(f"Step {number} could not be run again: {type(error).__name__}: {error}")
-        exact = finding is not None
-        known = finding or coarse_finding(step, subject.model, subject.is_compiled)
-        self.report(number, seen, known, exact, after_update)
+        is_written = self._options.folder is not None and not self._is_full
+        return coarse_finding(step, reason, subject.is_compiled, is_written), False
 
-    def report(
-        self, number: int, seen: SeenStep, finding: Finding, exact: bool, after_update: bool = False
-    ) -> None:
+    def _why_not(self) -> str:
+        """Why a step is not run again; empty if it is."""
+        if not self._options.origin:
+            return "Incidents(origin=False)"
+        if self._is_full:
+            return f"{self._options.most} incidents were looked into before (Incidents(most=...))"
+        return why_not(self._subject.model)
+
+    def report(self, number: int, seen: SeenStep, finding: Finding, exact: bool) -> None:
         """Agree with the other processes on what it is, write it down, and tell.
 
         Raises:
             NonFiniteError: If that is the action.
         """
+        try:
+            incident = self._record(number, seen, finding, exact)
+        except Exception as error:  # whatever else fails, the step is held
+            self._warn(f"The incident could not be recorded: {type(error).__name__}: {error}")
+            incident = Incident(number, finding, self._action)
+        self.incidents.append(incident)
+        whole = incident.finding
+        if self._action == "raise":
+            raise NonFiniteError(whole, number, incident.folder)
+        done = "is left out" if self._action == "skip" else "is applied all the same"
+        self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
+
+    def _record(self, number: int, seen: SeenStep, finding: Finding, exact: bool) -> Incident:
+        """The incident that the processes agree on, written down if that is wanted."""
         rank, count = processes()
-        folder = None
-        if self._options.folder is not None and not self._is_full:
-            folder = free_folder(Path(self._options.folder), number)
+        folder = self._folder_for(number)
         whole, of_rank = finding, rank
         if count > 1 and self._action != "continue":  # whoever continues waits for nobody
             whole, of_rank, folder = _agree(finding, exact, folder)
         incident = Incident(number, whole, self._action, folder, of_rank)
-        self.incidents.append(incident)
         history = self._subject.history(self._action == "raise")
-        if folder is not None:
-            try:
-                part = self._part(rank, number, seen, finding, after_update)
-                write_part(folder, part, history, self._options.steps)
-                if rank == 0 or self._action == "continue":
-                    write_summary(folder, incident, count)
-            except Exception as error:  # a full disk must not be worse than the incident itself
-                self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
-        if self._action == "raise":
-            raise NonFiniteError(whole, number, folder)
-        done = "is left out" if self._action == "skip" else "is applied all the same"
-        self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
+        if folder is None:
+            return incident
+        try:
+            part = self._part(rank, number, seen, finding)
+            write_part(folder, part, history, self._options.steps)
+            if rank == 0 or self._action == "continue":
+                write_summary(folder, incident, count)
+        except Exception as error:  # a full disk must not be worse than the incident itself
+            self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+            return replace(incident, folder=None)
+        return incident
 
-    def _part(
-        self, rank: int, number: int, seen: SeenStep, finding: Finding, after_update: bool
-    ) -> Part:
+    def _folder_for(self, number: int) -> Path | None:
+        if self._options.folder is None or self._is_full:
+            return None
+        try:
+            return free_folder(Path(self._options.folder), number)
+        except Exception as error:
+            self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+            return None
+
+    def _part(self, rank: int, number: int, seen: SeenStep, finding: Finding) -> Part:
         model, scaler = self._subject.model, self._subject.scaler
         about = {
             "action": self._action,
@@ -156,7 +200,7 @@ class Aftermath:
             "training": model.training,
             "compiled": self._subject.is_compiled,
             "batch_was_written": any(call.was_written for call in seen.calls),
-            "after_update": after_update,
+            "after_update": finding.problem == "nonfinite_update" and finding.step == number - 1,
             "scaler": None if scaler is None else dict(scaler.state_dict()),
             "losses": [float(loss.detach()) for loss in seen.known_losses],
             "norms": weight_norms(model),

@@ -18,7 +18,7 @@ _PROBABILITIES = {
     "sigmoid": ("sigmoid", "logsigmoid / binary_cross_entropy_with_logits"),
     "sigmoid_": ("sigmoid", "logsigmoid / binary_cross_entropy_with_logits"),
 }
-_SUMS = "add sub rsub sum mean cumsum prod mul square pow var std norm linalg_vector_norm addcmul"
+_SUMS = "add sub rsub sum mean cumsum prod mul square pow var std norm addcmul"
 
 
 class Cause(NamedTuple):
@@ -177,7 +177,7 @@ FORWARD: dict[str, Rule] = {
     **dict.fromkeys(("acos", "asin", "acosh", "atanh", "logit", "digamma", "erfinv"), _domain),
     **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys(PRODUCTS, _overflow),
-    **dict.fromkeys(_SUMS.split(), _overflow),
+    **dict.fromkeys((*_SUMS.split(), "linalg_vector_norm", "mse_loss"), _overflow),
     "_to_copy": _cast,
     "pow": _power,
     "var": _variance,

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torchfmri._incidents.seen_step import SeenStep, StepWatch
 from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
 from torchfmri._records import Finding
 from torchfmri._torch import Deferred
+from torchfmri.exceptions import NonFiniteWarning
 
 SKIPS = 16
 """A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""
@@ -43,16 +45,19 @@ class Hold:
         subject: What is held.
         action: What to do about a non-finite step.
         options: What to keep of it.
+
+    Attributes:
+        action: What to do about a non-finite step.
     """
 
     def __init__(self, subject: Subject, action: Action, options: Incidents) -> None:
-        self._scaler, self._action = subject.scaler, action
+        self._scaler, self.action = subject.scaler, action
         self._aftermath = Aftermath(subject, action, options)
         self._watch = StepWatch(
             subject.model, subject.loss, subject.scaler, self._entered, subject.failed
         )
         self._number = 0
-        self._was_bad = self._updated_well = self._stepped = False
+        self._was_bad = self._stepped = False
         self._skips = 0
         self._spared: list[tuple[Tensor, Tensor]] = []
         self._pending: deque[_Pending] = deque()
@@ -86,7 +91,7 @@ class Hold:
         """A step begins."""
         self._restore()
         self._number, self._stepped = number, False
-        self._watch.step = SeenStep()
+        self._watch.begin()
 
     def tell_loss(self, loss: Any) -> None:
         """The user's word for the loss."""
@@ -103,7 +108,7 @@ class Hold:
         Raises:
             NonFiniteError: As `check`.
         """
-        if not self._stepped and self._scaler is not None and self._watch.step.calls:
+        if not self._stepped and self._watch.ended_without_optimizer():
             self._left_out_by_scaler()
 
     def after_update(self) -> None:
@@ -123,7 +128,7 @@ class Hold:
         leaves_out = getattr(optimizer, "grad_scale", None) is not None
         gradients = [] if leaves_out else gradients_of(optimizer)
         number = alarm(seen.known_losses, gradients)
-        if self._action == "continue" and number is not None and number.is_cuda:
+        if self.action == "continue" and number is not None and number.is_cuda:
             seen.release_graphs()
             self._pending.append(_Pending(self._number, seen, Deferred([number])))
             self.read_pending(wait=False)
@@ -133,14 +138,12 @@ class Hold:
             bad = True
         if not bad:
             self._skips = self._skips if leaves_out else 0
-            self._was_bad, self._updated_well = False, True
+            self._was_bad = False
             return False
         self._happened(seen)
-        if self._action == "skip":
+        if self.action == "skip":
             self._spare(optimizer)
-        else:
-            self._updated_well = False
-        return self._action == "skip"
+        return self.action == "skip"
 
     def read_pending(self, wait: bool) -> None:
         """Look at the steps whose numbers have arrived since; all of them with `wait`."""
@@ -154,7 +157,7 @@ class Hold:
 
     def _is_bad(self, number: Tensor | None, tensors: list[Tensor]) -> bool:
         """Whether these are not finite, here or (where steps are held) in another process."""
-        if self._action == "continue":
+        if self.action == "continue":
             return number is not None and not number.isfinite() and not are_finite(tensors)
         return any_is_bad(number) and any_is_true(not are_finite(tensors))
 
@@ -163,13 +166,13 @@ class Hold:
             try:
                 self._left_out_by_scaler()
             finally:
-                self._watch.step = SeenStep()
+                self._watch.begin()
 
     def _left_out_by_scaler(self) -> None:
         """A step that the GradScaler left out is ordinary, unless its loss is bad or it goes on."""
         seen = self._watch.step
         bad = self._skips_again(True) or not are_finite(seen.known_losses)
-        if bad if self._action == "continue" else any_is_true(bad):
+        if bad if self.action == "continue" else any_is_true(bad):
             self._happened(seen)
 
     def _skips_again(self, skipped: bool) -> bool:
@@ -177,10 +180,35 @@ class Hold:
         return self._skips >= SKIPS
 
     def _happened(self, seen: SeenStep) -> None:
-        goes_on = self._was_bad and self._action == "continue"
+        goes_on = self._was_bad and self.action == "continue"
         self._was_bad = True
-        if not goes_on:
-            self._aftermath.look_into(self._number, seen, self._updated_well)
+        if goes_on:
+            return
+        put_back, spoilt = self._take_back_buffers()
+        try:
+            self._aftermath.look_into(self._number, seen, spoilt)
+        finally:
+            if self.action == "continue":
+                put_back()
+
+    def _take_back_buffers(self) -> tuple[Callable[[], None], list[str]]:
+        """Put the buffers back as they were before the step.
+
+        Returns a function that undoes this, and the buffers that are no longer finite: all of them
+        if the step is applied, else those that were not copied.
+        """
+        buffers = self._watch.buffers
+        try:
+            spoilt = buffers.spoilt()
+            put_back = buffers.restore()
+            return put_back, spoilt if self.action == "continue" else buffers.spoilt()
+        except Exception as error:  # the step is held all the same
+            warnings.warn(
+                f"torchfmri: The buffers could not be put back: {type(error).__name__}: {error}",
+                NonFiniteWarning,
+                stacklevel=2,
+            )
+            return lambda: None, []
 
     # -- leaving a step out ------------------------------------------------------------------
 

@@ -65,6 +65,16 @@ class ModelCall:
         return {**{str(i): each for i, each in enumerate(self.arguments)}, **self.keywords}
 
     @property
+    def data(self) -> dict[str, Any]:
+        """The arguments of the model, and those of the loss that are not the model's."""
+        given = self.loss_arguments or ()
+        own = {f"loss argument {i}": each for i, each in enumerate(given)}
+        return {
+            **self.batch,
+            **{name: each for name, each in own.items() if not isinstance(each, Output)},
+        }
+
+    @property
     def was_written(self) -> bool:
         """Whether something has been written into the arguments since the call."""
         return self.versions != _versions((self.arguments, self.keywords))

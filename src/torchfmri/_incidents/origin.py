@@ -25,6 +25,7 @@ def find_origin(
     step: int | None = None,
     after_update: bool = False,
     backward: bool = True,
+    data: Any = None,
 ) -> Finding | None:
     """What made the first non-finite value that reaches the loss or a gradient; None if none does.
 
@@ -43,6 +44,7 @@ def find_origin(
         after_update: Whether the optimizer has stepped before, from finite gradients: non-finite
             weights are then the work of that step (`nonfinite_update`).
         backward: Whether to look at the backward pass.
+        data: All that the step is given, where that is more than the batch (targets).
 
     Returns:
         A finding whose problem is `nonfinite_data`, `nonfinite_weights`, `nonfinite_update`,
@@ -51,7 +53,7 @@ def find_origin(
         `count`, `element` (index of the first one) and, where they are known, `rows` (of the
         batch), `parameter`, `dtype`.
     """
-    traced = trace_step(run, model, batch, backward)
+    traced = trace_step(run, model, batch if data is None else data, backward)
     if traced.trouble is None:
         return None
     context = Context(batch, step, after_update, traced.bad_parameters)

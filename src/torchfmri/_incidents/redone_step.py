@@ -16,10 +16,6 @@ from torchfmri._incidents.report import Context, report
 from torchfmri._records import Finding
 from torchfmri._torch import flatten
 
-_UNKNOWN = (
-    "Write an incident (Monitor(..., incidents='folder')) and run `torchfmri replay` on it with "
-    "your model and loss: that names the operation and the line."
-)
 _MOST_NAMES = 4
 
 
@@ -54,9 +50,6 @@ def redo(step: BadStep, model: nn.Module, loss: Callable[..., Any] | None) -> Fi
         model: The model.
         loss: The loss module of the loop, if it is known.
     """
-    reason = why_not(model)
-    if reason:
-        return None
     for index, call in enumerate(step.calls):
         known = loss if call.loss_arguments is not None else None
         finding = redo_call(step, call, model, known)
@@ -71,7 +64,9 @@ def redo_call(
     """The origin in one call of the model; None where it turns out finite."""
 
     def search(run: Callable[[], Any]) -> Finding | None:
-        return find_origin(run, model, call.batch, step=step.number, after_update=step.after_update)
+        return find_origin(
+            run, model, call.batch, step=step.number, after_update=step.after_update, data=call.data
+        )
 
     has_loss = [True]
 
@@ -105,15 +100,27 @@ def why_not(model: nn.Module) -> str:
     return ""
 
 
-def coarse_finding(step: BadStep, model: nn.Module, compiled: bool) -> Finding:
-    """What is known without the origin: bad data, else a bad loss, else which gradients."""
-    reason = why_not(model)
-    if reason or not step.calls:
-        data = _bad_data(step)
-        if data is not None:
-            return data
+def plain_finding(number: int) -> Finding:
+    """What is known of a step of which nothing else is."""
+    text = f"The loss or a gradient of step {number} is not finite."
+    return Finding("nonfinite_backward", "alarm", (), "backward", number, text, _advice())
+
+
+def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool) -> Finding:
+    """What is known without the origin: bad data, else a bad loss, else which gradients.
+
+    Args:
+        step: What is known of it.
+        reason: Why the model was not called again; empty where it was, and was finite.
+        compiled: Whether the model is compiled.
+        is_written: Whether the step is written to a folder.
+    """
+    was_called = not reason and bool(step.calls)
+    data = _bad_data(step, was_called)
+    if data is not None:
+        return data
     remark = f" The origin was not looked for: {reason}." if reason else ""
-    if not reason and step.calls:
+    if was_called:
         remark = " The model, called again in the same way, was finite"
         remark += ": compiled code gave what eager code does not." if compiled else "."
     bad = [loss for loss in step.losses if not bool(loss.detach().isfinite().all())]
@@ -122,7 +129,8 @@ def coarse_finding(step: BadStep, model: nn.Module, compiled: bool) -> Finding:
         named = f" The operations before it are {', '.join(operations)}." if operations else ""
         text = f"The loss of step {step.number} is {float(bad[0].detach())}.{remark}{named}"
         return Finding(
-            "nonfinite_loss", "alarm", (), "loss", step.number, text, _advice(operations),
+            "nonfinite_loss", "alarm", (), "loss", step.number, text,
+            _advice(step, is_written, operations),
             {"operations": operations, "compiled": compiled},
         )  # fmt: skip
     names = list(step.gradients)
@@ -131,22 +139,26 @@ def coarse_finding(step: BadStep, model: nn.Module, compiled: bool) -> Finding:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
     return Finding(
-        "nonfinite_backward", "alarm", layers[:1], "backward", step.number, text, _UNKNOWN,
-        {"parameters": names, "compiled": compiled},
+        "nonfinite_backward", "alarm", layers[:1], "backward", step.number, text,
+        _advice(step, is_written), {"parameters": names, "compiled": compiled},
     )  # fmt: skip
 
 
-def _bad_data(step: BadStep) -> Finding | None:
-    """The first value of the batch that is not finite; whether it did the harm is not known."""
-    batches = [call.batch for call in step.calls] or [step.batch]
-    for batch in batches:
-        for path, tensor in flatten(batch):
-            content = read_content(tensor)
-            if content is not None and content.nan:  # -inf may be a mask
-                event = Event(0, "data", "", Place("data"), content, path)
-                found = report(Lineage(event, event, event), Context(batch, step.number))
-                remark = " It was not traced from there to the loss."
-                return replace(found, text=found.text + remark)
+def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
+    """The first bad value of the batch; where the model copes with its part, of the rest of it."""
+    calls = [each for call in step.calls for each in flatten(call.data)]
+    known = {id(each.tensor) for each in calls} if was_called else set()
+    told = [
+        (f"batch[{path}]" if path.isdigit() else path, tensor)
+        for path, tensor in flatten(step.batch)
+    ]
+    for path, tensor in (*calls, *told):
+        content = None if id(tensor) in known else read_content(tensor)
+        if content is not None and (content.nan or content.pos_inf):  # -inf may be a mask
+            event = Event(0, "data", "", Place("data"), content, path)
+            found = report(Lineage(event, event, event), Context(None, step.number))
+            remark = " It was not traced from there to the loss."
+            return replace(found, text=found.text + remark)
     return None
 
 
@@ -182,9 +194,28 @@ def _operations_before(loss: Tensor) -> list[str]:
     return found
 
 
-def _advice(operations: Sequence[str]) -> str:
+def _advice(
+    step: BadStep | None = None, is_written: bool = False, operations: Sequence[str] = ()
+) -> str:
+    """How to find the origin that is not known, after what may be guessed of it."""
+    guess = ""
     if "log" in operations:
-        return "log of 0 is -inf: use log_softmax / cross_entropy, or clamp. " + _UNKNOWN
-    if "div" in operations:
-        return "Look for a division by 0. " + _UNKNOWN
-    return _UNKNOWN
+        guess = "log of 0 is -inf: use log_softmax / cross_entropy, or clamp. "
+    elif "div" in operations:
+        guess = "Look for a division by 0. "
+    has_targets = step is not None and (
+        step.batch is not None or any(call.loss_arguments is not None for call in step.calls)
+    )
+    wanted = [] if is_written else ["have incidents written (Monitor(..., incidents='folder'))"]
+    if not has_targets:
+        wanted.append("tell the Monitor the batch (step.batch((x, y)), or monitor.batch((x, y)))")
+    if wanted:
+        first = " and ".join(wanted)
+        return f"{guess}{first[0].upper()}{first[1:]}; then run `torchfmri replay` {_REPLAY}"
+    return f"{guess}Run `torchfmri replay` {_REPLAY}"
+
+
+_REPLAY = (
+    "on the incident's folder with your model and loss (--factory): that names the operation and "
+    "the line."
+)

@@ -93,13 +93,15 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         part.step, part.calls, [], {"": torch.empty(0)}, bool(part.about.get("after_update")),
         _scale(part),
     )  # fmt: skip
-    found = None
+    found, ran_loss = None, True
     for call in part.calls:
         moved = _to_device(call, model)
-        found = redo_call(step, moved, model, _loss_for(subject, moved, part.told, notes))
+        loss = _loss_for(subject, moved, part.told, notes)
+        ran_loss = ran_loss and (subject.loss is None or loss is not None)
+        found = redo_call(step, moved, model, loss)
         if found is not None:
             break
-    finding = found or _not_reproduced(part)
+    finding = found or _not_reproduced(part, ran_loss)
     return Replay(part.step, part.rank, finding, True, tuple(dict.fromkeys(notes)))
 
 
@@ -194,8 +196,17 @@ def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
     return moved
 
 
-def _not_reproduced(part: Part) -> Finding:
-    if part.about.get("compiled"):
+def _not_reproduced(part: Part, ran_loss: bool) -> Finding:
+    if not ran_loss:
+        why = (
+            "The model, run again, is finite. The loss was not run, because its targets were not "
+            "written: it began there or with the targets, as far as can be told."
+        )
+        advice = (
+            "Tell the Monitor the batch with its targets (step.batch((x, y)), or "
+            "monitor.batch((x, y))), and replay the incident that is then written."
+        )
+    elif part.about.get("compiled"):
         why = (
             "The step came from compiled code, and eager code does not reproduce it: the cause is "
             "in what the compiler made of the model (fused operations, other precision)."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchfmri._explain import SourceLine
 from torchfmri._incidents.causes import cause_of
-from torchfmri._incidents.content import Content
-from torchfmri._incidents.event import Event, Lineage
+from torchfmri._incidents.event import PRODUCTS, Event, Lineage
 from torchfmri._records import Finding
 from torchfmri._text import layer_label
 from torchfmri._torch import flatten
@@ -17,6 +18,11 @@ _BAD_DATA = "Drop or repair the sample before it reaches the model; look at how 
 _BAD_WEIGHTS = (
     "Load an earlier checkpoint. If they were made by training: lower the learning rate, clip the "
     "gradients, and let a Monitor hold such steps (on_nonfinite='skip')."
+)
+_BAD_BUFFER = (
+    "Load an earlier checkpoint, or reset it (reset_running_stats() of a batch norm). A forward "
+    "pass in training mode over a bad batch makes it so, also one whose step was then left out by "
+    "other means than a Monitor."
 )
 _BAD_UPDATE = (
     "Lower the learning rate, or raise the optimizer's eps; look at its state (Adam's second "
@@ -50,7 +56,7 @@ def report(lineage: Lineage, context: Context) -> Finding:
         return _about_data(root, step)
     if root.kind in ("parameter", "buffer"):
         return _about_weights(root, context)
-    rows = _samples(root.content, context.batch) if root.place.phase != "backward" else ()
+    rows = _samples(root, context.batch)
     cause = cause_of(root)
     where = _where(root, lineage.trouble)
     phrase = f"{root.content.value} is born {where}{_at(step)}{_until(root)}: {cause.why}"
@@ -75,7 +81,9 @@ def report(lineage: Lineage, context: Context) -> Finding:
 
 def _about_data(root: Event, step: int | None) -> Finding:
     content = root.content
-    called = f"argument {root.name}" if root.name.isdigit() else repr(root.name)
+    called = f"argument {root.name}" if root.name.isdigit() else root.name
+    if called.isidentifier():
+        called = repr(called)
     name = f" of {called}" if root.name else ""
     bad = content.nan + content.inf
     first = f", first at {_index(content.element)}" if content.element else ""
@@ -98,28 +106,55 @@ def _about_data(root: Event, step: int | None) -> Finding:
 
 
 def _about_weights(root: Event, context: Context) -> Finding:
-    content, step = root.content, context.step
-    names = context.bad_parameters or (root.name,)
+    step, is_buffer = context.step, root.kind == "buffer"
+    names = (root.name,) if is_buffer else context.bad_parameters or (root.name,)
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
-    others = len(names) - 1
-    bad = f"{content.nan + content.inf:,} of {content.count:,} values"
-    bad += f"; {others} more parameters likewise" if others else ""
     evidence = {**_evidence(root, ()), "parameter": root.name, "parameters": list(names)}
-    if context.after_update and root.kind == "parameter":
-        when = "the step before" if step is None else f"step {step - 1}"
-        text = (
-            f"The optimizer's update in {when} made {root.name!r} {content.value} ({bad}), from "
-            "finite gradients."
-        )
-        before = None if step is None else step - 1
-        return Finding(
-            "nonfinite_update", "alarm", layers, "optimizer", before, text, _BAD_UPDATE, evidence
-        )
-    kind = "weights" if root.kind == "parameter" else "buffer"
-    text = f"The {kind} {root.name!r} held {content.value} before the step{_of(step)} ({bad})."
-    return Finding(
-        "nonfinite_weights", "alarm", layers, "optimizer", step, text, _BAD_WEIGHTS, evidence
+    what = "The buffer" if is_buffer else "The weights"
+    found = Finding(
+        "nonfinite_weights", "alarm", layers, "forward" if is_buffer else "optimizer", step,
+        f"{what} {root.name!r} held {root.content.value} before the step{_of(step)} "
+        f"({_how_many(evidence)}).",
+        _BAD_BUFFER if is_buffer else _BAD_WEIGHTS,
+        evidence,
+    )  # fmt: skip
+    if not context.after_update or is_buffer:
+        return found
+    return made_by_update(found, None if step is None else (step - 1, step - 1))
+
+
+def made_by_update(
+    finding: Finding, steps: tuple[int, int] | None, of_finite_gradients: bool = True
+) -> Finding:
+    """A finding about non-finite weights, as the work of an update in one of these steps.
+
+    Args:
+        finding: Names the weights.
+        steps: The first and the last step whose update may have made them; None: the last one.
+        of_finite_gradients: Whether the gradients of these steps were finite.
+    """
+    found, (first, last) = finding.evidence, steps or (None, None)
+    one = "The optimizer's update in "
+    if first != last:
+        one, when = "An update of the optimizer in ", f"steps {first} to {last}"
+    else:
+        when = "the step before" if first is None else f"step {first}"
+    source = "finite gradients" if of_finite_gradients else "gradients that were not finite"
+    return replace(
+        finding,
+        problem="nonfinite_update",
+        step=last,
+        text=f"{one}{when} made {found['parameter']!r} {found['value']} ({_how_many(found)}), from "
+        f"{source}.",
+        advice=_BAD_UPDATE if of_finite_gradients else _BAD_WEIGHTS,
     )
+
+
+def _how_many(found: Mapping[str, Any]) -> str:
+    """How many values are concerned, and how many more parameters."""
+    others = len(found["parameters"]) - 1
+    more = f"; {others} more parameters likewise" if others else ""
+    return f"{found['nan'] + found['inf']:,} of {found['count']:,} values{more}"
 
 
 def _where(root: Event, trouble: Event) -> str:
@@ -172,8 +207,11 @@ def _evidence(root: Event, rows: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-def _samples(content: Content, batch: Any) -> tuple[int, ...]:
+def _samples(root: Event, batch: Any) -> tuple[int, ...]:
     """The rows of the batch that the rows of a result belong to; none where that is not clear."""
+    content = root.content
+    if root.place.derivative and root.operation in PRODUCTS:
+        return ()  # it may be the gradient of a matrix, whose rows are units
     sizes = {each.tensor.shape[0] for each in flatten(batch) if each.tensor.dim() > 0}
     if len(sizes) != 1 or not content.rows:
         return ()

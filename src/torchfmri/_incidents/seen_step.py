@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.model_call import ModelCall, call_of
 from torchfmri._incidents.origin import loss_in
-from torchfmri._torch import Hook, gradient_scale_version, is_compiled_in_place
-from torchfmri.exceptions import NonFiniteError
+from torchfmri._model import unwrap
+from torchfmri._torch import (
+    Hook,
+    gradient_scale_version,
+    infers_shapes,
+    is_compiled_in_place,
+    scaler_went_on,
+)
+from torchfmri.exceptions import GuardError, NonFiniteError
 
 MOST_CALLS = 64
 """Of a step with more micro-batches the latest are remembered."""
@@ -66,6 +74,7 @@ class StepWatch:
     Attributes:
         step: The step under way.
         is_resting: Whether calls do not count: they are ours.
+        buffers: Those of the model, as they were before the step.
     """
 
     def __init__(
@@ -80,6 +89,12 @@ class StepWatch:
         self._model, self._loss, self._scaler = model, loss, scaler
         self._entered, self._stop = entered, failed
         self._handles: list[Any] = []
+        self.buffers = Buffers(unwrap(model))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.step = SeenStep()
+        self.buffers.keep()
 
     def attach(self) -> None:
         """Put the hooks on; safe to call twice."""
@@ -107,6 +122,11 @@ class StepWatch:
         version = self.step.scale_version
         return version is not None and gradient_scale_version(self._scaler) != version
 
+    def ended_without_optimizer(self) -> bool:
+        """Whether the scaler has made its step; if the optimizer has not, it was left out."""
+        version = self.step.scale_version
+        return version is not None and scaler_went_on(self._scaler, version)
+
     def tell_batch(self, batch: Any) -> None:
         """The user's word for the batch of the step."""
         self.step.told_batch = batch
@@ -116,22 +136,28 @@ class StepWatch:
         self.step.told_call = call_of(self._model, arguments, keywords)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, (NonFiniteError, GuardError)):
             raise error
         self._stop(error)
 
+    def _counts(self) -> bool:
+        """Whether a call is part of the step: not ours, no evaluation, no search for shapes."""
+        return not self.is_resting and torch.is_grad_enabled() and not infers_shapes()
+
     def _enter(self, _: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        if self.is_resting or not torch.is_grad_enabled():  # ours, or an evaluation
+        if not self._counts():
             return
         self._entered()
         if self._scaler is not None and self.step.scale_version is None:
             self.step.scale_version = gradient_scale_version(self._scaler)
+        if not self.step.calls:  # something may have run since the step began
+            self.buffers.keep_if_written()
         self.step.release_graphs()
         self.step.calls.append(call_of(self._model, arguments, keywords))
         del self.step.calls[:-MOST_CALLS]
 
     def _leave(self, _: nn.Module, __: object, output: Any) -> None:
-        if self.is_resting or not torch.is_grad_enabled() or not self.step.calls:
+        if not self._counts() or not self.step.calls:
             return
         if self._loss is not None:
             self.step.calls[-1].returned(output)
@@ -141,7 +167,7 @@ class StepWatch:
             self.step.losses.append(loss)
 
     def _leave_loss(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if self.is_resting or not torch.is_grad_enabled():
+        if not self._counts():
             return
         if self.step.calls:
             self.step.calls[-1].reached_loss(arguments)

@@ -34,18 +34,19 @@ class Subject(NamedTuple):
     loss: Any = None
 
 
-def load_subject(spec: str) -> Subject:
+def load_subject(spec: str, needs_data: bool = True) -> Subject:
     """What the function named by `spec` makes: `package.module:factory` or `file.py:factory`.
 
     The function is called without arguments and returns `(model, data, loss)`, `(model, data)`, or
     a model that carries its own example (`example_input_array` of Lightning, `dummy_inputs` of
     transformers). As for a script, the folder of the file (for a module: the current folder) is on
-    `sys.path` from then on. What the user's own code raises passes through.
+    `sys.path` from then on. What the user's own code raises passes through. Where no data is
+    needed, it may be None or left out.
 
     Raises:
         InspectionError: There is no such file, module or function, or it returns something else.
     """
-    return _subject_of(find_factory(spec)(), spec)
+    return _subject_of(find_factory(spec)(), spec, needs_data)
 
 
 def find_factory(spec: str) -> Callable[[], Any]:
@@ -120,7 +121,7 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]
     raise InspectionError(f"There is no {name!r} in {place}.{there}")
 
 
-def _subject_of(made: Any, spec: str) -> Subject:
+def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
     parts = (made,) if isinstance(made, nn.Module) else made
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], nn.Module):
         found = type(made).__name__
@@ -137,7 +138,7 @@ def _subject_of(made: Any, spec: str) -> Subject:
         )
     model = parts[0]
     data = parts[1] if len(parts) > 1 else _own_example(model)
-    if data is None:
+    if data is None and needs_data:
         raise InspectionError(
             f"{spec} returned a {type(model).__name__} without data to run it on. Return "
             "(model, data), with data a tensor, a tuple of arguments or a dict of keywords."

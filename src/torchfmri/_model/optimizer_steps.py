@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchfmri.exceptions import InspectionError, NonFiniteError
+from torchfmri.exceptions import GuardError, InspectionError, NonFiniteError
 
 Concerns = Callable[[Tensor], bool]
 """Whether a parameter is to be looked at when this optimizer steps."""
@@ -32,7 +32,7 @@ class Listener(Protocol):
         """The weights have changed; whether this is the last of the optimizers."""
 
     def failed(self, error: Exception) -> None:
-        """Something of ours raised."""
+        """The step could not be followed: something of ours raised."""
 
 
 class OptimizerSteps:
@@ -72,7 +72,7 @@ class OptimizerSteps:
             if len(args) > 1:
                 return (args[0], watched, *args[2:]), kwargs
             return args, {**kwargs, "closure": watched}
-        except NonFiniteError:  # meant for the user: the optimizer is not to step
+        except (NonFiniteError, GuardError):  # meant for the user: the optimizer is not to step
             raise
         except Exception as error:
             self._listener.failed(error)
@@ -98,6 +98,8 @@ class OptimizerSteps:
         try:
             if self._is_ours(optimizer):
                 self._listener.after_update(self._is_last(optimizer))
+        except (NonFiniteError, GuardError):
+            raise
         except Exception as error:
             self._listener.failed(error)
 

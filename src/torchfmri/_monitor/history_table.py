@@ -32,9 +32,10 @@ def history_table(history: History, kinds: Mapping[str, str], model: str, positi
         kind = kinds.get(layer, kinds.get(layer.rpartition(".")[0], ""))
         if found.count:
             rows.append(Row(layer, kind, what, 1, found))
-    loss = "loss not seen" if math.isnan(step.loss) else f"loss {step.loss:.6g}"
     notes = {**history.notes, **_update_notes(step)}
-    return text_table(rows, f"step {step.number} of {model}; {loss}", history.missing, notes)
+    return text_table(
+        rows, f"step {step.number} of {model}; {step.loss_text}", history.missing, notes
+    )
 
 
 def _update_notes(step: Step) -> dict[str, list[str]]:

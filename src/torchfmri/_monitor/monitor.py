@@ -36,7 +36,7 @@ from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, Series, Step
-from torchfmri.exceptions import InspectionError, NonFiniteError
+from torchfmri.exceptions import GuardError, InspectionError, NonFiniteError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
 
@@ -49,21 +49,23 @@ Writer = Callable[[Step, Mapping[Series, Statistics]], None]
 
 
 class MonitorWarning(RuntimeWarning):
-    """The Monitor had to stop; training goes on without it."""
+    """The Monitor, or a part of it, had to stop; training goes on without it."""
 
 
 class Monitor:
     """Follows a training loop and keeps the statistics of each layer at each watched step.
 
     Either `with monitor.step():` around each step of the loop, or `monitor.attach()` once: a step
-    then ends when the optimizer has stepped. A failure of the Monitor detaches it with one
-    warning; it never stops training. Forward passes without gradients (evaluation) do not count.
+    then ends when the optimizer has stepped. A failure of the Monitor ends the recording with one
+    warning and never stops training; `on_nonfinite` works on. If that cannot work, a warning says
+    so, and "raise" raises. Forward passes without gradients (evaluation) do not count.
 
     Args:
         model: The model as it is trained (wrapped in DDP or compiled, if it is).
         optimizer: The optimizer or optimizers; by default whichever one steps this model's
             parameters is noticed by itself. With several, the last one ends a step.
-        watch: Which layers, as for `Inspector.layers`; all leaf layers by default.
+        watch: Which layers, as for `Inspector.layers`; by default all leaf layers, and the
+            parameters of all layers.
         what: activations, gradients (dL/d output), parameters and parameter_gradients (both as
             the optimizer finds them), updates (update / weight ratio).
         every: Watch one step in so many. The others run without any hook, and compiled.
@@ -129,20 +131,22 @@ class Monitor:
         layers = named_layers(model)
         names = leaf_layers(layers) if watch is None else find_layers(layers, watch)
         modules = {name: layers[name] for name in names}
-        self._plan = Plan(modules, _check_whats(what), histogram, max_bytes, scaler)
+        owners = layers if watch is None else modules
+        self._plan = Plan(modules, owners, _check_whats(what), histogram, max_bytes, scaler)
         self._history = History(history)
         self._writers: list[Writer] = []
         self._number = 0
         self._attached = self._stopped = self._in_step = False
         self._unread: deque[WatchedStep] = deque()
-        self._sink = StepSink(self._plan, self._history, self.failed)
+        self._sink = StepSink(self._plan, self._history, self._stop_recording)
         self._hooks = StepHooks(model, loss, self._plan, self._sink, self._enter_model)
         self._optimizer_steps = OptimizerSteps(model, check_optimizers(optimizer), self)
         action = check_action(on_nonfinite) or ("continue" if incidents is not None else None)
         subject = Subject(
-            model, loss, scaler, self._history_of_incident, self.failed, self._unwatched
+            model, loss, scaler, self._history_of_incident, self._stop_guard, self._unwatched
         )
         self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
+        self._guards = self._hold is not None
         given = check_optimizers(optimizer)
         self._trained = TrainedModel(model)
         self._block: ExitStack | None = None
@@ -164,14 +168,21 @@ class Monitor:
         if self._attached or self._in_step:
             where = "attached" if self._attached else "inside of a step"
             raise InspectionError(f"This monitor is {where} already. Call detach() first.")
-        if not switched_off() and not self._stopped:
+        if not switched_off() and self._is_working:
             self._attached = True
-            self._safely(self._optimizer_steps.attach)
-            self._safely(self._begin)
+            self._attach_to_optimizer()
+            self._begin()
         return self
 
     def detach(self) -> None:
-        """Remove every hook and finish; the history stays, a step that is under way does not."""
+        """Remove every hook and finish; the history stays, a step that is under way does not.
+
+        Waits for numbers that are still being computed, so that writers get them.
+        """
+        self._take_off()
+        self._drain(wait=True)
+
+    def _take_off(self) -> None:
         self._attached = False
         self._trained.release()
         self._optimizer_steps.detach()
@@ -209,18 +220,18 @@ class Monitor:
             raise InspectionError(
                 f"This monitor is {inside}. Use either attach() or step(), one step at a time."
             )
-        active = not switched_off() and not self._stopped
+        active = not switched_off() and self._is_working
         with whole_restorations():
             self._in_step = True
             try:
                 if active:
-                    self._safely(self._begin)
-                hold = self._hold if active and not self._stopped else None
+                    self._begin()
+                hold = self._hold if active and self._guards else None
                 if self._sink.step is not None or hold is not None:
-                    self._safely(self._optimizer_steps.attach)
+                    self._attach_to_optimizer()
                 yield MonitoredStep(self._sink.step, hold)
-                if hold is not None and not self._stopped:
-                    self._safely(hold.end)
+                if hold is not None:
+                    self._guard(hold.end)
             except BaseException:
                 self._abandon()
                 raise
@@ -230,8 +241,8 @@ class Monitor:
                 self._optimizer_steps.detach()
                 if self._hold is not None:
                     self._hold.detach()
-            if active and not self._stopped:
-                self._safely(self._end)
+            if active:
+                self._end()
 
     def loss(self, loss: Tensor | float) -> None:
         """Tell the loss of the step that is under way; with several, their mean is kept."""
@@ -241,16 +252,31 @@ class Monitor:
         """Tell the batch of the step that is under way, to be kept if the step is an incident."""
         MonitoredStep(self._sink.step, self._hold).batch(batch)
 
+    @property
+    def _is_working(self) -> bool:
+        return self._guards or not self._stopped
+
+    def _attach_to_optimizer(self) -> None:
+        try:
+            self._optimizer_steps.attach()
+        except Exception as error:
+            self.failed(error)
+
     def _begin(self) -> None:
-        if self._hold is not None:
-            self._hold.attach()
-            self._hold.begin(self._number)
+        hold = self._hold
+        if hold is not None:
+            self._guard(hold.attach)
+            self._guard(lambda: hold.begin(self._number))
+        self._safely(self._begin_recording)
+
+    def _begin_recording(self) -> None:
         if self._number % self.every == 0:
             self._sink.step = WatchedStep(self._number, self._plan, self._sink)
             self._hooks.attach()
 
     def _end(self) -> None:
-        self._put_away()
+        step = self._sink.step
+        self._put_away(step is not None and not self._attached and step.ended_without_optimizer())
         if not self._attached or self._number % self.every:
             self._hooks.detach()
         self._drain(wait=len(self._unread) > UNREAD)
@@ -259,10 +285,13 @@ class Monitor:
         """Take leave of the step under way, whose numbers are read once they are there."""
         step, self._sink.step = self._sink.step, None
         self._number += 1
-        self._hooks.next_step()
+        self._safely(self._hooks.next_step)
         if step is not None:
-            step.finish(skipped)
-            self._unread.append(step)
+            self._safely(partial(self._finish, step, skipped))
+
+    def _finish(self, step: WatchedStep, skipped: bool) -> None:
+        step.finish(skipped)
+        self._unread.append(step)
 
     def _abandon(self) -> None:
         self._sink.step = None
@@ -278,27 +307,71 @@ class Monitor:
     # -- failures ----------------------------------------------------------------------------
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Run our own code; a failure of it detaches the monitor and is only warned of."""
+        """Run code that records; a failure of it ends the recording and is only warned of."""
+        if self._stopped:
+            return
         try:
             act()
-        except NonFiniteError:  # this one the user asked for
+        except Exception as error:
+            self._stop_recording(error)
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        """Run code that looks for NaN; if it fails the user is told at once, or stopped."""
+        if not self._guards:
+            return
+        try:
+            act()
+        except (NonFiniteError, GuardError):  # these the user asked for
             raise
         except Exception as error:
-            self.failed(error)
+            self._stop_guard(error)
 
-    def failed(self, error: Exception) -> None:
-        """Detach for good because of `error`, with one warning."""
+    def _stop_recording(self, error: Exception) -> None:
+        """Record nothing more because of `error`, with one warning; steps are still held."""
         if self._stopped:
             return
         self._stopped = True
-        self.detach()
         self._writers.clear()
-        warnings.warn(
-            f"torchfmri.Monitor stopped at step {self._number} and is detached; training goes on. "
-            f"{type(error).__name__}: {error}",
-            MonitorWarning,
-            stacklevel=2,
-        )
+        self._abandon()
+        if self._guards:
+            rest = f"recording at step {self._number}; {self._guard_state()}"
+        else:
+            self._take_off()
+            rest = f"at step {self._number} and is detached"
+        self._warn(f"stopped {rest}; training goes on.", error)
+
+    def _stop_guard(self, error: Exception) -> None:
+        """Say that a step could not be looked at.
+
+        Raises:
+            GuardError: With on_nonfinite="raise"; later steps are looked at again.
+        """
+        assert self._hold is not None
+        if self._hold.action == "raise":
+            raise GuardError(self._number, f"{type(error).__name__}: {error}") from error
+        if not self._guards:
+            return
+        self._guards = False
+        self._hold.detach()
+        if self._stopped:
+            self._take_off()
+        self._warn(f"stopped guarding at step {self._number}: {self._guard_state()}.", error)
+
+    def _guard_state(self) -> str:
+        assert self._hold is not None
+        if self._guards:
+            return f"on_nonfinite={self._hold.action!r} still looks at every step"
+        return f"on_nonfinite={self._hold.action!r} is off, and NaN can reach the weights"
+
+    def failed(self, error: Exception) -> None:
+        """The optimizer cannot be followed: neither recording nor holding works."""
+        self._stop_recording(error)
+        if self._guards:
+            self._stop_guard(error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        text = f"torchfmri.Monitor {what} {type(error).__name__}: {error}"
+        warnings.warn(text, MonitorWarning, stacklevel=3)
 
     # -- the optimizer -----------------------------------------------------------------------
 
@@ -312,12 +385,9 @@ class Monitor:
         """The gradients are as the optimizer finds them; called by its hooks."""
         step = self._sink.step
         if step is not None:
-            # A fused optimizer divides by the scale itself.
-            scale = getattr(optimizer, "grad_scale", None)
-            self._safely(lambda: step.read_gradients(concerns, scale))
+            self._safely(lambda: step.read_gradients(concerns, optimizer))
             self._safely(step.collector.flush)  # what follows writes into what was referenced
-        if self._hold is not None and not self._stopped:
-            self._safely(lambda: self._check(optimizer))
+        self._guard(lambda: self._check(optimizer))
 
     def _check(self, optimizer: Optimizer) -> None:
         """Hold the step if it is not finite."""
@@ -325,16 +395,22 @@ class Monitor:
         known = len(self._hold.incidents)
         try:
             left_out = self._hold.check(optimizer)
-        except NonFiniteError:
-            if self._attached:  # the user may go on after the error
-                self._begin()
-            else:  # a trainer may never come back to end the step
-                self._abandon()
-                self._optimizer_steps.detach()
-                self._hold.detach()
+        except Exception:
+            if self._hold.action == "raise":
+                self._leave_step()
             raise
         if self._sink.step is not None and len(self._hold.incidents) > known:
             self._sink.step.was_held(left_out)
+
+    def _leave_step(self) -> None:
+        """An error ends the step here."""
+        if self._attached:  # the user may go on after the error
+            self._begin()
+        else:  # a trainer may never come back to end the step
+            self._abandon()
+            self._optimizer_steps.detach()
+            if self._hold is not None:
+                self._hold.detach()
 
     def _history_of_incident(self, ends: bool) -> History:
         """The history, with the step under way if it ends here."""
@@ -360,7 +436,7 @@ class Monitor:
         if self._hold is None:
             return []
         hold = self._hold
-        self._safely(lambda: hold.read_pending(wait=True))
+        self._guard(lambda: hold.read_pending(wait=True))
         return list(hold.incidents)
 
     def after_update(self, is_last: bool) -> None:
@@ -368,10 +444,11 @@ class Monitor:
         if self._sink.step is not None:
             self._safely(self._sink.step.after_update)
         if self._hold is not None:
-            self._safely(self._hold.after_update)
+            self._guard(self._hold.after_update)
         if self._attached and is_last:
-            self._safely(self._end)
-            self._safely(self._begin if self._attached else lambda: None)
+            self._end()
+            if self._attached:
+                self._begin()
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -383,14 +460,18 @@ class Monitor:
 
     def _drain(self, wait: bool) -> None:
         while self._unread and (wait or self._unread[0].ready()):
-            step, found = self._unread.popleft().read()
-            self._history.append(step, found)
-            self._safely(partial(self._live.add, step, self._history.series))
-            for write in list(self._writers):
-                try:
-                    write(step, found)
-                except Exception as error:
-                    self.failed(error)
+            try:
+                self._record(self._unread.popleft())
+            except Exception as error:
+                self._stop_recording(error)
+
+    def _record(self, watched: WatchedStep) -> None:
+        step, found = watched.read()
+        self._history.append(step, found)
+        if not watched.is_left_out:  # its gradients, and the lack of an update, say nothing
+            self._live.add(step, self._history.series)
+        for write in self._writers:
+            write(step, found)
 
     @property
     def findings(self) -> list[Finding]:
@@ -420,11 +501,12 @@ class Monitor:
 
         All processes must call it. Activations and gradients are those of the whole batch;
         gradients are of the mean of the processes' losses, which is what data-parallel training
-        follows. Parameters that every process holds whole are counted once.
+        follows. Parameters that every process holds whole are counted once, and layers that only
+        some processes have (a pipeline) are those of these.
         """
         parameters = self._plan.parameters()
         shares = {name: gather.share_of(each) for name, each in parameters.items()}
-        return gather.gather(self.history, shares)
+        return gather.gather(self.history, self._plan.modules.keys(), shares)
 
     def table(self, step: int = -1) -> str:
         """A table of one step (the latest by default) for the terminal.
@@ -432,7 +514,7 @@ class Monitor:
         Raises:
             InspectionError: There is no such step.
         """
-        kinds = {name: type(module).__name__ for name, module in self._plan.modules.items()}
+        kinds = {name: type(module).__name__ for name, module in self._plan.owners.items()}
         return history_table(self.history, kinds, type(unwrap(self.model)).__name__, step)
 
     def plot(self, field: str = "rms", what: str = "activations", **options: Any) -> Axes:

@@ -12,13 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchfmri._capture import CallKey, Padding, Short, Target, TokenMask, masked_modules
 from torchfmri._model import Concerns
 from torchfmri._monitor.collector import Collector
 from torchfmri._monitor.updates import Moved, Updates, is_sampled, local_part
 from torchfmri._records import History, Series, Step
-from torchfmri._torch import Deferred, Element, gradient_scale, gradient_scale_version
+from torchfmri._torch import (
+    Deferred,
+    Element,
+    gradient_scale,
+    gradient_scale_version,
+    infers_shapes,
+    scaler_went_on,
+)
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 
@@ -34,6 +42,8 @@ class Plan:
 
     Attributes:
         modules: The layers by name.
+        owners: The modules whose own parameters are watched, by name: with all leaf layers also
+            those that are none (an attention with its projections, a model with a class token).
         what: What is wanted of them.
         histogram: Whether to take histograms.
         max_bytes: How many bytes may be referenced before they are reduced; None: see Collector.
@@ -43,6 +53,7 @@ class Plan:
     """
 
     modules: Mapping[str, nn.Module]
+    owners: Mapping[str, nn.Module]
     what: frozenset[str]
     histogram: bool
     max_bytes: int | None
@@ -65,12 +76,12 @@ class Plan:
     @cached_property
     def places(self) -> dict[str, int]:
         """Layer -> its place in the model."""
-        return {layer: place for place, layer in enumerate(self.modules)}
+        return {layer: place for place, layer in enumerate(self.owners)}
 
     def parameters(self) -> dict[str, Tensor]:
         """The layers' own parameters by their full names, each once, as they are now."""
         found: dict[int, tuple[str, Tensor]] = {}
-        for layer, module in self.modules.items():
+        for layer, module in self.owners.items():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     full = f"{layer}.{name}" if layer else name
@@ -106,7 +117,7 @@ class StepSink:
 
     def enter_model(self) -> None:
         """The model is called; without gradients that is an evaluation, not part of the step."""
-        self._roots.append(torch.is_grad_enabled())
+        self._roots.append(torch.is_grad_enabled() and not infers_shapes())
 
     def leave_model(self) -> None:
         """The model's call is over."""
@@ -206,7 +217,11 @@ class StepSink:
 
 
 class WatchedStep:
-    """What one step brought, until it is read."""
+    """What one step brought, until it is read.
+
+    Attributes:
+        is_left_out: Whether the optimizer was kept from it, by us.
+    """
 
     def __init__(self, number: int, plan: Plan, sink: StepSink) -> None:
         self._plan, self._sink = plan, sink
@@ -220,6 +235,8 @@ class WatchedStep:
         self._scale: Tensor | None = None
         self._scale_version = 0
         self._parameter_scale: Tensor | None = None
+        self._found_inf: Tensor | None = None
+        self._stepped = self.is_left_out = False
         self._updates: Updates | None = None
         self._moved: list[Moved] = []
         self._numbers: Deferred | None = None
@@ -257,6 +274,12 @@ class WatchedStep:
             return False
         return gradient_scale_version(self._plan.scaler) != self._scale_version
 
+    def ended_without_optimizer(self) -> bool:
+        """Whether the scaler has made its step and left the optimizer out."""
+        if self._scale is None or self._stepped:
+            return False
+        return scaler_went_on(self._plan.scaler, self._scale_version)
+
     # -- the optimizer -----------------------------------------------------------------------
 
     def before_update(self, concerns: Concerns) -> None:
@@ -274,13 +297,19 @@ class WatchedStep:
                     self._sink.noted(name, _SAMPLED)
             self._updates = Updates(trained)
 
-    def read_gradients(self, concerns: Concerns, scale: object) -> None:
+    def read_gradients(self, concerns: Concerns, optimizer: Optimizer) -> None:
         """Read the parameters' gradients as the optimizer finds them, once per step.
+
+        A fused optimizer divides them by the scale itself, and leaves out itself what overflowed.
 
         Args:
             concerns: Which parameters to look at.
-            scale: By what they are still multiplied, if the optimizer divides them itself.
+            optimizer: That is about to step.
         """
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor):
+            self._found_inf = found_inf.detach().clone().reshape(())
+        scale = getattr(optimizer, "grad_scale", None)
         if "parameter_gradients" not in self._plan.what:
             return
         if isinstance(scale, Tensor):
@@ -291,6 +320,7 @@ class WatchedStep:
 
     def after_update(self) -> None:
         """Compare the weights with those before."""
+        self._stepped = True
         if self._updates is not None:
             self._moved += self._updates.moved()
             self._updates = None
@@ -308,6 +338,7 @@ class WatchedStep:
     def was_held(self, left_out: bool) -> None:
         """Take note that the step is not finite, and whether the optimizer is to leave it out."""
         self._step.scalars["nonfinite"] = 1.0
+        self.is_left_out = left_out
         if left_out:
             self._step.scalars["optimizer_skipped"] = 1.0
 
@@ -318,10 +349,12 @@ class WatchedStep:
         self._step.seconds = time.perf_counter() - self._started
         if skipped:
             self._step.scalars["optimizer_skipped"] = 1.0
-        scales = [each for each in (self._scale, self._parameter_scale) if each is not None]
+        of_scaler = (self._found_inf, self._scale, self._parameter_scale)
         losses = self._told or self._shares or self._seen
         moved = [each.norms for each in self._moved]
-        self._numbers = Deferred([*losses, *moved, *scales])
+        self._numbers = Deferred(
+            [*losses, *moved, *(each for each in of_scaler if each is not None)]
+        )
 
     def ready(self) -> bool:
         """Whether `read` would not wait."""
@@ -334,13 +367,15 @@ class WatchedStep:
         losses = [next(numbers)[0] for _ in self._told or self._shares or self._seen]
         if losses:
             share = 1 if self._shares and not self._told else len(losses)
-            self._step.loss = sum(losses) / share
-            if not math.isfinite(self._step.loss):  # nan alone would read as "not seen"
+            self._step.loss, self._step.has_loss = sum(losses) / share, True
+            if not math.isfinite(self._step.loss):
                 self._step.scalars["nonfinite"] = 1.0
         for names, _ in self._moved:
             norms = np.array(next(numbers)).reshape(2, -1)
             self._step.parameters += tuple(names)
             self._step.updates = np.concatenate([self._step.updates, norms], axis=1)
+        if self._found_inf is not None and next(numbers)[0] > 0:
+            self._step.scalars["optimizer_skipped"] = 1.0
         found = self._plan.in_order(self.collector.read())
         scales = {"gradients": self._scale, "parameter_gradients": self._parameter_scale}
         for what, scale in scales.items():

@@ -84,7 +84,7 @@ class Step:
 
     Attributes:
         number: Counted from 0 over all steps, watched or not.
-        loss: The loss, nan where it was not seen.
+        loss: The loss, nan where it was not seen; one that is NaN itself has `has_loss`.
         seconds: How long the step took, with watching.
         scalars: Other numbers of the step by name, such as the gradient scale.
         table: (series, stored field), nan where a series was not seen in this step.
@@ -92,6 +92,7 @@ class Step:
         labels: Series index -> dtype and shape where there are no such statistics; likewise.
         parameters: Those that the optimizer may have changed.
         updates: (2, parameter): the norm of what it changed of each, and of the weights before.
+        has_loss: Whether a loss was seen, be it NaN.
     """
 
     number: int
@@ -103,10 +104,19 @@ class Step:
     labels: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     updates: Floats = field(default_factory=lambda: np.empty((2, 0)))
+    has_loss: bool = False
+
+    def __post_init__(self) -> None:
+        self.has_loss = self.has_loss or not math.isnan(self.loss)
 
     def __repr__(self) -> str:
-        loss = "loss not seen" if math.isnan(self.loss) else f"loss {self.loss:.6g}"
-        return f"<Step {self.number}: {len(self.table)} series, {loss}, {self.seconds:.3g} s>"
+        series = f"{len(self.table)} series"
+        return f"<Step {self.number}: {series}, {self.loss_text}, {self.seconds:.3g} s>"
+
+    @property
+    def loss_text(self) -> str:
+        """The loss in words."""
+        return f"loss {self.loss:.6g}" if self.has_loss else "loss not seen"
 
     @property
     def update_ratios(self) -> dict[str, float]:
@@ -167,9 +177,8 @@ class History:
         if not self._steps:
             return "<History: no steps yet>"
         first, last = self._steps[0].number, self._steps[-1].number
-        loss = self._steps[-1].loss
-        seen = "loss not seen" if math.isnan(loss) else f"loss {loss:.6g}"
-        return f"<History: steps {first} to {last}, {len(self.series)} series, {seen}>"
+        loss = self._steps[-1].loss_text
+        return f"<History: steps {first} to {last}, {len(self.series)} series, {loss}>"
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -210,7 +219,7 @@ class History:
 
     @property
     def loss(self) -> Floats:
-        """The loss at each step; nan where it was not seen."""
+        """The loss at each step; nan where it was not seen, or is NaN."""
         return self.scalar("loss")
 
     def scalar(self, name: str) -> Floats:
@@ -285,6 +294,7 @@ class History:
         """One flat record per step and series, for tables and files; None where not applicable."""
         nothing = dict.fromkeys(FIELDS)
         for step in self._steps:
+            loss = step.loss if step.has_loss else None
             columns = {name: _derive(step.table.T, name).tolist() for name in FIELDS}
             for index, (layer, what) in enumerate(self.series[: len(step.table)]):
                 if math.isnan(columns["count"][index]):
@@ -294,10 +304,10 @@ class History:
                     for name, values in columns.items()
                 }
                 place = {"step": step.number, "layer": layer, "what": what}
-                yield {**place, **found, "update_ratio": None, "loss": step.loss}
+                yield {**place, **found, "update_ratio": None, "loss": loss}
             for name, ratio in step.update_ratios.items():
                 place = {"step": step.number, "layer": name, "what": UPDATES}
-                yield {**place, **nothing, "update_ratio": ratio, "loss": step.loss}
+                yield {**place, **nothing, "update_ratio": ratio, "loss": loss}
 
     def export(self, path: str | Path) -> Path:
         """Write every step and series to `path`: .csv, .jsonl or .parquet (needs pyarrow).

@@ -19,6 +19,7 @@ from torchfmri._torch.private import (
     calls_itself,
     checkpointed_function,
     compile_cuda,
+    copy_into,
     current_backward,
     current_node,
     differences,
@@ -27,6 +28,7 @@ from torchfmri._torch.private import (
     gradient_scale,
     gradient_scale_version,
     has_post_accumulate_hooks,
+    infers_shapes,
     is_compiled_in_place,
     is_transformed,
     may_autocast,
@@ -36,7 +38,9 @@ from torchfmri._torch.private import (
     saved_count,
     saved_tensor_errors,
     saved_tensor_hooks,
+    scaler_went_on,
     sequence_number,
+    users_of_memory,
 )
 
 __all__ = [
@@ -54,6 +58,7 @@ __all__ = [
     "checkpointed_function",
     "compile_cuda",
     "consumers",
+    "copy_into",
     "current_backward",
     "current_node",
     "differences",
@@ -64,6 +69,7 @@ __all__ = [
     "gradient_scale",
     "gradient_scale_version",
     "has_post_accumulate_hooks",
+    "infers_shapes",
     "is_compiled_in_place",
     "is_transformed",
     "map_tensors",
@@ -76,6 +82,8 @@ __all__ = [
     "saved_count",
     "saved_tensor_errors",
     "saved_tensor_hooks",
+    "scaler_went_on",
     "sequence_number",
+    "users_of_memory",
     "view_geometry",
 ]

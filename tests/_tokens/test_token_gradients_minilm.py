@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_minilm import _one_thread, _similarities, encoder
+from minilm import encoder, one_thread, similarities
 from torch import Tensor, nn
 
 import torchfmri
 from torchfmri._tokens.calls.gradients import TokenGradients
 
-__all__ = ["_one_thread", "encoder"]
+__all__ = ["encoder", "one_thread"]
 Encoder = tuple[nn.Module, dict[str, Tensor]]
 
 
 def measured(model: nn.Module, batch: dict[str, Tensor], keep: Any) -> TokenGradients:
     model.zero_grad(set_to_none=True)
     with torchfmri.token_gradients(model, keep=keep) as found:
-        similarity = _similarities(model(**batch), batch)
+        similarity = similarities(model(**batch), batch)
         (similarity[0, 2] + similarity[1, 3] - similarity[0, 1]).backward()
     return found
 
@@ -70,7 +70,7 @@ def test_linear_by_hand(encoder: Encoder, factors: TokenGradients) -> None:
         output.register_hook(lambda gradient: seen.update(g=gradient))
 
     handle = model.get_submodule(name).register_forward_hook(forward)
-    similarity = _similarities(model(**batch), batch)
+    similarity = similarities(model(**batch), batch)
     (similarity[0, 2] + similarity[1, 3] - similarity[0, 1]).backward()
     handle.remove()
     kept = batch["attention_mask"].bool()
@@ -86,7 +86,7 @@ def test_a_sentence_outside_of_the_loss_has_no_gradient(encoder: Encoder) -> Non
     model, batch = encoder
     model.zero_grad(set_to_none=True)
     with torchfmri.token_gradients(model, "encoder.layer.*") as found:
-        _similarities(model(**batch), batch)[0, 1].backward()
+        similarities(model(**batch), batch)[0, 1].backward()
     norms = found.norm()
     assert bool((norms[:2][batch["attention_mask"][:2].bool()] > 0).all())
     assert not norms[2:].any()

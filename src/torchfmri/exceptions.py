@@ -95,6 +95,15 @@ class NonFiniteError(InspectionError, ArithmeticError):
         return (type(self), (self.finding, self.step, self.folder))
 
 
+class MissingTokensWarning(RuntimeWarning):
+    """A result over several parameters is without some that have no token gradients.
+
+    Example:
+        >>> import torchfmri, warnings
+        >>> warnings.simplefilter("error", torchfmri.MissingTokensWarning)  # to stop there
+    """
+
+
 class GuardError(InspectionError):
     """A step could not be checked for NaN and infinity, and on_nonfinite="raise" asks for that.
 

@@ -53,8 +53,8 @@ def summed(tokens: Any, name: str, axis: int) -> Tensor:
     total: Any = 0
     for where, names in tokens.axes.items():
         if name in names:
-            # bias_k and bias_v of an attention have tokens (s, b), whatever the layout.
-            along = 0 if axis == 1 or name.endswith(("bias_k", "bias_v")) else 1
+            # bias_k and bias_v of an attention have tokens (b, s + 1), whatever the layout.
+            along = 0 if axis == 1 and not name.endswith(("bias_k", "bias_v")) else 1
             total = total + tokens.on(where)[name].materialise().sum(along)
     return total
 

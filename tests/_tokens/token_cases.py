@@ -439,6 +439,21 @@ class _Cells(nn.Module):
             made.append(state[0] if isinstance(state, tuple) else state)
         return torch.stack(made, 1)
 
+    def token_reference(self, copies: Copies, x: Tensor) -> Tensor:
+        """Step t of a sample is computed with that step's copy of the weights."""
+        b, s, _ = x.shape
+        own = {name: copies(each, b, s) for name, each in self.cell.named_parameters()}
+        samples = []
+        for i in range(b):
+            state: Any = None
+            made = []
+            for t in range(s):
+                copy = {name: each[i, t] for name, each in own.items()}
+                state = functional_call(self.cell, copy, (x[i : i + 1, t], state))
+                made.append(state[0] if isinstance(state, tuple) else state)
+            samples.append(torch.stack(made, 1))
+        return torch.cat(samples)
+
 
 class _OneCell(nn.Module):
     """A cell that is called once."""
@@ -497,7 +512,6 @@ _attention("without bias", {"bias": False}, (2, 3, 4))
 _attention("steps first", {"batch_first": False}, (3, 2, 4), samples=(1,))
 _attention("cross", {}, (2, 3, 4), (2, 5, 4))
 _attention("cross steps first", {"batch_first": False}, (3, 2, 4), (5, 2, 4), samples=(1, 1))
-_attention("cross same length", {}, (2, 3, 4), (2, 3, 4))
 _attention("kdim vdim", {"kdim": 3, "vdim": 2}, (2, 3, 4), (2, 5, 3), (2, 5, 2))
 _attention("zero key", {"add_zero_attn": True}, (2, 3, 4))
 _attention("bias_k", {"add_bias_kv": True}, (2, 3, 4))
@@ -562,16 +576,6 @@ LAYERS.append(
         samples=(0, 0),
     )
 )
-LAYERS.append(
-    Case(
-        "decoder layer same length",
-        lambda: _decoder(norm_first=True),
-        lambda: (numbers(2, 3, 4), numbers(2, 3, 4, seed=1)),
-        samples=(0, 0),
-    )
-)
-
-
 # -- free parameters -----------------------------------------------------------------------------
 
 FREE: list[Case] = []
@@ -1119,7 +1123,7 @@ class _RepeatAndMix(_Repeat):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
-            x = (self.layer(x) + self.layer(x.flip(1))).tanh()
+            x = (self.layer(x) + self.layer(x.tanh())).tanh()
             x = (x @ x.mT).softmax(-1) @ x
         return x
 
@@ -1136,6 +1140,22 @@ class _Siblings(nn.Module):
         return self.other(self.one(x).tanh())
 
 
+class _SomeTokensAgain(nn.Module):
+    """A layer on all tokens, and again on some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh()[:, ::2])
+
+    def token_reference(self, copies: Copies, x: Tensor) -> Tensor:
+        own = [copies(each, *x.shape[:2]) for each in self.layer.parameters()]
+        some = [each[:, ::2] for each in own]
+        return rows(rows(x, *own).tanh()[:, ::2], *some)
+
+
 class _TwoLengths(nn.Module):
     """One layer on two token axes."""
 
@@ -1144,7 +1164,7 @@ class _TwoLengths(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).tanh()[:, ::2])
+        return self.layer(F.avg_pool1d(self.layer(x).tanh().mT, 2).mT)
 
 
 def _repeat(name: str, build: Callable[[], nn.Module], *shape: int, **more: Any) -> None:
@@ -1168,6 +1188,7 @@ _repeat("scale twice", lambda: _Repeat(_Scale(), 2), 2, 5, 4)
 _repeat("function twice", lambda: _Repeat(_Functional(F.linear, (4, 4)), 2), 2, 5, 4)
 _repeat("attention twice", lambda: _Repeat(_Attention(4, 2, batch_first=True), 2), 2, 3, 4)
 _repeat("siblings", _Siblings, 2, 5, 4)
+_repeat("some tokens again", _SomeTokensAgain, 2, 4, 4)
 _repeat("two lengths", _TwoLengths, 2, 4, 4)
 _repeat("gru cell per step", lambda: _Cells(nn.GRUCell(3, 4)), 2, 4, 3)
 _repeat("lstm cell per step", lambda: _Cells(nn.LSTMCell(3, 4)), 2, 4, 3)

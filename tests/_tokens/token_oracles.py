@@ -278,8 +278,8 @@ def _attention(
     q, k, v = projected
     b = len(q)
     if module.bias_k is not None:
-        s = k.shape[1]  # torch puts them after the keys, steps first: token (s, b) of (s + 1, b)
-        extra = [copies(each, s + 1, b)[s, :, 0] for each in (module.bias_k, module.bias_v)]
+        s = k.shape[1]  # torch puts them after the keys: token (b, s) of (b, s + 1)
+        extra = [copies(each, b, s + 1)[:, s, 0] for each in (module.bias_k, module.bias_v)]
         k, v = torch.cat([k, extra[0]], 1), torch.cat([v, extra[1]], 1)
     if module.add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))

@@ -11,6 +11,7 @@ from torchfmri._tokens.algebra.gradient import TokenGradient, TopEntries
 from torchfmri._tokens.algebra.parameter import ParameterInfo, describe, head_size
 from torchfmri._tokens.algebra.precision import without_autocast
 from torchfmri._tokens.algebra.selection import TokenSelection
+from torchfmri._tokens.algebra.verification import TokenVerification, TokenVerificationRow
 from torchfmri._tokens.calls.checks import Checks, alike_of
 from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri._tokens.entry_point import token_gradients
@@ -29,6 +30,8 @@ __all__ = [
     "TokenLossGradient",
     "TokenLossGradients",
     "TokenSelection",
+    "TokenVerification",
+    "TokenVerificationRow",
     "TopEntries",
     "alike_of",
     "describe",

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.hooks import RemovableHandle
 
 NO_BACKWARD = -1
@@ -477,3 +480,14 @@ def _as_list(value: Any) -> list[Any]:
 # Every operation passes through a mode of this kind. There is no other way to see them all; it has
 # been where it is since torch 1.13, and torch's own FLOP counter is built on it.
 DispatchMode = TorchDispatchMode
+
+
+def leave(mode: TorchDispatchMode) -> None:
+    """Leave a mode that was entered by hand, and others inside it that an interrupt left behind."""
+    entered = _get_current_dispatch_mode_stack()
+    if not any(each is mode for each in entered):
+        return
+    for each in reversed(entered):
+        each.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if each is mode:
+            return

@@ -621,3 +621,31 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
         else:
             return found
     return precise(a) @ precise(b)
+
+
+def grouped(token: Tensor, tokens: int, term: Term) -> Term:
+    """A term whose rows are in any order, put under their tokens.
+
+    Tokens with fewer rows than others get rows of zeros.
+
+    Args:
+        token: The token of each of the term's own tokens, (n,).
+        tokens: How many there are.
+        term: (n, r, ...).
+    """
+    if len(token) == tokens and bool((token == torch.arange(tokens, device=token.device)).all()):
+        return term
+    order = torch.argsort(token, stable=True)
+    sorted_token = token[order]
+    counts = torch.bincount(token, minlength=tokens)
+    most = max(1, int(counts.max())) if len(counts) else 1
+    start = counts.cumsum(0) - counts
+    place = torch.arange(len(token), device=token.device) - start[sorted_token]
+    result: list[Factor] = []
+    for each in term.factors:
+        values = each.at if isinstance(each, Index) else each
+        whole = values.new_zeros(tokens, most, *values.shape[1:])
+        whole[sorted_token, place] = values[order]
+        whole = whole.flatten(1, 2)
+        result.append(Index(whole, each.size) if isinstance(each, Index) else whole)
+    return Term(tuple(result))

@@ -172,6 +172,7 @@ class Arrivals:
             or record.version is None
             or watched.rule is rules.convolution
             or watched.is_shared
+            or record.rows
             or record.within.calls.get(watched.layer, 0) > 1
             or x._version != record.version
         ):
@@ -246,7 +247,7 @@ class Arrivals:
         if self._keeps_factors:
             record.let_go_of_graph()
             self._count(record)
-        elif not record.is_alone:
+        elif not record.is_alone or record.rows:
             record.let_go_of_graph()
             self._must_finish = True
         else:
@@ -348,7 +349,7 @@ class Arrivals:
             if record.g is None:
                 continue
             try:
-                for key, part in record.parts(record.watched.parameters).items():
+                for key, part in record.parts(record.watched.parameters):
                     parts[record.watched.parameters[key]].append(part)
             except Exception as error:  # these parameters say why they are missing, no others
                 self._account.refuse(record.watched.parameters.values(), error)
@@ -380,7 +381,7 @@ class Arrivals:
             for record in self._with_factors.get(layer, ()):
                 parameters = record.watched.parameters
                 keys = [key for key in parameters if parameters[key] == name]
-                found += record.parts(keys).values()
+                found += [part for _, part in record.parts(keys)]
         return found
 
     def numbers_on(self, names: Collection[str]) -> dict[Axis, list[Reduced]] | None:
@@ -406,7 +407,7 @@ class Arrivals:
                     return None
                 found[name] = each
                 table = id(each.numbers[0].all_products)  # whose lines have as many tokens
-                kind = (record.within.number, record.stack, grid.b, grid.s, table)
+                kind = (record.within.number, record.stack, record.of, grid.b, grid.s, table)
                 if kind not in alike:
                     alike[kind] = axes[record.axis(each.tokens, grid)]
                 alike[kind].append(each)
@@ -428,7 +429,7 @@ class Arrivals:
         for record in self.records:
             watched = record.watched
             if record.reduced is not None:
-                for key, part in record.parts(watched.parameters).items():
+                for key, part in record.parts(watched.parameters):
                     self._reduced_parts.setdefault(watched.parameters[key], []).append(part)
             elif record.g is not None:
                 self._with_factors.setdefault(watched.layer, []).append(record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,10 @@ class Capture:
         account = self.account
         for name, layer in plan.scripted.items():
             account.refuse([name], UnsupportedLayerError(name, layer, _SCRIPTED))
-        self.passes = Passes(lambda error: account.noted("", f"positions: {error}"))
+        self.passes = Passes(
+            plan.maps, plan.model, partial(_refuse_layer, account, watched),
+            lambda error: account.noted("", f"positions: {error}"),
+        )  # fmt: skip
         self.owners = Owners(
             watched, parameters, self.passes, padding, self.account, self._keeps_factors
         )
@@ -124,10 +128,13 @@ class Capture:
             record = self._new_record(watched)
             self._keep_input(record, x)
         model = record.model  # (b, s)
+        is_constant = watched.layer in passes.constants
+        if passes.tracing is not None:
+            is_constant = passes.tracing.call(record, output)
         if model is not None and model[0] != 1:
             shape = output.shape
-            if shape and shape[0] != model[0]:
-                self._watch_broadcast(record, output)
+            if is_constant or (shape and shape[0] != model[0]):
+                self._watch_broadcast(record, output, is_constant)
         return record
 
     def called(
@@ -154,10 +161,17 @@ class Capture:
             self._keep_inputs(found, x)
         if found is not None:
             self._by_call[call] = found
+            is_constant = False
+            if isinstance(found, Record) and self.passes.tracing is not None and outputs:
+                is_constant = self.passes.tracing.call(found, outputs[0].tensor)
+            elif isinstance(found, Record):
+                is_constant = call.layer in self.passes.constants
             if len(outputs) == 1:
-                self._watch_broadcast(found, outputs[0].tensor)
+                self._watch_broadcast(found, outputs[0].tensor, is_constant)
 
-    def _watch_broadcast(self, target: Record | OwnerCall, output: Tensor) -> None:
+    def _watch_broadcast(
+        self, target: Record | OwnerCall, output: Tensor, is_constant: bool
+    ) -> None:
         """Look for the addition that spreads an output over a batch that it does not have."""
         model = self.passes.grid_of(target.stack)
         if model is None or model[0] == 1 or not output.requires_grad:
@@ -167,6 +181,7 @@ class Capture:
             if output.ndim == 3
             else (output.ndim == 2 and output.shape[0] not in (model[0], model[0] * model[1]))
         )
+        without |= is_constant and output.ndim == 2
         if without and current_backward() == NO_BACKWARD:
             self.passes.broadcasts.watch(output, target.spread)
 
@@ -258,6 +273,7 @@ class Capture:
         """Let go of everything that only the passes themselves need."""
         self._by_call.clear()
         self._last = None
+        self.passes.stop_tracing()
         self.passes.memories.clear()
         self.owners.forget()
         self.arrivals.forget()
@@ -266,6 +282,13 @@ class Capture:
             self.account.checks.detach()
         except Exception as error:  # of ours, while the block may be ending with the user's own
             self.account.refuse(self._parameters, error)
+
+
+def _refuse_layer(
+    account: Account, watched: Mapping[str, Watched], layer: str, reason: str
+) -> None:
+    for name in watched[layer].parameters.values():
+        account.refuse([name], UnsupportedLayerError(name, layer, reason))
 
 
 def target_of(watched: Watched) -> Target:

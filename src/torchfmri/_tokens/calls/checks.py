@@ -82,6 +82,7 @@ class Checks(RandomVectors):
         self._came: dict[str, Tensor | None] = {}
         self._listen: Callable[[], None] | None = None  # what is left to be done to listen
         self._counted: set[str] = set()
+        self._without_gradient: set[str] = set()
 
     # -- what autograd brings ------------------------------------------------------------------
 
@@ -99,6 +100,7 @@ class Checks(RandomVectors):
         once; so it does for torch.autograd.grad, which leaves no `.grad`.
         """
         self._parameters = parameters
+        self._without_gradient = {name for name, each in parameters.items() if each.grad is None}
         self._reads_at_once = (
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
@@ -145,6 +147,10 @@ class Checks(RandomVectors):
     def detach(self) -> None:
         """Read what is left; nothing here holds on to the block any more."""
         self.settle()
+        for name in self._without_gradient - self.received:
+            if self._parameters[name].grad is not None:  # whichever way it came
+                self.received.add(name)
+                self.unread[name] = "its gradient was not seen when it came"
         self._listen = self.on_backward = None
 
     def backward_is_over(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import TracebackType
@@ -28,12 +29,19 @@ from torchfmri._tokens.algebra.parameter import VOXEL
 from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.reduced import summed_squares
 from torchfmri._tokens.algebra.selection import TokenSelection
+from torchfmri._tokens.algebra.verification import TokenVerification
 from torchfmri._tokens.calls.capture import Capture, target_of
 from torchfmri._tokens.calls.plans import plan_of
 from torchfmri._tokens.calls.runs import Masks, joined
+from torchfmri._tokens.calls.verification import Verification
 from torchfmri._tokens.rules.record import Axis
 from torchfmri._torch import Hook, HookSet
-from torchfmri.exceptions import InspectionError, LayerNotFoundError, UnsupportedLayerError
+from torchfmri.exceptions import (
+    InspectionError,
+    LayerNotFoundError,
+    MissingTokensWarning,
+    UnsupportedLayerError,
+)
 
 
 class TokenGradients:
@@ -183,10 +191,11 @@ class TokenGradients:
         """
         found = self._gradients(self._known(name))
         if len(found) > 1:
-            axes = ", ".join(repr(str(axis)) for axis in found)
+            texts = self._texts()
+            axes = ", ".join(repr(texts[axis]) for axis in found)
             raise InspectionError(
                 f"{name!r} is used on {len(found)} token axes: {axes}. Choose one: "
-                f"tokens.on({str(next(iter(found)))!r})[{name!r}]."
+                f"tokens.on({texts[next(iter(found))]!r})[{name!r}]."
             )
         return next(iter(found.values()))
 
@@ -196,7 +205,7 @@ class TokenGradients:
             return self._found[name]
         capture = self._capture
         if name in capture.account.reasons:
-            raise capture.account.reason(name)
+            raise self._reason(name)  # no variable: it would keep this frame, and be kept by it
         parts = capture.arrivals.parts(name)
         if not parts and not capture.account.received([name]):
             raise InspectionError(
@@ -210,10 +219,24 @@ class TokenGradients:
                 "its gradient came through no call of a layer (a weight penalty in the loss, or a "
                 "use outside of the model): it is unattributed.",
             )
-        found = joined(self._infos[name], parts, self._masks)
+        try:
+            found = joined(self._infos[name], parts, self._masks)
+        except InspectionError:
+            raise
+        except RuntimeError as error:  # of torch: whatever it is, other parameters stay readable
+            reason = f"what its uses brought cannot be put together: {error}"
+            raise UnsupportedLayerError(name, self._infos[name].layer, reason) from error
         if self._stack is None:  # else more may come
             self._found[name] = found
         return found
+
+    def _reason(self, name: str) -> Exception:
+        """Why a parameter has no token gradients, as an error of ours."""
+        error = self._capture.account.reason(name)
+        if isinstance(error, InspectionError):
+            return error
+        layer, text = self._infos[name].layer, f"{type(error).__name__}: {error}"
+        return UnsupportedLayerError(name, layer, f"following its layer failed, {text}")
 
     def _known(self, name: str) -> str:
         found = self._aliases.get(name) if isinstance(name, str) else None
@@ -226,47 +249,75 @@ class TokenGradients:
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """The token axes by name, such as "2 x 128", each with its parameters."""
-        found: dict[str, list[str]] = defaultdict(list)
+        """The token axes by name, such as "2 x 128", each with its parameters.
+
+        Axes of the same size that are not the same tokens are named after what they belong to:
+        "2 x 128 of memory".
+        """
+        texts = self._texts()
+        return {texts[axis]: names for axis, names in self._by_axis().items()}
+
+    def _by_axis(self) -> dict[Axis, list[str]]:
+        found: dict[Axis, list[str]] = defaultdict(list)
         for name in self.names:
             try:
                 axes = self._gradients(name)
             except InspectionError:
                 continue  # it has no tokens; coverage() says why
             for axis in axes:
-                found[str(axis)].append(name)
+                found[axis].append(name)
         return dict(found)
+
+    def _texts(self) -> dict[Axis, str]:
+        """The names of all axes."""
+        axes = list(self._by_axis())
+        counts = Counter(map(str, axes))
+        return {
+            each: f"{each} of {each.of}" if counts[str(each)] > 1 and each.of else str(each)
+            for each in axes
+        }
 
     def on(self, axis: str) -> TokenSelection:
         """The token gradients on one token axis, by its name in `axes`."""
-        axes = self.axes
-        if axis not in axes:
-            known = ", ".join(repr(each) for each in axes)
+        texts, by_axis = self._texts(), self._by_axis()
+        chosen = [each for each, text in texts.items() if text == axis]
+        if not chosen:
+            known = ", ".join(map(repr, texts.values()))
             raise InspectionError(f"There is no token axis {axis!r}; there are {known}.")
-        found = {name: self._gradients(name) for name in axes[axis]}
-        chosen = {
-            name: next(each for where, each in several.items() if str(where) == axis)
-            for name, several in found.items()
-        }
-        return TokenSelection(axis, chosen)
+        (only,) = chosen
+        return TokenSelection(axis, {name: self._gradients(name)[only] for name in by_axis[only]})
 
     def select(self, pattern: str = "*") -> TokenSelection:
         """The token gradients of the parameters that match, which must share their tokens.
 
         Raises:
             InspectionError: They have different token axes; the error names them.
+            UnsupportedLayerError: None of them has token gradients.
+
+        Parameters without token gradients are left out, with a `MissingTokensWarning`.
         """
         known = self.names
         names = match_names(pattern, known)
         if not names:
             raise LayerNotFoundError(pattern, nearest_names(pattern, known), len(known))
         by_axis: dict[Axis, dict[str, TokenGradient]] = defaultdict(dict)
+        missing: dict[str, str] = {}  # texts: an error would keep what its frames have seen
         for name in names:
-            for axis, each in self._gradients(name).items():
+            try:
+                gradients = self._gradients(name)
+            except UnsupportedLayerError as error:
+                missing[name] = str(error)
+                continue
+            for axis, each in gradients.items():
                 by_axis[axis][name] = each
-        found = {str(axis): several for axis, several in by_axis.items()}
-        if len(found) == 1:
-            return TokenSelection(*next(iter(found.items())))
+        if missing and not by_axis:
+            self._gradients(next(iter(missing)))  # raises
+        if len(by_axis) == 1:
+            ((axis, several),) = by_axis.items()
+            _warn_of(missing)
+            return TokenSelection(str(axis), several)
+        texts = self._texts()
+        found = {texts[axis]: several for axis, several in by_axis.items()}
         text = "; ".join(
             f"{axis!r} ({len(several)} parameters, such as {next(iter(several))!r})"
             for axis, several in found.items()
@@ -320,13 +371,41 @@ class TokenGradients:
         """Every parameter that received a gradient: by which rule, and how well it adds up."""
         return Coverage([self._covered(name) for name in self.names])
 
+    def verify(self, samples: int = 8, seed: int = 0) -> TokenVerification:
+        """Run the last pass again with one token changed at a time, and see which rows change.
+
+        The verdict on a layer and a token is "local" (no row of another token changes), "first"
+        (none of an earlier position or another sample), "mixed" (earlier ones change too: nothing
+        is proved) or "refuted" (the rows that it is said to have do not change, or those of other
+        samples do). The model stays as it is; the outputs of its layers are held twice.
+
+        Args:
+            samples: How many tokens are changed.
+            seed: Which they are, and what they are changed into.
+
+        Raises:
+            InspectionError: There is no pass, it cannot be reproduced, or the block is not over.
+        """
+        kept = self._capture.passes.last
+        if self._stack is not None:
+            raise InspectionError("Call verify() after the `with` block: it runs the model again.")
+        if kept is None:
+            raise InspectionError(
+                "No pass was made: run the model, with gradients, inside the `with` block."
+            )
+        if not isinstance(samples, int) or samples < 1:
+            raise InspectionError(f"samples={samples!r}: give a number of tokens, 1 or more.")
+        proof = Verification(kept, self._plan.watched, self._capture.arrivals.records, seed)
+        return proof.result(samples, self._capture.account.reasons)
+
     def _covered(self, name: str) -> CoverageRow:
         try:
             found = self._gradients(name)
         except Exception as error:
             return CoverageRow(name, "none", note=str(error))
         rule = " + ".join(dict.fromkeys(each.rule for each in found.values()))
-        axes = tuple(str(axis) for axis in found)
+        texts = self._texts()
+        axes = tuple(texts[axis] for axis in found)
         residual, check = self._residual(name, list(found.values()))
         note = self._capture.account.checks.unread.get(name, "")
         if residual is None and not note:
@@ -380,6 +459,15 @@ class TokenGradients:
         if self._is_narrow(name):
             return 5e-2
         return 1e-6 if self._infos[name].dtype == torch.float64 else 1e-3
+
+
+def _warn_of(missing: Mapping[str, str]) -> None:
+    """Say which parameters a result is without."""
+    if missing:
+        name, reason = next(iter(missing.items()))
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        text = f"This is without {name!r}{others}, listed in coverage().missing. {reason}"
+        warnings.warn(text, MissingTokensWarning, stacklevel=4)
 
 
 def _length(tensor: Tensor) -> float:

@@ -60,7 +60,7 @@ class Reducer:
     def short(self, record: Record, g: Tensor) -> Found | None:
         """The same for the layers that models are made of, of which no terms are formed."""
         reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
-        return None if reduce is None else reduce(self, record, g)
+        return None if reduce is None or record.rows else reduce(self, record, g)
 
     def terms(self, several: Sequence[Term], name: str) -> Reduced:
         """The numbers of a parameter from its terms, with all cross terms."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +20,7 @@ from torchfmri._tokens.calls.passes import Passes
 from torchfmri._tokens.rules.record import Axis, Part, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall, RunState
 from torchfmri._torch import NO_BACKWARD, current_backward, flatten_arguments, runs_checkpoint
-from torchfmri.exceptions import UnsupportedLayerError
+from torchfmri.exceptions import InspectionError, UnsupportedLayerError
 
 _Modules: TypeAlias = dict[int, dict[str, str]]
 Parts: TypeAlias = dict[str, list[Part]]
@@ -57,23 +56,17 @@ class Owners:
 
     # -- forward -----------------------------------------------------------------------------
 
-    @cached_property
-    def _devices(self) -> tuple[list[str], list[torch.device]]:
-        """The kinds of devices that the parameters are on, and those of them that are CUDA."""
-        devices = {each.device for each in self._parameters.values()}
-        kinds = sorted({"cpu", *(each.type for each in devices)} - {"meta"})
-        return kinds, [each for each in devices if each.type == "cuda"]
-
     def begins(self, layer: str, *call: Any) -> None:
         """Keep the state that a call starts from, and in a replay its arguments."""
         if current_backward() == NO_BACKWARD:
             if layer:
                 self._passes.module_begins(layer, *call)
-            self._states[layer] = RunState.now(*self._devices)
+            if self._passes.tracing is not None:
+                self._passes.tracing.owner_begins(layer)
+            self._states[layer] = self._passes.state()
         elif torch.is_grad_enabled() and not self._keeps_factors:
             _, arguments, keywords = call
-            state = RunState.now(*self._devices)
-            self._replayed[layer].append((arguments, dict(keywords), state))
+            self._replayed[layer].append((arguments, dict(keywords), self._passes.state()))
 
     def wants(self, watched: Watched) -> bool:
         """Whether a call has to be looked at: not that of a container whose layers were called."""
@@ -104,7 +97,7 @@ class Owners:
             return None
         recorded = torch.is_grad_enabled() and not self._waits_for_replay()
         run = earlier.axis.run if earlier else self._passes.current.number
-        return OwnerCall(
+        found = OwnerCall(
             watched.layer,
             watched.module,
             modules,
@@ -113,11 +106,14 @@ class Owners:
             output if recorded else (),
             self._states.get(watched.layer),
             Axis(run, watched.stack, (0, 0)),
-            self._passes.grid_of(watched.stack),
             self._padding.current(),
-            self._passes.memories if watched.stack == "decoder" else (),
             suspects,
         )
+        if earlier is None:
+            self._passes.owner_called(found, arguments, keywords)
+        else:
+            found.tokens = earlier.tokens
+        return found
 
     def _waits_for_replay(self) -> bool:
         return not self._keeps_factors and current_backward() == NO_BACKWARD and runs_checkpoint()
@@ -162,7 +158,11 @@ class Owners:
         # module whose code mentions its weight accounts for what the calls do not.
         for owner in sorted(owners, key=lambda each: -each.layer.count(".")):
             for name in owner.suspects:
-                if self._is_incomplete(name, [*parts.get(name, ()), *known(name)]):
+                try:
+                    is_incomplete = self._is_incomplete(name, [*parts.get(name, ()), *known(name)])
+                except InspectionError:  # reading this parameter says so; the others go on
+                    continue
+                if is_incomplete:
                     self._run_again(owner, [name], parts, beside_calls=True)
 
     def _run_again(
@@ -178,7 +178,7 @@ class Owners:
             return
         replays = self._replayed.get(owner.layer)
         if replays and owner.has_no_arguments:
-            owner.take_arguments(*replays.pop())
+            owner.take_arguments(*replays.pop(0))  # replayed in the order in which gradients came
         try:
             found = owner.parts(wanted, beside_calls)
         except Exception as error:  # not the user's fault: these parameters say why

@@ -8,17 +8,53 @@ begins one too.
 from __future__ import annotations
 
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchfmri._capture import TokenMask
 from torchfmri._tokens.calls.broadcasts import Broadcasts
+from torchfmri._tokens.calls.token_map import MOST, TokenMap, Tracing, assign, signature
 from torchfmri._tokens.rules.axes import model_grid
 from torchfmri._tokens.rules.record import Pass, Record, Watched
-from torchfmri._torch import NO_BACKWARD, Hook, HookSet, calls_itself, current_backward, flatten
+from torchfmri._tokens.rules.rerun import OwnerCall, RunState
+from torchfmri._torch import (
+    NO_BACKWARD,
+    Hook,
+    HookSet,
+    calls_itself,
+    current_backward,
+    flatten,
+    leave,
+)
+
+_ANOTHER_WAY = (
+    "it was called another number of times than when its tokens were followed. Run the block "
+    "again: from now on every pass is followed."
+)
+
+
+class KeptPass(NamedTuple):
+    """A call of the outermost module, to be run again by `verify`; by reference.
+
+    Attributes:
+        number: Of the pass.
+        module: That was called, with these `arguments` and `keywords`.
+        state: What it started from.
+        tokens: What was found by following it.
+    """
+
+    number: int
+    module: nn.Module
+    arguments: tuple[object, ...]
+    keywords: Mapping[str, object]
+    state: RunState
+    tokens: TokenMap
 
 
 class Passes:
@@ -34,10 +70,28 @@ class Passes:
         memories: What the encoder returned in this pass; a decoder's layer that reads one of these
             has the encoder's tokens, and `encoder_mask`.
         broadcasts: Outputs that are spread over the batch.
+        constants: Layers that read constants: their outputs have no batch axis.
+        tracing: Follows the tokens of the pass that runs; None where they are known already.
         parts: The hooks on containers that begin a pass when they are called by themselves.
+        last: The last pass with gradients that is over.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        maps: dict[object, TokenMap],
+        model: nn.Module,
+        refuse: Callable[[str, str], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._maps, self._model, self._refuse = maps, weakref.ref(model), refuse
+        self.tracing: Tracing | None = None
+        self.constants: frozenset[str] = frozenset()
+        self._map: TokenMap | None = None
+        self._signature: object = None
+        self._owners: dict[str, int] = {}
+        self._first = 0  # record of the pass
+        self._begun: Callable[[TokenMap], KeptPass] | None = None
+        self.last: KeptPass | None = None
         self.current = Pass(0)
         self.records: list[Record] = []
         self._counted = 0
@@ -85,6 +139,19 @@ class Passes:
         """Batch and positions of what the model, or this stack of it, was handed."""
         return self.grids.get(stack) or self.grids.get("")
 
+    @cached_property
+    def _devices(self) -> tuple[list[str], list[torch.device]]:
+        """The kinds of devices that the parameters are on, and those of them that are CUDA."""
+        model = self._model()
+        assert model is not None  # it runs
+        devices = {each.device for each in model.parameters()}
+        kinds = sorted({"cpu", *(each.type for each in devices)} - {"meta"})
+        return kinds, [each for each in devices if each.type == "cuda"]
+
+    def state(self) -> RunState:
+        """What a call that begins now depends on beside its arguments."""
+        return RunState.now(*self._devices)
+
     # -- containers --------------------------------------------------------------------------
 
     def module_begins(
@@ -103,6 +170,7 @@ class Passes:
                 self.begin()
             self._outermost.add(layer)
             self.grids.setdefault("", model_grid(arguments, keywords))
+            self._begin_tracing(layer, module, arguments, keywords)
         self.running.append(layer)
 
     def module_ends(self, layer: str) -> None:
@@ -111,6 +179,94 @@ class Passes:
             if self.running[index] == layer:
                 del self.running[index:]
                 break
+        if not self.running:
+            self.end_tracing()
+
+    # -- tokens ------------------------------------------------------------------------------
+
+    def _begin_tracing(
+        self,
+        layer: str,
+        module: nn.Module,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> None:
+        """Look up the tokens of a pass, or begin to follow them."""
+        self.stop_tracing()
+        self._signature = (layer, *signature(module, arguments, keywords))
+        self._first, self._owners = len(self.records), {}
+        self._begun = None
+        if torch.is_grad_enabled():
+            number, state = self.current.number, self.state()
+            self._begun = partial(KeptPass, number, module, arguments, dict(keywords), state)
+        self._map = self._maps.get(self._signature)
+        self.constants = frozenset() if self._map is None else self._map.constants
+        if self._map is None or self._map.is_dynamic:
+            self._map = None
+            model = self._model()
+            assert model is not None  # it runs
+            self.tracing = Tracing(model.named_parameters(), arguments, keywords)
+            self.tracing.trace.__enter__()  # type: ignore[no-untyped-call]
+
+    def end_tracing(self) -> None:
+        """Give the records of a pass that is over their tokens."""
+        tracing, found, begun = self.tracing, self._map, self._begun
+        self.stop_tracing()
+        records = self.records[self._first :]
+        counts = Counter([each.watched.layer for each in records])
+        if tracing is not None:
+            found = tracing.finish(counts)
+            while len(self._maps) >= MOST:
+                del self._maps[next(iter(self._maps))]
+            self._maps[self._signature] = found
+        if found is None:
+            return
+        if begun is not None:
+            self.last, self._begun = begun(found), None
+        if tracing is None:
+            self._look_up(found, records, counts)
+        for layer, several in found.calls.items() if not found.is_usual else ():
+            for each in several:
+                if each.refused:
+                    self._refuse(layer, each.refused)
+
+    def _look_up(
+        self, found: TokenMap, records: Sequence[Record], counts: Mapping[str, int]
+    ) -> None:
+        """Give records the tokens that an earlier pass of the same shapes has found."""
+        if found.counts != counts:  # another way through the model: from now on, follow each pass
+            found.is_dynamic = True
+            for layer in counts:
+                if counts[layer] != found.counts.get(layer):
+                    self._refuse(layer, _ANOTHER_WAY)
+        elif found.is_usual:
+            return
+        number: dict[str, int] = defaultdict(int)
+        for record in records:
+            layer = record.watched.layer
+            if counts[layer] == found.counts.get(layer):
+                assign(record, found.calls[layer][number[layer]])
+                number[layer] += 1
+
+    def stop_tracing(self) -> None:
+        """Follow the pass no further."""
+        tracing, self.tracing, self._map = self.tracing, None, None
+        if tracing is not None:
+            leave(tracing.trace)
+            tracing.trace.close()
+
+    def owner_called(
+        self, call: OwnerCall, arguments: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> None:
+        """Tell a call that is run again later which tokens its arguments have."""
+        if self.tracing is not None:
+            call.tokens = self.tracing.owner(call.layer, flatten((arguments, dict(keywords))))
+        elif self._map is not None:
+            number = self._owners.get(call.layer, 0)
+            self._owners[call.layer] = number + 1
+            known = self._map.owners.get(call.layer, ())
+            if number < len(known):
+                call.tokens = known[number]
 
     # -- hooks -------------------------------------------------------------------------------
 
@@ -135,6 +291,8 @@ class Passes:
         """The encoder or the decoder is handed its tokens."""
         if current_backward() == NO_BACKWARD:
             self.grids[stack] = model_grid(arguments, keywords)
+            if self.tracing is not None:
+                self.tracing.begin_stack(stack, arguments, keywords)
 
     def encoder_has_run(self, module: nn.Module, arguments: object, output: object) -> None:
         """Remember what the encoder returned."""

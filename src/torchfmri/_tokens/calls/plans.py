@@ -31,6 +31,7 @@ from torchfmri._tokens.calls.plan import (
     scripted_parameters,
     watched_modules,
 )
+from torchfmri._tokens.calls.token_map import TokenMap
 from torchfmri._tokens.rules.record import Watched
 from torchfmri.exceptions import InspectionError
 
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
         homes: The layers in which a parameter lives.
         masked: The modules that are handed a mask.
         scripted: Parameters of modules that no hook can be on -> their layers.
+        maps: The tokens of the calls of a pass, for arguments of each shape that was seen.
     """
 
     model: nn.Module
@@ -68,6 +70,7 @@ class Plan(NamedTuple):
     homes: Mapping[str, list[str]]
     masked: list[nn.Module]
     scripted: Mapping[str, str]
+    maps: dict[object, TokenMap]
 
 
 def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
@@ -108,6 +111,7 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
         homes_of(watched),
         masked_modules(layers.values()),
         scripted_parameters(layers, aliases),
+        {},
     )
     seen = look_at(root, len(layers))
     if seen is not None and _can_be_kept(layers, seen):

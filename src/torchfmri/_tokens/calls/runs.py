@@ -35,30 +35,30 @@ def joined(info: ParameterInfo, parts: Sequence[Part], masks: Masks) -> dict[Axi
     """
     if len(parts) == 1:
         (part,) = parts
-        _, stack, grid = part.axis
+        _, stack, grid, of = part.axis
         mask = None if part.mask is None else _mask(grid, [[part]], masks)
         return {
-            Axis(0, stack, grid): TokenGradient(
+            Axis(0, stack, grid, of): TokenGradient(
                 info, grid, part.rule, terms=part.terms, reduced=part.reduced, mask=mask
             )
         }
     by_axis: dict[Axis, list[Part]] = defaultdict(list)
     for part in parts:
         by_axis[part.axis].append(part)
-    passes: dict[tuple[str, int], list[Axis]] = defaultdict(list)
-    seen: dict[tuple[int, str], int] = defaultdict(int)
+    passes: dict[tuple[str, str, int], list[Axis]] = defaultdict(list)
+    seen: dict[tuple[int, str, str], int] = defaultdict(int)
     for axis in sorted(
         by_axis, key=lambda each: each.run
     ):  # the n-th axis of one pass goes with the n-th of the next
-        number = seen[axis.run, axis.stack]
-        seen[axis.run, axis.stack] += 1
-        passes[axis.stack, number].append(axis)
+        number = seen[axis.run, axis.stack, axis.of]
+        seen[axis.run, axis.stack, axis.of] += 1
+        passes[axis.stack, axis.of, number].append(axis)
     result: dict[Axis, TokenGradient] = {}
-    for (stack, _), axes in passes.items():
+    for (stack, of, _), axes in passes.items():
         grid = (sum(each.grid[0] for each in axes), max(each.grid[1] for each in axes))
         passed = [by_axis[each] for each in axes]
         mask = _mask(grid, passed, masks)
-        result[Axis(0, stack, grid)] = _token_gradient(info, grid, passed, mask)
+        result[Axis(0, stack, grid, of)] = _token_gradient(info, grid, passed, mask)
     return result
 
 

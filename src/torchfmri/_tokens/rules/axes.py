@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchfmri._torch import flatten_arguments
 
-_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "hidden_states", "attention_mask")
+TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "hidden_states", "attention_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def model_grid(
     arguments: tuple[object, ...], keywords: Mapping[str, object]
 ) -> tuple[int, int] | None:
     """(b, s) of what a model was handed: ids, embeddings or a mask; None for anything else."""
-    named = [keywords.get(name) for name in _TOKENS]
+    named = [keywords.get(name) for name in TOKENS]
     for value in [*named, *(each.tensor for each in flatten_arguments(arguments, keywords))]:
         if not isinstance(value, Tensor):
             continue

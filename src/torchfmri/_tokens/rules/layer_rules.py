@@ -187,6 +187,12 @@ def prelu(module: nn.PReLU, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     return {"weight": Term((rows.sum((1, 2), keepdim=True),))}
 
 
+def prelu_at_positions(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+    """One slope for everything, on data with its features second."""
+    rows = grid.channels_of(g * x.clamp(max=0))
+    return {"weight": Term((rows.sum(2, keepdim=True),))}
+
+
 def prelu_per_channel(module: nn.PReLU, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     """A slope per channel, the second axis: g * x where x is negative."""
     return {"weight": Term((grid.channels_of(g * x.clamp(max=0)),))}

@@ -6,12 +6,14 @@ depends on what position t was given and on nothing else. That is checked for ev
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfmri._tokens.algebra.factors import Term
+from torchfmri._tokens.rules.origins import Source
 from torchfmri._tokens.rules.uses import NotUnderstoodError
 
 _MOST = 4096
@@ -19,7 +21,7 @@ _MOST = 4096
 
 def position_terms(
     owner: Any, pairs: list[tuple[Tensor, Tensor]], leaves: list[Tensor]
-) -> tuple[tuple[int, int], list[Term]]:
+) -> tuple[Source, list[Term]]:
     """The tokens, and one term per leaf.
 
     Args:
@@ -33,20 +35,16 @@ def position_terms(
     if len(pairs) != 1:
         raise NotUnderstoodError("the layer has several outputs")
     output, gradient = pairs[0]
-    grid = owner.grid_of(output)
-    count = grid[0] * grid[1]
+    source, numbers = owner.tokens_of(output)
+    count = math.prod(source.grid)
     if count > _MOST:
         raise NotUnderstoodError(f"one pass for each of {count} positions would take too long")
-    if not owner.works_by_position(output):
+    if not owner.works_by_position(output, numbers, source):
         raise NotUnderstoodError("the layer mixes positions")
-    rows = gradient.reshape(count, -1)
     found: list[list[Tensor]] = [[] for _ in leaves]
     for token in range(count):
-        only = torch.zeros_like(rows)
-        only[token] = rows[token]
-        brought = torch.autograd.grad(
-            output, leaves, only.view(gradient.shape), retain_graph=True, allow_unused=True
-        )
+        only = torch.where(numbers == token, gradient, 0.0)
+        brought = torch.autograd.grad(output, leaves, only, retain_graph=True, allow_unused=True)
         for number, (each, leaf) in enumerate(zip(brought, leaves, strict=True)):
             found[number].append((torch.zeros_like(leaf) if each is None else each).flatten())
-    return grid, [Term((torch.stack(each)[:, None],)) for each in found]
+    return source, [Term((torch.stack(each)[:, None],)) for each in found]

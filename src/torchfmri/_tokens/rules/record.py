@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._capture import TokenMask
-from torchfmri._tokens.algebra.factors import Term
+from torchfmri._tokens.algebra.factors import Term, grouped
 from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.axes import Grid, features_last, features_second
@@ -77,11 +78,16 @@ class Pass:
 
 
 class Axis(NamedTuple):
-    """Which tokens: the pass of the model, encoder or decoder, and how many there are."""
+    """Which tokens: the pass of the model, encoder or decoder, how many, and whose they are.
+
+    `of` tells grids of the same size apart: the layer or argument that the tokens come from, "" for
+    what the model was handed first.
+    """
 
     run: int
     stack: str
     grid: tuple[int, int]
+    of: str = ""
 
     def __str__(self) -> str:
         text = f"{self.grid[0]} x {self.grid[1]}"
@@ -121,11 +127,16 @@ class Record:
         spread_gradient: That of the addition which spread the output over the batch.
         g: The gradient of the output, of this `shape`, from this `backward` pass.
         reduced: Numbers instead of both, by the parameter's name in the module.
+        of: What the tokens belong to; see `Axis`.
+        rows: The tokens of the rows, for each source of tokens, where they are not in the order
+            that the shape suggests.
+        is_second: The features are the second axis, though the layer has no say in that (PReLU).
     """
 
     __slots__ = (
-        "__weakref__", "backward", "g", "is_replayed", "mask", "model", "reduced", "settings",
-        "shape", "spread_gradient", "stack", "strides", "version", "watched", "within", "x",
+        "__weakref__", "backward", "g", "is_replayed", "is_second", "mask", "model", "of",
+        "reduced", "rows", "settings", "shape", "spread_gradient", "stack", "strides", "version",
+        "watched", "within", "x",
     )  # fmt: skip
 
     def __init__(self, watched: Watched, within: Pass, model: tuple[int, int] | None) -> None:
@@ -142,6 +153,9 @@ class Record:
         self.shape: tuple[int, ...] | None = None  # None: no gradient has come
         self.backward = NO_BACKWARD
         self.reduced: dict[str, Reduced] | None = None
+        self.of = ""
+        self.rows: tuple[Any, ...] = ()
+        self.is_second = False
 
     @property
     def is_alone(self) -> bool:
@@ -168,13 +182,14 @@ class Record:
             return gradient
         if self.x is not None:
             self.x = self._spread_input(spread)
+        self.of = ""  # the tokens that it was added to
         return spread
 
     def _spread_input(self, spread: Tensor) -> Tensor:
         """The input repeated for every batch element."""
         x: Tensor = self.x
-        whole = x.ndim == spread.ndim - 1 or x.is_floating_point()
-        x = x if whole else x[None]
+        features = 1 if x.is_floating_point() else 0
+        x = x[None] if x.ndim - features < spread.ndim - 1 else x
         return x.expand(spread.shape[0], *x.shape[1:])
 
     def without_tail(self, gradient: Tensor) -> Tensor:
@@ -185,29 +200,46 @@ class Record:
         b, _, length = gradient.shape
         if b != model[0] or length <= model[1] or bool(gradient[..., model[1] :].any()):
             return gradient
+        self.rows = tuple(
+            each._replace(numbers=each.numbers.view(b, length)[:, : model[1]].reshape(-1))
+            for each in self.rows
+        )
         return gradient[..., : model[1]]
 
     # -- tokens ------------------------------------------------------------------------------
 
+    @property
+    def features(self) -> int:
+        """How many of the last axes are features."""
+        rule = self.watched.rule
+        if rule is rules.layer_norm or rule is rules.rms_norm:
+            return len(self.watched.module.normalized_shape)  # type: ignore[arg-type]
+        return 1
+
     def grid(self) -> Grid:
         """The tokens of this call."""
-        watched, shape = self.watched, self.shape
+        assert self.shape is not None
+        return self.grid_of(self.shape)
+
+    def grid_of(self, shape: tuple[int, ...]) -> Grid:
+        """The tokens of a call with an output of this shape, in the order that it suggests."""
+        watched = self.watched
         rule = watched.rule
-        assert shape is not None
-        if rule in rules.CHANNELS_SECOND:
+        if rule in rules.CHANNELS_SECOND or self.is_second:
             return features_second(shape, rules.spatial_axes(watched.module))
         if rule is rules.embedding and "relative" in watched.layer:
             return Grid(1, shape[0], (0, 1))  # (query, key, heads): the query's position
-        features = 1
-        if rule is rules.layer_norm or rule is rules.rms_norm:
-            features = len(watched.module.normalized_shape)  # type: ignore[arg-type]
-        return features_last(tuple(shape[: len(shape) - features]), self.model, self.strides)
+        lead = tuple(shape[: len(shape) - self.features])
+        if self.rows:  # each row by itself
+            count = math.prod(lead)
+            return Grid(count, 1, tuple(range(len(lead))))
+        return features_last(lead, self.model, self.strides)
 
     # -- factors -----------------------------------------------------------------------------
 
     def terms(self) -> dict[str, Term]:
         """The factors of its parameters, by their names in the module."""
-        rule = self.watched.rule
+        rule = rules.prelu_at_positions if self.is_second else self.watched.rule
         assert rule is not None
         assert self.g is not None
         self.check_input()
@@ -235,31 +267,49 @@ class Record:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def parts(self, keys: Iterable[str]) -> dict[str, Part]:
-        """What the call adds to parameters of its module, by their names there."""
+    def parts(self, keys: Iterable[str]) -> list[tuple[str, Part]]:
+        """What the call adds to parameters of its module, with their names there."""
         assert self.watched.rule is not None
         name = self.watched.rule.__name__
         grid = self.grid()
-        found: dict[str, Part] = {}
+        found: list[tuple[str, Part]] = []
         if self.reduced is not None:
             for key in keys:
                 if key in self.reduced:
                     each = self.reduced[key]
                     axis = self.axis(each.tokens, grid)
-                    found[key] = Part(axis, name, self.mask, None, each)
+                    found.append((key, Part(axis, name, self.mask, None, each)))
             return found
         terms = self.terms()
         for key in keys:
             if key in terms:
                 term = terms[key]
-                found[key] = Part(self.axis(term.tokens, grid), name, self.mask, [term])
+                if self.rows:
+                    found += [(key, part) for part in self._parts_by_row(term, name)]
+                    continue
+                axis = self.axis(term.tokens, grid)
+                found.append((key, Part(axis, name, self.mask, [term])))
         return found
+
+    def _parts_by_row(self, term: Term, name: str) -> Iterator[Part]:
+        """A term that has one row after the other, put under the tokens of its rows."""
+        for numbers, grid, stack, of in self.rows:
+            if term.tokens != len(numbers):
+                raise InspectionError(
+                    f"{self.watched.layer!r} has {term.tokens} rows, and {len(numbers)} were "
+                    "followed. Does a forward hook of yours return a part of the output?"
+                )
+            kept = (numbers >= 0).nonzero()[:, 0]
+            token, some = numbers[kept], term.at(kept)
+            axis = Axis(self.within.number, stack, grid, of)
+            yield Part(axis, name, self.mask, [grouped(token, math.prod(grid), some)])
 
     def axis(self, tokens: int, grid: Grid) -> Axis:
         """The tokens of a parameter: those of the call, or as many as it has of its own."""
         b, s = grid.b, grid.s
         run = self.within.number
-        return Axis(run, self.stack, (b, s) if tokens == b * s else (b, tokens // max(1, b)))
+        whole = (b, s) if tokens == b * s else (b, tokens // max(1, b))
+        return Axis(run, self.stack, whole, self.of)
 
 
 def sums_to(spread: Tensor, gradient: Tensor) -> bool:
@@ -267,6 +317,8 @@ def sums_to(spread: Tensor, gradient: Tensor) -> bool:
     total = spread.sum(0) if gradient.ndim == spread.ndim - 1 else spread.sum(0, keepdim=True)
     if total.shape != gradient.shape:
         return False
+    if not bool(gradient.isfinite().all()):  # nothing can be compared, and nothing is told apart
+        return True
     precision = 1e-9 if gradient.dtype == torch.float64 else 1e-3 if gradient.itemsize > 2 else 0.05
     scale = float(spread.abs().amax()) * len(spread) if spread.numel() else 1.0
     return torch.allclose(total, gradient, rtol=precision, atol=precision * scale)

@@ -12,9 +12,8 @@ import contextlib
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,26 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchfmri._capture import TokenMask
 from torchfmri._tokens.algebra.factors import Term, squares, total
-from torchfmri._tokens.rules.axes import features_last
+from torchfmri._tokens.rules.arguments import given_origins
+from torchfmri._tokens.rules.origins import (
+    NOBODY,
+    Origins,
+    Source,
+    Sources,
+    compact,
+    is_constant_along,
+)
 from torchfmri._tokens.rules.positions import position_terms
 from torchfmri._tokens.rules.record import Axis, Part, sums_to
 from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_terms
 from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
-from torchfmri._tokens.rules.uses import NotUnderstoodError, scattered, term_of
+from torchfmri._tokens.rules.uses import (
+    NotUnderstoodError,
+    scattered,
+    tags_of,
+    terms_of,
+    told_numbers,
+)
 from torchfmri._torch import flatten, map_tensors, may_autocast, node_sequence_number
 from torchfmri.exceptions import UnsupportedLayerError
 
@@ -57,6 +70,28 @@ class RunState:
         }
         return RunState(torch.default_generator.get_state(), random, autocast)
 
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """These random numbers and this autocast state, while the block runs."""
+        with _no_autocast() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=list(self.device_random)))
+            torch.set_rng_state(self.random)
+            for device, (seed, offset) in self.device_random.items():
+                generator = torch.cuda.default_generators[device]
+                generator.manual_seed(seed)
+                generator.set_offset(offset)
+            for kind, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield stack
+
 
 @dataclass(slots=True)
 class OwnerParts:
@@ -64,6 +99,20 @@ class OwnerParts:
 
     parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
     unsupported: dict[str, Exception] = field(default_factory=dict)
+
+
+class OwnerTokens(NamedTuple):
+    """The tokens of a call of a layer that is run again.
+
+    Attributes:
+        origins: Of its arguments, in order.
+        sources: What their numbers mean.
+        names: Of the grids of positions that the call makes, in order.
+    """
+
+    origins: Sequence[Origins | None] = ()
+    sources: Sources = Sources()
+    names: Sequence[str] = ()
 
 
 class OwnerCall:
@@ -79,24 +128,24 @@ class OwnerCall:
         output: object,
         state: RunState | None,
         axis: Axis,
-        model: tuple[int, int] | None,
         mask: TokenMask | None,
-        memories: Sequence[Any] = (),
         suspects: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         self.layer, self.module, self._modules = layer, module, modules
         self.names = _names(modules)
         self._suspects = dict(suspects or {})
         self.suspects = _names(self._suspects)
-        self.axis, self._model, self._mask = axis, model, mask
+        self.axis, self._mask = axis, mask
+        self.tokens = OwnerTokens()
+        self.sources = self.tokens.sources
         self.gradients: dict[str, Tensor | None] = {}
         self._spread: Tensor | None = None
-        self._stacks: dict[int, str] = {}
-        self._memories = memories
+        self._tracker: Tracker | None = None
+        self._origins: Sequence[Origins | None] | None = None
         self.take_arguments(arguments, keywords, state)
         self._versions = [each._version for each in module.parameters()]
         self._training = module.training
-        self._outputs = {each.path: _Seen(each.tensor) for each in flatten(output)}
+        self._outputs = {each.path: Seen(each.tensor) for each in flatten(output)}
 
     @property
     def stack(self) -> str:
@@ -112,51 +161,71 @@ class OwnerCall:
         self, arguments: tuple[object, ...], keywords: Mapping[str, object], state: RunState | None
     ) -> None:
         """Keep what the call was given, without its graph, and the state it started from."""
-        self._arguments = self._kept(arguments, self._memories)
-        self._keywords = self._kept(dict(keywords), self._memories)
+        self._arguments = self._kept(arguments)
+        self._keywords = self._kept(dict(keywords))
         self._state = state
 
-    def _kept(self, value: Any, memories: Sequence[Any]) -> Any:
+    def _kept(self, value: Any) -> Any:
         """The arguments without their graph; a KV cache is left out, it is full already."""
         if isinstance(value, Tensor):
-            kept = value.detach()
-            if any(each() is value for each in memories):
-                self._stacks[id(kept)] = "encoder"
-            return kept
+            return value.detach()
         if isinstance(value, PackedSequence):
             return value._replace(data=value.data.detach())
         if type(value) in (tuple, list):
-            return type(value)(self._kept(each, memories) for each in value)
+            return type(value)(map(self._kept, value))
         if isinstance(value, dict):
-            return {key: self._kept(each, memories) for key, each in value.items()}
+            return {key: self._kept(each) for key, each in value.items()}
         return None if hasattr(value, "get_seq_length") else value
 
-    def grid_of(self, output: Tensor) -> tuple[int, int]:
-        """The tokens of an output of this layer."""
-        return features_last(tuple(output.shape[:-1]), self._model).shape
-
-    def works_by_position(self, output: Tensor) -> bool:
+    def works_by_position(self, output: Tensor, numbers: Tensor, source: Source) -> bool:
         """Whether each position of the output depends on that position of the inputs alone.
 
         Found out by changing the inputs of half of the positions: every two positions are on
         different sides once, because their numbers differ in some binary digit.
+
+        Args:
+            output: Of the call.
+            numbers: The tokens of its entries, of this `source`.
+            source: See `numbers`.
         """
-        count = self.grid_of(output)[0] * self.grid_of(output)[1]
-        numbers = torch.arange(count, device=output.device)
-        rows = output.detach().reshape(count, -1)
+        if type(self.module).forward is nn.EmbeddingBag.forward:
+            return True  # bag by bag, which are not at the positions of its ids
+        count = math.prod(source.grid)
+        tokens = torch.arange(count, device=output.device)
+        before = output.detach()
         for digit in range(max(1, (count - 1).bit_length())):
             for side in (0, 1):
-                changed = (numbers >> digit & 1) == side
-                again = self._with_noise(changed)
-                if again is None or not torch.equal(
-                    again.reshape(count, -1)[~changed], rows[~changed]
-                ):
+                changed = (tokens >> digit & 1) == side
+                again = self._with_noise(changed, source)
+                same = ~changed[numbers]
+                if again is None or not torch.equal(again[same], before[same]):
                     return False
         return True
 
-    def _with_noise(self, changed: Tensor) -> Tensor | None:
+    def _tokens_for(self, source: Source, origins: Origins) -> Tensor:
+        """The tokens of an input, as tokens of the output's source."""
+        own = self.source_of(origins)
+        if own is source:
+            return self.sources.local(own, origins.first)
+        if source.grid[1] == 1 and own.grid[0] == source.grid[0]:  # whole samples
+            return self.sources.sample_of(origins.first)
+        raise NotUnderstoodError("what it returns is not at the positions of its input")
+
+    def _with_noise(self, changed: Tensor, source: Source) -> Tensor | None:
         """The output for inputs that are changed at some positions."""
-        change = partial(self._changed, changed)
+        elements = flatten((self._arguments, self._keywords))
+        known = dict(zip([id(each.tensor) for each in elements], self._known(), strict=True))
+
+        def change(value: Tensor) -> Tensor:
+            origins = known.get(id(value))
+            if origins is None or _says_nothing(origins) or value.dtype == torch.bool:
+                return value
+            local = self._tokens_for(source, origins)
+            other = value.flatten().roll(1).view(value.shape)  # ids have to stay ids
+            if value.is_floating_point() or value.is_complex():
+                other = other + 1
+            return torch.where(changed[local.clamp(0)] & (local >= 0), other, value)
+
         arguments, keywords = (
             map_tensors(each, change) for each in (self._arguments, self._keywords)
         )
@@ -165,14 +234,31 @@ class OwnerCall:
             made = flatten(functional_call(self.module, buffers, arguments, keywords))
         return made[0].tensor if made else None
 
-    def _changed(self, changed: Tensor, value: Tensor) -> Tensor:
-        """An input that is changed at some positions."""
-        tags = self._tags_of(value)
-        if tags is None or not value.is_floating_point():
-            return value
-        if math.prod(tags.grid) != len(changed):
-            raise NotUnderstoodError("what it returns is not at the positions of its input")
-        return torch.where(changed[tags.numbers], value.flip(-1) + 1, value)
+    def source_of(self, origins: Origins) -> Source:
+        """The one source of a tensor's tokens."""
+        found = self.sources.present(origins.first)
+        if len(found) != 1:
+            raise NotUnderstoodError("its inputs have no tokens, or tokens of several kinds")
+        return found[0]
+
+    def tokens_of(self, output: Tensor) -> tuple[Source, Tensor]:
+        """The tokens of the entries of an output: as they were followed, or those of an input."""
+        origins = None if self._tracker is None else self._tracker.origins(output)
+        if origins is not None and bool((compact(origins.first) >= 0).all()):
+            source = self.source_of(origins)
+            return source, self.sources.local(source, origins.first)
+        for each, origins in zip(
+            flatten((self._arguments, self._keywords)), self._known(), strict=True
+        ):
+            shape = each.tensor.shape
+            if origins is None or not output.ndim or shape[:-1] != output.shape[:-1]:
+                continue
+            if each.tensor.is_floating_point() and is_constant_along(origins.first, -1):
+                source = self.source_of(origins)
+                local = self.sources.local(source, origins.first.narrow(-1, 0, 1))
+                if bool((local >= 0).all()):
+                    return source, local.expand(output.shape)
+        raise NotUnderstoodError("what it returns is not at the positions of its input")
 
     def spread(self, gradient: Tensor) -> None:
         """Take the gradient of the addition that spread the output over the batch."""
@@ -194,18 +280,26 @@ class OwnerCall:
         if [each._version for each in self.module.parameters()] != self._versions:
             raise self._refused(wanted, "its weights were changed before the backward pass ended")
         found = OwnerParts()
+        self._origins = None
         leaves = {name: each.detach().requires_grad_() for name, each in wanted.items()}
-        with _quiet(self.module), self._restored(), torch.enable_grad():
+        with quiet(self.module), self._restored(), torch.enable_grad():
             if isinstance(self.module, RECURRENT):
                 self._recurrent(wanted, found)
                 return found
-            tracker = Tracker(leaves, self._inputs())
+            inputs = [each.tensor for each in flatten((self._arguments, self._keywords))]
+            tracker = Tracker(leaves, zip(inputs, self._known(), strict=True), self.sources)
+            before = len(self.sources.all)
+            self._tracker = tracker
+            for key, each in self.module.named_parameters():
+                tracker.set_leaves(each, frozenset({f"another parameter, {key}"}))
             modules = self._suspects if beside_calls else self._modules
             with tracker, self._without_calls(tracker, beside_calls):
                 output = self._called(modules, leaves)
             tracker.settle()
+            self._name_sources(before)
             outputs = self._checked(flatten(output), wanted)
             self._collect(tracker, outputs, leaves, found, beside_calls)
+        self._tracker = None
         return found
 
     def _called(
@@ -240,35 +334,30 @@ class OwnerCall:
             for handle in handles:
                 handle.remove()
 
-    def _inputs(self) -> Iterator[tuple[Tensor, Tags | None]]:
-        for each in flatten((self._arguments, self._keywords)):
-            yield each.tensor, self._tags_of(each.tensor)
+    def _known(self) -> Sequence[Origins | None]:
+        """The tokens of the arguments; read off them where the pass was not followed."""
+        if self._origins is not None:
+            return self._origins
+        origins, sources, _ = self.tokens
+        elements = flatten((self._arguments, self._keywords))
+        if len(origins) == len(elements) and not all(map(_says_nothing, origins)):
+            self.sources = sources.copy()
+            self._origins = origins
+            return origins
+        self.sources = Sources()
+        given = given_origins(
+            self.sources, self._arguments, self._keywords, self.axis.stack, self.layer
+        )
+        found = {id(tensor): each for tensor, each in given}
+        self._origins = [found.get(id(each.tensor)) for each in elements]
+        return self._origins
 
-    def _tags_of(self, tensor: Tensor) -> Tags | None:
-        """The tokens of an argument, read off its shape."""
-        features = 1 if tensor.is_floating_point() or tensor.ndim > 2 else 0
-        if not features and self._model is not None and tuple(tensor.shape) != self._model:
-            features = 1  # integers per token, such as the experts it is sent to
-        if (tensor.ndim == 4 and self._model is None) or tensor.ndim - features not in (1, 2, 3):
-            return None
-        grid = features_last(tuple(tensor.shape[: tensor.ndim - features]), self._model)
-        numbers = torch.arange(grid.b * grid.s, device=tensor.device).view(grid.shape)
-        lead = tensor.ndim - features
-        if grid.leading < lead or len(grid.order) != lead:
-            return None
-        if lead == 1:
-            numbers = numbers.reshape(-1)
-        elif lead > 2:
-            if grid.order[:2] != (0, 1):
-                numbers = numbers.view(
-                    grid.b, *[1] * (grid.order[1] - 1), grid.s, *[1] * (lead - 1 - grid.order[1])
-                )
-            elif grid.shape != tuple(tensor.shape[:2]):
-                numbers = numbers.view(tensor.shape[:lead])
-            else:
-                numbers = numbers[(..., *[None] * (lead - 2))]
-        numbers = numbers[(..., *[None] * features)].expand(tensor.shape)
-        return Tags(grid.shape, numbers, self._stacks.get(id(tensor), self.axis.stack))
+    def _name_sources(self, start: int) -> None:
+        """Call the grids of positions that the run has made as the pass that was followed did."""
+        for number, source in enumerate(self.sources.all[start:]):
+            if not source.name:
+                known = number < len(self.tokens.names)
+                source.name = self.tokens.names[number] if known else self.layer
 
     def _checked(self, outputs: list[Any], wanted: Mapping[str, object]) -> list[Any]:
         """The outputs of the re-run, if they are those of the call."""
@@ -317,7 +406,7 @@ class OwnerCall:
                 continue
             for name in use.derived.leaves:
                 try:
-                    terms[name].append(term_of(use, g, leaves[name]))
+                    terms[name] += terms_of(use, g, leaves[name], tracker.sources)
                 except (NotUnderstoodError, RuntimeError, IndexError) as reason:
                     failed.setdefault(name, str(reason) or type(reason).__name__)
         self._add_returned(tracker, outputs, leaves, terms)
@@ -331,7 +420,7 @@ class OwnerCall:
         for name, several in terms.items():
             if name not in failed:
                 for tags, term in several:
-                    axis = Axis(self.axis.run, tags.stack, tags.grid)
+                    axis = Axis(self.axis.run, tags.stack, tags.grid, tags.of)
                     rule = f"re-run of {type(self.module).__name__}"
                     found.parts[name].append(Part(axis, rule, self._mask, [term]))
 
@@ -350,15 +439,18 @@ class OwnerCall:
             spread = self._spread
             if spread is not None and len(outputs) == 1 and sums_to(spread, g):
                 g = spread
-            tags = derived.tags
-            if tags is None:
+            (name,) = derived.leaves
+            shape = tuple(leaves[name].shape)
+            several: list[Tags] = []
+            if derived.origins is not None:
+                several = tags_of(tracker.sources, told_numbers(derived.origins, g, "it"))
+            else:
                 g = g if g.ndim > 2 else g[None]
-                tags = fresh_tags(g)
-            if tags is not None:
-                (name,) = derived.leaves
-                shape = tuple(leaves[name].shape)
+                fresh = fresh_tags(g)
+                several = [] if fresh is None else [replace(fresh, stack=self.axis.stack)]
+            for tags in several:
                 term = scattered(tags, derived.places.expand(g.shape), g, shape)
-                terms[name].append((Tags(tags.grid, tags.numbers, self.axis.stack), term))
+                terms[name].append((tags, term))
 
     def _fall_back(
         self,
@@ -372,7 +464,7 @@ class OwnerCall:
             return
         names = list(failed)
         try:
-            grid, terms = position_terms(self, pairs, [leaves[name] for name in names])
+            source, terms = position_terms(self, pairs, [leaves[name] for name in names])
         except NotUnderstoodError as reason:
             for name in names:
                 found.unsupported[name] = UnsupportedLayerError(
@@ -383,7 +475,7 @@ class OwnerCall:
                 )  # fmt: skip
             return
         for name, term in zip(names, terms, strict=True):
-            axis = Axis(self.axis.run, self.axis.stack, grid)
+            axis = Axis(self.axis.run, source.true.stack, source.grid, source.true.name)
             rule = f"position by position in {type(self.module).__name__}"
             found.parts[name].append(Part(axis, rule, self._mask, [term]))
 
@@ -414,21 +506,7 @@ class OwnerCall:
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         """The random numbers and the autocast state of the call, while the block runs."""
-        state = self._state
-        with contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            if state is None:
-                yield
-                return
-            stack.enter_context(torch.random.fork_rng(devices=list(state.device_random)))
-            torch.set_rng_state(state.random)
-            for device, (seed, offset) in state.device_random.items():
-                generator = torch.cuda.default_generators[device]
-                generator.manual_seed(seed)
-                generator.set_offset(offset)
-            for kind, (enabled, dtype) in state.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        with _no_autocast() if self._state is None else self._state.restored():
             yield
 
 
@@ -464,7 +542,7 @@ def _from_outside(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tens
     return found
 
 
-class _Seen:
+class Seen:
     """An output of the call, to be compared with that of the re-run."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -489,7 +567,7 @@ class _Seen:
 
 
 @contextlib.contextmanager
-def _quiet(module: nn.Module) -> Iterator[None]:
+def quiet(module: nn.Module) -> Iterator[None]:
     """Without any hook on the modules of a layer, put back as they were.
 
     The hooks with which torch.nn.utils computes weights (weight_norm, pruning) are part of the
@@ -509,6 +587,10 @@ def _quiet(module: nn.Module) -> Iterator[None]:
         for each, before in kept:
             vars(each).clear()
             vars(each).update(before)
+
+
+def _says_nothing(origins: Origins | None) -> bool:
+    return origins is None or bool((compact(origins.first) == NOBODY).all())
 
 
 def _names(modules: Mapping[int, Mapping[str, str]]) -> list[str]:

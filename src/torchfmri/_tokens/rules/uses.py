@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._tokens.algebra.factors import Factor, Index, Term, dense, slices
+from torchfmri._tokens.algebra.factors import Factor, Index, Term, dense, grouped, slices
 from torchfmri._tokens.rules.axes import features_second
 from torchfmri._tokens.rules.layer_rules import convolution_terms, rms_normalised
-from torchfmri._tokens.rules.tracker import Derived, Tags, Use, name_of
+from torchfmri._tokens.rules.operations import name_of
+from torchfmri._tokens.rules.origins import (
+    NOBODY,
+    SEVERAL,
+    Origins,
+    Sources,
+    compact,
+    is_constant_along,
+)
+from torchfmri._tokens.rules.tracker import Derived, Tags, Use
 
 # What may be formed per token where nothing but the whole gradient will do.
 _ENTRIES = 1 << 26
@@ -26,22 +35,61 @@ class NotUnderstoodError(Exception):
     """A use that no rule covers; the text says which operation it was."""
 
 
-def term_of(use: Use, g: Tensor, leaf: Tensor) -> Found:
-    """The tokens and the term of one use of one parameter.
+def terms_of(use: Use, g: Tensor, leaf: Tensor, sources: Sources) -> list[Found]:
+    """The tokens and the terms of one use of one parameter, for each source of tokens.
 
     Args:
         use: What was recorded.
         g: The gradient of its result.
         leaf: The parameter, in the graph of the re-run.
+        sources: The tokens of the run.
 
     Raises:
-        NotUnderstoodError: No rule covers the operation.
+        NotUnderstoodError: No rule covers the operation, or its tokens cannot be told.
     """
-    if use.tags is None and _text(use) != "aten.convolution.default":
-        raise NotUnderstoodError(f"{_text(use)} on entries whose tokens cannot be told")
-    if use.derived.places is not None:
-        return _term_of(use, g, tuple(leaf.shape))
-    return _through_function(use, g, leaf)
+    numbers = told_numbers(use.origins, g, _text(use))
+    found = []
+    for use.tags in tags_of(sources, numbers):
+        whole = use.derived.places is not None
+        term = _term_of(use, g, tuple(leaf.shape)) if whole else _through_function(use, g, leaf)
+        found.append(term)
+    return found
+
+
+def tags_of(sources: Sources, numbers: Tensor) -> list[Tags]:
+    """The tokens of entries, for each source of tokens."""
+    found = []
+    for source in sources.present(numbers):
+        local = sources.local(source, compact(numbers)).expand(numbers.shape)
+        of = "" if source.true.name == "samples" else source.true.name
+        found.append(Tags(source.grid, local, source.true.stack, of))
+    return found
+
+
+def told_numbers(origins: Origins | None, g: Tensor, operation: str) -> Tensor:
+    """The token of each entry, where every entry that matters has one.
+
+    Raises:
+        NotUnderstoodError: It cannot be told.
+    """
+    if origins is None:
+        raise NotUnderstoodError(f"{operation} on entries whose tokens cannot be told")
+    if origins.second is not None and not origins.is_decided and not origins.is_raw:
+        raise NotUnderstoodError(
+            f"{operation} on entries computed from different positions, by {origins.reason}"
+        )
+    small = compact(origins.first)
+    if bool((small < NOBODY).any()):
+        matters = (g != 0) & (origins.first < NOBODY)
+        if bool((matters & (origins.first == SEVERAL)).any()):
+            raise NotUnderstoodError(
+                f"{operation} on entries computed from different positions, by {origins.reason}"
+            )
+        if bool(matters.any()):
+            raise NotUnderstoodError(
+                f"{operation} on entries whose tokens cannot be followed through {origins.reason}"
+            )
+    return origins.first
 
 
 def _term_of(use: Use, g: Tensor, shape: tuple[int, ...]) -> Found:
@@ -50,7 +98,7 @@ def _term_of(use: Use, g: Tensor, shape: tuple[int, ...]) -> Found:
     rule = _RULES.get(name_of(use.function))
     if rule is not None:
         return rule(use, g, shape)
-    if torch.Tag.pointwise in use.function.tags and use.tags is not None:
+    if torch.Tag.pointwise in use.function.tags and use.tags is not None and not g.is_complex():
         return use.tags, scattered(use.tags, *entry_gradients(use, g), shape)
     raise NotUnderstoodError(_text(use))
 
@@ -135,29 +183,8 @@ def scattered(tags: Tags, places: Tensor, values: Tensor, shape: tuple[int, ...]
     )
     rows = flat.new_zeros(len(pairs) * width).index_add_(0, inverse * width + at % width, flat)
     token, row = pairs // (count // width), pairs % (count // width)
-    return grouped(token, tokens, [Index(row[:, None], count // width), rows.view(-1, 1, width)])
-
-
-def grouped(token: Tensor, tokens: int, factors: list[Factor]) -> Term:
-    """Rows in any order, (n, 1, ...) each, put under their tokens: (t, r, ...).
-
-    Tokens with fewer rows than others get rows of zeros.
-    """
-    if len(token) == tokens and bool((token == torch.arange(tokens, device=token.device)).all()):
-        return Term(tuple(factors))
-    order = torch.argsort(token, stable=True)
-    sorted_token = token[order]
-    counts = torch.bincount(token, minlength=tokens)
-    most = max(1, int(counts.max())) if len(counts) else 1
-    start = counts.cumsum(0) - counts
-    place = torch.arange(len(token), device=token.device) - start[sorted_token]
-    result: list[Factor] = []
-    for each in factors:
-        values = each.at if isinstance(each, Index) else each
-        whole = values.new_zeros(tokens, most, *values.shape[2:])
-        whole[sorted_token, place] = values[order][:, 0]
-        result.append(Index(whole, each.size) if isinstance(each, Index) else whole)
-    return Term(tuple(result))
+    term = Term((Index(row[:, None], count // width), rows.view(-1, 1, width)))
+    return grouped(token, tokens, term)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -177,18 +204,15 @@ def _product(use: Use, g: Tensor, shape: tuple[int, ...]) -> Found:
         second, g = second[:, None], g[:, None]
     places = use.derived.places
     assert places is not None
-    if use.position == shift + 1:
-        x, w = first, places if places.ndim > 1 else places[:, None]
-        tags = use.operands.get(shift)
-        numbers = None if tags is None else tags.numbers.expand(first.shape)
-    else:  # W @ x: everything transposed
-        x, w, g = second.mT, places.mT, g.mT
-        tags = use.operands.get(shift + 1)
-        numbers = None if tags is None else tags.numbers.expand(second.shape).mT
-    if numbers is None or tags is None:
-        raise NotUnderstoodError(f"{_text(use)} on entries whose tokens cannot be told")
-    if not bool((numbers == numbers[..., :1]).all()):
-        return _mixed(use, x.detach(), w, g, shape, use.position != shift + 1)
+    tags = use.tags
+    assert tags is not None
+    transposed = use.position != shift + 1
+    numbers = tags.numbers if use.output.ndim == g.ndim else tags.numbers[:, None]
+    x, w = first, places if places.ndim > 1 else places[:, None]
+    if transposed:  # W @ x: everything transposed
+        x, w, g, numbers = second.mT, places.mT, g.mT, numbers.mT
+    if not is_constant_along(numbers, -1):
+        return _mixed(tags, numbers, x.detach(), w, g, shape)
     x, w, g = (each if each.ndim == 3 else each[None] for each in (x.detach(), w, g))
     token = numbers[..., 0].expand(g.shape[:-1]).reshape(-1)
     block = w[:, 0, 0, None].expand(g.shape[:-1]).reshape(-1)
@@ -197,17 +221,14 @@ def _product(use: Use, g: Tensor, shape: tuple[int, ...]) -> Found:
 
 
 def _mixed(
-    use: Use, x: Tensor, w: Tensor, g: Tensor, shape: tuple[int, ...], transposed: bool
+    tags: Tags, numbers: Tensor, x: Tensor, w: Tensor, g: Tensor, shape: tuple[int, ...]
 ) -> Found:
     """A product along the tokens: each entry of the result has a token of its own."""
-    assert use.tags is not None
-    numbers = use.tags.numbers.expand(use.output.shape)
-    numbers = numbers.mT if transposed else numbers
     if g.numel() * x.shape[-1] > _ENTRIES:
         raise NotUnderstoodError("a product along the tokens, too large to be taken apart")
     values = g[..., None] * x[..., None, :]
-    tags = Tags(use.tags.grid, numbers[..., None].expand(values.shape), use.tags.stack)
-    return tags, scattered(tags, w.mT[..., None, :, :].expand(values.shape), values, shape)
+    each = replace(tags, numbers=numbers[..., None].expand(values.shape))
+    return tags, scattered(each, w.mT[..., None, :, :].expand(values.shape), values, shape)
 
 
 def _steps(w: Tensor) -> tuple[int, int]:
@@ -254,7 +275,7 @@ def _placed(
     ]
     if count > 1:
         factors.insert(0, Index(number[:, None], count))
-    return grouped(token, math.prod(tags.grid), factors)
+    return grouped(token, math.prod(tags.grid), Term(tuple(factors)))
 
 
 def _split(
@@ -299,7 +320,7 @@ def _grouped_product(use: Use, g: Tensor, shape: tuple[int, ...]) -> Found:
     """Rows sorted by expert, each expert's rows times its matrix."""
     x = use.arguments[0].detach()
     ends = use.arguments[2] if len(use.arguments) > 2 else use.keywords["offs"]
-    places, tags = use.derived.places, use.operands.get(0)
+    places, tags = use.derived.places, use.tags
     assert places is not None
     if tags is None or use.position != 1 or places.ndim != 3 or x.ndim != 2:
         raise NotUnderstoodError(_text(use))
@@ -327,18 +348,13 @@ def _convolution(use: Use, g: Tensor, shape: tuple[int, ...]) -> Found:
         for each in (stride, dilation)
     )
     terms = convolution_terms(padded, g, grid, kernel, strides, gaps, groups)
-    term = terms["weight" if use.position == 1 else "bias"]
-    tags = use.operands.get(0)
-    if (
-        tags is not None
-        and len(kernel) == 1
-        and tags.grid[1] < grid.s
-        and not bool(g[..., tags.grid[1] :].any())
-    ):  # a causal convolution: what it computes beyond the sequence is cut off
-        kept = torch.arange(grid.b * grid.s, device=g.device).view(grid.b, grid.s)
-        term = term.at(kept[:, : tags.grid[1]].reshape(-1))
-        return Tags(tags.grid, tags.numbers, tags.stack), term
-    return Tags(grid.shape, torch.empty(0), tags.stack if tags is not None else ""), term
+    term, tags = terms["weight" if use.position == 1 else "bias"], use.tags
+    assert tags is not None
+    if not is_constant_along(tags.numbers, 1):
+        raise NotUnderstoodError(f"{_text(use)} along channels that belong to different tokens")
+    token = tags.numbers[:, 0].reshape(-1)
+    kept = (token >= 0).nonzero()[:, 0]
+    return tags, grouped(token[kept], math.prod(tags.grid), term.at(kept))
 
 
 def _is_whole(derived: Derived, shape: tuple[int, ...]) -> bool:

@@ -1,0 +1,286 @@
+"""CAPTURE: which tokens the rows of every call belong to, found by following one pass of the model.
+
+The first pass for arguments of some shapes is followed operation by operation (`rules/trace.py`).
+What it finds is kept with the plan: later passes of the same shapes look it up. Where rows are
+chosen by the data itself (a router), every pass is followed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._tokens.rules import layer_rules as rules
+from torchfmri._tokens.rules.arguments import given_origins, main_element
+from torchfmri._tokens.rules.origins import (
+    NOBODY,
+    SEVERAL,
+    Origins,
+    Source,
+    Sources,
+    compact,
+    is_constant_along,
+)
+from torchfmri._tokens.rules.record import Record
+from torchfmri._tokens.rules.rerun import OwnerTokens
+from torchfmri._tokens.rules.trace import Trace
+from torchfmri._torch import Element, flatten_arguments
+
+MOST = 16  # maps of one plan, for arguments of different shapes
+
+
+class Rows(NamedTuple):
+    """The tokens of the rows of one call.
+
+    Attributes:
+        numbers: The token of each row, from 0; -1 for rows that belong to another source.
+        grid: (b, s).
+        stack: "encoder" or "decoder" where the model has both.
+        of: What the tokens belong to, where they are not those that the model was handed.
+    """
+
+    numbers: Tensor
+    grid: tuple[int, int]
+    stack: str
+    of: str
+
+
+class CallTokens(NamedTuple):
+    """What following a call has found.
+
+    Attributes:
+        of: What its tokens belong to, if they are in the usual order; `stack`, whose they are.
+        rows: The tokens of its rows, where they are in another order; one entry for each source.
+        is_second: The features are the second axis, where the layer has no say in that.
+        is_step: The call read the state of a recurrence, and its rows belong to the step that
+            takes them in.
+        refused: Why they cannot be told.
+    """
+
+    of: str = ""
+    stack: str = ""
+    rows: tuple[Rows, ...] = ()
+    is_second: bool = False
+    is_step: bool = False
+    refused: str = ""
+
+
+USUAL = CallTokens()
+
+
+class TokenMap:
+    """The tokens of all calls of one pass.
+
+    Attributes:
+        calls: By layer, those of its calls in order.
+        owners: By layer, what is known of the calls of layers that are run again.
+        constants: Layers that read constants alone.
+        given: The tokens of the arguments.
+        counts: How often each layer was called.
+        is_usual: Every call has its tokens in the usual order.
+        is_dynamic: Another pass has other tokens.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[CallTokens]] = defaultdict(list)
+        self.owners: dict[str, list[OwnerTokens]] = defaultdict(list)
+        self.constants: frozenset[str] = frozenset()
+        self.given: Sequence[Source] = ()
+        self.counts: dict[str, int] = {}
+        self.is_usual = True
+        self.is_dynamic = False
+
+
+class Tracing:
+    """Follows a pass, and remembers what the calls of layers returned."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> None:
+        self.trace = Trace()
+        for name, parameter in parameters:
+            self.trace.set_leaves(parameter, frozenset({name}))
+        for tensor, origins in given_origins(self.trace.sources, arguments, keywords):
+            self.trace.set(tensor, origins)
+        self._outputs: list[tuple[Record, Origins, tuple[int, ...]]] = []
+        self._owners: list[tuple[str, OwnerTokens]] = []
+        self._begun: dict[str, int] = {}
+        self._constants: set[str] = set()
+        self._named = self._given = len(self.trace.sources.all)
+
+    def begin_stack(
+        self, stack: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> None:
+        """The encoder or the decoder is handed its tokens."""
+        trace = self.trace
+        elements = flatten_arguments(arguments, keywords)
+        main = main_element([each for each in elements if not each.path.startswith("encoder")])
+        if main is None:
+            return
+        known = trace.origins(main.tensor)
+        if known is not None and _is_given(trace.sources, known.first):
+            for source in trace.sources.present(known.first):
+                source.stack = stack
+            return
+        for tensor, origins in given_origins(trace.sources, (main.tensor,), {}, stack):
+            trace.set(tensor, origins)
+
+    def call(self, record: Record, output: Tensor) -> bool:
+        """A layer with a rule has returned this; whether it was computed from constants alone."""
+        origins = self.trace.output_of_call(output)
+        self._name_sources(record.watched.layer)
+        self._outputs.append((record, origins, tuple(output.shape)))
+        is_constant = bool((compact(origins.first) == NOBODY).all())
+        if is_constant:
+            self._constants.add(record.watched.layer)
+        return is_constant
+
+    def owner_begins(self, layer: str) -> None:
+        """A layer that is run again is called."""
+        self._begun[layer] = len(self.trace.sources.all)
+
+    def owner(self, layer: str, arguments: Sequence[Element]) -> OwnerTokens:
+        """A layer that is run again was called with these."""
+        self._name_sources(layer)
+        start = self._begun.get(layer, self._named)
+        names = [each.name for each in self.trace.sources.all[start:]]
+        origins = [self.trace.origins(each.tensor) for each in arguments]
+        found = OwnerTokens(origins, self.trace.sources.copy(), names)
+        self._owners.append((layer, found))
+        return found
+
+    def _name_sources(self, layer: str) -> None:
+        """New grids of positions are called after the layer that made them."""
+        new = self.trace.sources.all[self._named :]
+        new = [each for each in new if not each.name and not each.is_given]
+        for number, source in enumerate(new):
+            source.name = layer if not number else f"{layer} ({number + 1})"
+        self._named = len(self.trace.sources.all)
+
+    def finish(self, counts: Mapping[str, int]) -> TokenMap:
+        """What was found; the records get their tokens."""
+        found = TokenMap()
+        found.counts, found.constants = dict(counts), frozenset(self._constants)
+        found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
+        for record, origins, shape in self._outputs:
+            tokens = tokens_of(self.trace, record, origins, shape)
+            tokens = tokens._replace(is_step=origins.is_step)
+            assign(record, tokens)
+            found.calls[record.watched.layer].append(tokens)
+            found.is_usual &= tokens == USUAL
+            found.is_dynamic |= origins.is_dynamic
+        for layer, handed in self._owners:
+            found.owners[layer].append(handed)
+            known = [each for each in handed.origins if each is not None]
+            found.is_dynamic |= any(each.is_dynamic for each in known)
+        return found
+
+
+def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, ...]) -> CallTokens:
+    """The tokens of the rows of a call, from the origins of what it returned."""
+    rule, sources = record.watched.rule, trace.sources
+    if bool((compact(origins.first) == NOBODY).all()):
+        # It read constants: its rows are tokens of their own, unless its output is added to data.
+        return CallTokens(record.watched.layer, record.stack)
+    second = rule in rules.CHANNELS_SECOND
+    if rule is rules.prelu and len(shape) > 2:
+        by_channel = trace.algebra.by_channel(origins).first
+        second = record.is_second = is_constant_along(by_channel, 1) and (
+            origins.is_raw or not is_constant_along(by_channel, -1)
+        )
+    features = record.features
+    axes = [1] if second else list(range(len(shape) - features, len(shape)))
+    if second and len(shape) < 2:
+        return USUAL
+    algebra = trace.algebra
+    origins = algebra.by_channel(origins) if second else algebra.settled(origins, axes)
+    if origins.second is not None and not origins.is_decided and not origins.is_raw:
+        return CallTokens(refused=_different(origins.reason))
+    numbers = trace.algebra.reduced(origins, axes, "").first
+    numbers = numbers.squeeze(1) if second else numbers.flatten(len(shape) - features)[..., 0]
+    small = compact(numbers)
+    if bool((small == SEVERAL).any()):
+        return CallTokens(refused=_different(origins.reason))
+    if bool((small < NOBODY).any()):
+        return CallTokens(refused=f"its rows cannot be followed through {origins.reason}")
+    found = sources.present(small)
+    if len(found) == 1 and not bool((small == NOBODY).any()):
+        source = found[0]
+        if _is_usual(record, shape, numbers - source.start, source.grid):
+            return CallTokens(name_of(source), source.true.stack, (), record.is_second)
+    flat = numbers.reshape(-1)
+    rows = [
+        Rows(sources.local(each, flat), each.grid, each.true.stack, name_of(each)) for each in found
+    ]
+    nobody = (flat == NOBODY).nonzero()[:, 0]
+    if len(nobody):
+        own = torch.full_like(flat, -1)
+        own[nobody] = torch.arange(len(nobody), device=flat.device)
+        name = f"rows of {record.watched.layer} that come from no token"
+        rows.append(Rows(own, (len(nobody), 1), record.stack, name))
+    return CallTokens(rows=tuple(rows), is_second=record.is_second)
+
+
+def _different(reason: str) -> str:
+    how = f", by {reason}," if reason else ""
+    return f"its rows are computed from different positions{how} and no rule says whose they are"
+
+
+def name_of(source: Source) -> str:
+    name = source.true.name
+    return "" if name == "samples" else name
+
+
+def _is_given(sources: Sources, numbers: Tensor) -> bool:
+    small = compact(numbers)
+    return bool((small >= 0).all()) and all(each.is_given for each in sources.present(small))
+
+
+def _is_usual(
+    record: Record, shape: tuple[int, ...], numbers: Tensor, grid: tuple[int, int]
+) -> bool:
+    """Whether the rows of a call are in the order that its shape suggests."""
+    usual = record.grid_of(shape)
+    is_along = record.watched.rule is rules.convolution and numbers.ndim == 2
+    if is_along and numbers.shape[1] > grid[1] and record.model == grid:
+        # What it computes beyond the sequence belongs to the last token until it is cut off.
+        numbers = numbers[:, : grid[1]]
+        ordered = torch.arange(numbers.numel(), device=numbers.device)
+        return bool((numbers.reshape(-1) == ordered).all())
+    if usual.shape != grid:
+        return False
+    if record.watched.rule in rules.CHANNELS_SECOND or record.is_second:
+        rows = numbers.reshape(usual.b * usual.s, -1)
+    else:
+        rows = usual.numbers_of(numbers)
+    tokens = torch.arange(usual.b * usual.s, device=rows.device)
+    return bool((rows == tokens[:, None]).all())
+
+
+def signature(
+    model: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
+) -> tuple[object, ...]:
+    """What the tokens of a pass depend on, beside the data."""
+    tensors = [
+        (each.path, each.tensor.shape, each.tensor.dtype)
+        for each in flatten_arguments(arguments, keywords)
+    ]
+    plain = [
+        (key, value)
+        for key, value in (*enumerate(arguments), *keywords.items())
+        if isinstance(value, (bool, int, float, str, type(None)))
+    ]
+    return (model.training, torch.is_grad_enabled(), *tensors, *plain)
+
+
+def assign(record: Record, tokens: CallTokens) -> None:
+    """Give a record its tokens."""
+    record.of, record.rows, record.is_second = tokens.of, tokens.rows, tokens.is_second
+    record.stack = tokens.stack or record.stack

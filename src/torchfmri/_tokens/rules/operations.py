@@ -1,0 +1,647 @@
+"""What becomes of tokens in one operation, by its kind; {name: rule}.
+
+An operation moves entries, computes entry by entry, sums over axes, multiplies matrices, and so on.
+The result of an operation of no known kind has unknown origins, with its name as the reason. To
+teach a new operation, enter its name in one of the tables, or a rule in `_RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchfmri._tokens.rules.origins import (
+    NOBODY,
+    SEVERAL,
+    UNKNOWN,
+    Algebra,
+    Origins,
+    Sources,
+    compact,
+    is_constant_along,
+)
+from torchfmri._torch import map_tensors
+
+# Operations that move entries and change none.
+_VIEWS = {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "t", "transpose", "permute",
+    "expand", "expand_copy", "unsqueeze", "squeeze", "select", "slice", "narrow", "split",
+    "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind", "chunk", "unfold",
+    "diagonal", "as_strided", "movedim", "alias", "detach",
+}  # fmt: skip
+_COPIES = {
+    "clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "index", "index_select",
+    "gather", "cat", "stack", "repeat", "flip", "roll", "constant_pad_nd", "_unsafe_index",
+    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "take", "select_copy", "slice_copy",
+    "permute_copy", "transpose_copy", "unsqueeze_copy", "squeeze_copy", "split_copy",
+    "diagonal_copy", "unbind_copy",
+}  # fmt: skip
+MOVES = frozenset(_VIEWS | _COPIES)
+BY_IDS = frozenset({"index", "_unsafe_index", "index_select", "embedding", "gather", "take"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "grouped_mm_fallback"})
+_WRITES = frozenset(
+    {"scatter", "index_copy", "masked_scatter", "slice_scatter", "select_scatter",
+     "diagonal_scatter", "index_put", "_index_put_impl", "index_add", "scatter_add",
+     "scatter_reduce", "index_reduce"}
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "linalg_vector_norm",
+     "logsumexp", "prod", "any", "all", "argmax", "argmin", "var_mean", "std_mean", "nansum",
+     "count_nonzero", "aminmax", "median", "nanmedian", "mode"}
+)  # fmt: skip
+# The result is at the place of the operand, though it may depend on others along some axes.
+_IN_PLACE = frozenset(
+    {"_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "cumprod",
+     "cummax", "cummin", "logcumsumexp", "native_dropout", "_fused_dropout", "native_layer_norm",
+     "_fused_rms_norm", "rms_norm", "native_group_norm", "native_batch_norm",
+     "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+     "batch_norm_elemt", "_batch_norm_with_update", "_batch_norm_no_update", "miopen_batch_norm",
+     "tril", "triu", "bernoulli", "renorm", "dropout", "masked_fill", "rrelu_with_noise",
+     "fake_quantize_per_tensor_affine_cachemask", "fake_quantize_per_channel_affine_cachemask",
+     "_prelu_kernel", "index_fill"}
+)  # fmt: skip
+NEW = frozenset(
+    {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+     "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided",
+     "zero", "fill", "uniform", "normal", "exponential", "random", "is_same_size",
+     "_local_scalar_dense", "equal", "item", "resize", "set", "size", "stride"}
+)  # fmt: skip
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
+_CELLS = frozenset({"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"})
+_SEQUENCES = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
+
+
+class Known(Protocol):
+    """What is known of the tensors of a run."""
+
+    sources: Sources
+    algebra: Algebra
+    count: int
+
+    def origins(self, tensor: Tensor) -> Origins | None: ...
+
+    def leaves(self, tensor: Tensor) -> frozenset[str]: ...
+
+
+class Call:
+    """One operation on data, and what becomes of its tokens."""
+
+    def __init__(
+        self, trace: Known, function: Any, name: str, arguments: Any, keywords: Any, results: Any
+    ) -> None:
+        self.trace, self.algebra = trace, trace.algebra
+        self.function, self.name = function, name
+        self.arguments, self.keywords, self.results = arguments, keywords, results
+        schema = getattr(function, "_schema", None)
+        names = [each.name for each in schema.arguments] if schema is not None else []
+        self.named = {**dict(zip(names, arguments, strict=False)), **keywords}
+
+    def origins(self) -> list[Origins | None]:
+        """The origins of every result."""
+        name = self.name
+        if name in MOVES:
+            return self._moved()
+        rule = _RULES.get(name)
+        if rule is not None:
+            return rule(self)
+        if name in _WRITES:
+            return [self._written_into()]
+        if name in _REDUCTIONS:
+            return self._reduced()
+        if name in _IN_PLACE:
+            return self._same_place()
+        if name.startswith(_ATTENTION):
+            return self._only_first(self._rows_of(self.arguments[0]))
+        if "pool" in name or "upsample" in name:
+            return [self._by_place(each) for each in self.results]
+        tags = getattr(self.function, "tags", ())
+        if torch.Tag.pointwise in tags or name in ("complex", "polar", "copy"):
+            return [self._entry_by_entry(each.shape) for each in self.results]
+        return [self._unknown(each) for each in self.results]
+
+    # -- pieces ------------------------------------------------------------------------------
+
+    def of(self, value: object) -> Origins | None:
+        return self.trace.origins(value) if isinstance(value, Tensor) else None
+
+    def _only_first(self, origins: Origins | None) -> list[Origins | None]:
+        return [origins, *[None] * (len(self.results) - 1)]
+
+    def _unknown(self, result: Tensor, reason: str = "") -> Origins:
+        several = [self.of(each) for each in tensors_in(self.arguments, self.keywords)]
+        dynamic = any(each.is_dynamic for each in several if each is not None)
+        text = reason or f"the operation {self.name}"
+        return Origins(constant(UNKNOWN, result), is_dynamic=dynamic, reason=text)
+
+    def _entry_by_entry(self, shape: torch.Size) -> Origins | None:
+        operands = tensors_in(self.arguments, self.keywords)
+        data = [(each, found) for each in operands if (found := self.of(each)) is not None]
+        # A mask says which values count, and not whose they are.
+        values = [found for each, found in data if each.is_floating_point() or each.is_complex()]
+        several = values or [found for _, found in data]
+        if self.name == "copy":
+            several = [found for each, found in data if each is not operands[0]]
+            if not several:
+                return Origins(constant(NOBODY, operands[0]))
+        return self.algebra.join(several, shape, self.name)
+
+    def _rows_of(self, operand: Tensor, axis: int = -1) -> Origins | None:
+        """The origins of an operand, for a result with another length along one axis."""
+        found = self.of(operand)
+        if found is None:
+            return None
+        found = self.algebra.reduced(found, [axis % operand.ndim], self.name)
+        return found.moved(lambda numbers: numbers.expand(self.results[0].shape))
+
+    # -- moves -------------------------------------------------------------------------------
+
+    def _moved(self) -> list[Origins | None]:
+        operands = tensors_in(self.arguments, self.keywords)
+        by_ids = self.name in BY_IDS
+        moving = operands[:1] if by_ids else operands
+        found = {id(each): origins for each in moving if (origins := self.of(each)) is not None}
+        chosen = [self.of(each) for each in operands[1:]] if by_ids else []
+        if not found:  # a table of constants or parameters, from which data chooses
+            ids = [each for each in chosen if each is not None]
+            return [self._chosen(ids[0], each) if ids else None for each in self.results]
+        if self.name in ("cat", "stack") and self._has_parameters():
+            beside = self._beside()
+            if beside is not None:
+                return [beside]
+        if not all(each.is_raw for each in found.values()):  # what is decided decides for all
+            found = {
+                key: self.algebra.settled(each, []) if each.is_raw else each
+                for key, each in found.items()
+            }
+        first = {key: each.first for key, each in found.items()}
+        moved = moved_like(self.function, self.arguments, self.keywords, first)
+        second: list[Tensor | None] = [None] * len(moved)
+        if any(each.second is not None for each in found.values()):
+            others = {k: e.first if e.second is None else e.second for k, e in found.items()}
+            second = [*moved_like(self.function, self.arguments, self.keywords, others)]
+        several = list(found.values())
+        one = max(several, key=lambda each: len(each.chain))
+        dynamic = any(each.is_dynamic for each in several)
+        dynamic |= any(each is not None for each in chosen)
+        decided = all(each.is_decided for each in several)
+        raw = all(each.is_raw for each in several)
+        return [
+            one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided, is_raw=raw,
+                    born=self.trace.count, is_slice=one.is_slice or self._is_slice())
+            for a, b in zip(moved, second, strict=True)
+        ]  # fmt: skip
+
+    def _is_slice(self) -> bool:
+        """Whether one position of each row is taken: x[:, t]."""
+        axis = self.named.get("dim", 0)
+        return self.name in ("select", "unbind") and axis % (self.results[0].ndim + 1) > 0
+
+    def _chosen(self, ids: Origins, result: Tensor) -> Origins:
+        """Rows of a table belong to the tokens that chose them."""
+        extra = result.ndim - ids.first.ndim
+        if self.name in ("gather", "take") or extra < 0:
+            return ids.but(first=ids.first.expand(result.shape), second=None)
+        if tuple(result.shape[: ids.first.ndim]) != tuple(ids.first.shape):
+            return self._unknown(result)
+        numbers = ids.first[(..., *[None] * extra)]
+        return ids.but(first=numbers.expand(result.shape), second=None)
+
+    def _has_parameters(self) -> bool:
+        return any(self.trace.leaves(each) for each in tensors_in(self.arguments, {}))
+
+    def _beside(self) -> Origins | None:
+        """Data beside parameters: a class token makes a longer sequence, features do not."""
+        (result,) = self.results
+        axis = self.named.get("dim", 0) % result.ndim
+        data = [found for each in self.arguments[0] if (found := self.of(each)) is not None]
+        data = [self.algebra.settled(each, []) for each in data]
+        if self.name == "stack" or any(bool((compact(e.first) < 0).any()) for e in data):
+            return None
+        numbers = torch.cat([each.first for each in data], axis)
+        first = numbers.narrow(axis, 0, 1)
+        dynamic = any(each.is_dynamic for each in data)
+        if axis == result.ndim - 1 and is_constant_along(numbers, axis):
+            return data[0].but(first=first.expand(result.shape), second=None, is_dynamic=dynamic)
+        # Whatever has one number along the axis is one sample of the longer sequence.
+        samples = torch.unique(compact(first), return_inverse=True)[1]
+        place = torch.arange(result.shape[axis], device=result.device)
+        place = place.view([-1 if k == axis else 1 for k in range(result.ndim)])
+        keys = samples * result.shape[axis] + place
+        fresh = self.algebra.fresh(keys, samples.expand(keys.shape))
+        return Origins(fresh.expand(result.shape), is_dynamic=dynamic)
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def _written_into(self) -> Origins | None:
+        """A tensor into which others are written at some places."""
+        (result,) = self.results
+        target = self.arguments[0]
+        given = self.named.get("values", self.named.get("src", self.named.get("source")))
+        if not isinstance(given, Tensor):
+            return self._marked(result)
+        old, new = self.of(target), self.of(given)
+        values = constant(NOBODY, given)
+        if new is not None:
+            values = self.algebra.settled(new, []).first
+        adds = self.name in ("index_add", "scatter_add", "index_reduce", "scatter_reduce")
+        adds |= bool(self.named.get("accumulate"))
+        base = constant(NOBODY, result) if adds or old is None else old.first
+        first = self._write({id(given): values, id(target): base.contiguous()}, values)
+        if adds:
+            clash = self._clashes(first, values)
+            several = [Origins(first), *([] if old is None else [old])]
+            joined = self.algebra.join(several, result.shape, self.name)
+            assert joined is not None
+            first = joined.first
+            if clash:
+                first = torch.where(first >= 0, torch.full_like(first, SEVERAL), first)
+        pieces = [each for each in (old, new) if each is not None]
+        chosen = [self.named.get("index"), self.named.get("mask")]
+        chosen += self.named.get("indices") or ()
+        dynamic = any(each.is_dynamic for each in pieces)
+        dynamic |= any(self.of(each) is not None for each in chosen)
+        chain = {key: use for each in pieces for key, use in each.chain.items()}
+        found = Origins(first, is_dynamic=dynamic, chain=chain, reason=self.name)
+        filled = self.algebra.filled(first)
+        if filled is not None:
+            found.first, found.is_dynamic = filled, False
+        return found
+
+    def _marked(self, result: Tensor) -> Origins | None:
+        """A number written at places that data chooses, as in a one-hot code."""
+        chooser = self.of(self.named.get("index"))
+        if chooser is None:
+            return self.of(self.arguments[0])
+        axis = self.named.get("dim", 0) % result.ndim
+        numbers = chooser.first.narrow(axis, 0, 1)
+        shape = [1 if k == axis else size for k, size in enumerate(result.shape)]
+        if list(numbers.shape) != shape or not is_constant_along(chooser.first, axis):
+            return self._unknown(result)
+        return chooser.but(first=numbers.expand(result.shape), second=None)
+
+    def _write(self, numbers: Mapping[int, Tensor], values: Tensor) -> Tensor:
+        """The same operation on numbers; values that are added to each other replace each other."""
+        named, aten = self.named, torch.ops.aten
+
+        def replaced(value: Tensor) -> Tensor:
+            return numbers.get(id(value), value)
+
+        base = replaced(self.arguments[0])
+        found: Any
+        if self.name in ("index_add", "index_reduce"):
+            found = base.index_copy(named["dim"], named["index"], values.contiguous())
+        elif self.name in ("scatter_add", "scatter_reduce"):
+            found = base.scatter(named["dim"], named["index"], values)
+        elif self.name in ("index_put", "_index_put_impl"):
+            found = aten.index_put(base, list(named["indices"]), values, False)
+        else:
+            arguments = map_tensors(tuple(self.arguments), replaced)
+            keywords = map_tensors(dict(self.keywords), replaced)
+            found = getattr(aten, self.name)(*arguments, **keywords)
+        return torch.as_tensor(found)
+
+    def _clashes(self, placed: Tensor, values: Tensor) -> bool:
+        """Whether values of different tokens are added at one place."""
+        name, named = self.name, self.named
+        if name in ("index_add", "index_reduce"):
+            back = placed.index_select(named["dim"], named["index"])
+        elif name in ("scatter_add", "scatter_reduce"):
+            back = placed.gather(named["dim"], named["index"])
+        else:
+            back = torch.ops.aten.index(placed, list(named["indices"]))
+        return not bool((back == values.expand(back.shape)).all())
+
+    # -- axes --------------------------------------------------------------------------------
+
+    def _reduced(self) -> list[Origins | None]:
+        operand = self.arguments[0]
+        found = self.of(operand)
+        if found is None:
+            return [None] * len(self.results)
+        if len(tensors_in(self.arguments, {})) > 1:  # max(x, y)
+            return [self._entry_by_entry(each.shape) for each in self.results]
+        axes = self.named.get("dim")
+        if axes is None or axes == []:
+            axes = list(range(operand.ndim))
+        axes = [each % max(1, operand.ndim) for each in ([axes] if isinstance(axes, int) else axes)]
+        if not operand.ndim:
+            return [found] * len(self.results)
+        reduced = self.algebra.reduced(found, axes, self.name)
+        keeps = bool(self.named.get("keepdim", False))
+
+        def squeezed(numbers: Tensor) -> Tensor:
+            kept = tuple(0 if k in axes else slice(None) for k in range(numbers.ndim))
+            return numbers if keeps else numbers[kept]
+
+        return [reduced.moved(squeezed) for _ in self.results]
+
+    def _same_place(self) -> list[Origins | None]:
+        operand = self.arguments[0]
+        found = self.of(operand)
+        if found is None:
+            return [self._entry_by_entry(each.shape) for each in self.results]
+        axes: Any = self.named.get("dim", [])
+        if "normalized_shape" in self.named:
+            axes = range(operand.ndim - len(self.named["normalized_shape"]), operand.ndim)
+        axes = [axes] if isinstance(axes, int) else list(axes)
+        if "layer_norm" in self.name or "rms_norm" in self.name:
+            found = self.algebra.settled(found, axes)
+        elif "norm" in self.name and operand.ndim > 1:
+            found = self.algebra.by_channel(found)
+        # A softmax is over keys: its result has both candidates still.
+        return [found if each.shape == operand.shape else None for each in self.results]
+
+    def _by_place(self, result: Tensor) -> Origins | None:
+        """New tokens at the positions of a result (b, i, *positions)."""
+        operand = self.arguments[0]
+        found = self.of(operand)
+        if found is None:
+            return None
+        if operand.ndim < 3 or result.ndim != operand.ndim:
+            return self._unknown(result)
+        found = self.algebra.by_channel(found)
+        if not is_constant_along(found.first, 1):
+            return self._unknown(result)
+        numbers = found.first.narrow(1, 0, 1)
+        if result.shape[2:] == operand.shape[2:]:
+            return found.but(first=numbers.expand(result.shape), second=None, is_raw=False)
+        small = compact(numbers)
+        samples = self.trace.sources.sample_of(small).reshape(small.shape[0], -1)
+        if not bool((samples == samples[:, :1]).all()) or samples.shape[0] != result.shape[0]:
+            return self._unknown(result)
+        fresh = self.algebra.grid_by_place(samples, result.shape)
+        return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
+
+    # -- products ----------------------------------------------------------------------------
+
+    def _product(self) -> list[Origins | None]:
+        (result,) = self.results
+        shift = 1 if self.name in ("addmm", "baddbmm") else 0
+        one, other = self.arguments[shift : shift + 2]
+        shape = result.shape
+        found = self.algebra.product(self.of(one), self.of(other), shape, self.name)
+        bias = self.of(self.arguments[0]) if shift else None
+        both = [each for each in (found, bias) if each is not None]
+        return [self.algebra.join(both, shape, self.name)]
+
+    def _vector_product(self) -> list[Origins | None]:
+        (result,) = self.results
+        shift = 1 if self.name == "addmv" else 0
+        one, other = self.of(self.arguments[shift]), self.of(self.arguments[shift + 1])
+        column = None if other is None else other.moved(lambda numbers: numbers[:, None])
+        shape = torch.Size((*result.shape, 1))
+        found = self.algebra.product(one, column, shape, self.name)
+        return [None if found is None else found.moved(lambda numbers: numbers[..., 0])]
+
+    def _linear(self) -> list[Origins | None]:
+        return [self._rows_of(self.arguments[0])]
+
+    def _grouped_product(self) -> list[Origins | None]:
+        (result,) = self.results
+        first = self.arguments[0]
+        if first.ndim != 2 or self.arguments[1].ndim != 3:
+            return [self._unknown(result)]
+        return [self._rows_of(first)]
+
+    def _convolution(self) -> list[Origins | None]:
+        (result,) = self.results
+        operand = self.arguments[0]
+        found = self.of(operand)
+        if found is None:
+            return [None]
+        found = self.algebra.by_channel(found)
+        stride = self.named.get("stride", [1])
+        transposed = self.named.get("transposed", False)
+        numbers = found.first.narrow(1, 0, 1)
+        plain = all(each == 1 for each in stride) and not transposed
+        if not is_constant_along(found.first, 1):
+            if bool((compact(found.first) < NOBODY).any()):
+                return [self._unknown(result, found.reason)]
+            found = found.but(first=self.algebra.reduced(found, [1], self.name).first, second=None)
+            numbers = found.first
+        length = operand.shape[-1]
+        tokens = compact(numbers)
+        if plain and result.ndim == 3 and result.shape[-1] != length:
+            here = numbers[0, 0]
+            kept = here[here >= 0]
+            if len(kept) == result.shape[-1] < length:  # zeros were put before the sequence
+                at = (here >= 0).nonzero()[:, 0]
+                if bool((numbers[:, 0, at] >= 0).all()):
+                    return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]
+            if result.shape[-1] > length and not bool(self.trace.sources.is_sample(tokens).all()):
+                # What is computed beyond the sequence belongs to its last token until it is cut.
+                at = torch.arange(result.shape[-1], device=result.device).clamp(max=length - 1)
+                return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]
+        if plain and result.shape[2:] == operand.shape[2:] and not bool(
+            self.trace.sources.is_sample(tokens).all()
+        ):  # fmt: skip
+            return [found.but(first=numbers.expand(result.shape), second=None, is_raw=False)]
+        return [self._by_new_place(result, found, numbers)]
+
+    def _by_new_place(self, result: Tensor, found: Origins, numbers: Tensor) -> Origins:
+        small = compact(numbers)
+        samples = self.trace.sources.sample_of(small).reshape(small.shape[0], -1)
+        if samples.shape[0] != result.shape[0] or not bool((samples == samples[:, :1]).all()):
+            return self._unknown(result)
+        fresh = self.algebra.grid_by_place(samples, result.shape)
+        return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
+
+    # -- others ------------------------------------------------------------------------------
+
+    def _embedding(self) -> list[Origins | None]:
+        ids = self.of(self.arguments[1])
+        return [None if ids is None else self._chosen(ids, self.results[0])]
+
+    def _embedding_bag(self) -> list[Origins | None]:
+        """Every bag is a token."""
+        ids = self.of(self.arguments[1])
+        if ids is None:
+            return [None] * len(self.results)
+        result = self.results[0]
+        numbers = self.trace.sources.whole_samples(len(result)).numbers(result.device)
+        return self._only_first(ids.but(first=numbers.expand(result.shape), second=None))
+
+    def _sorted(self) -> list[Origins | None]:
+        """Entries in another order take their tokens along."""
+        found = self.of(self.arguments[0])
+        if found is None:
+            return [None] * len(self.results)
+        axis = self.named.get("dim", -1)
+        axis = -1 if axis is None or isinstance(axis, bool) else axis
+        indices = self.results[-1]
+        moved = found.moved(lambda numbers: numbers.gather(axis, indices))
+        return [moved] * len(self.results)
+
+    def _nonzero(self) -> list[Origins | None]:
+        found = self.of(self.arguments[0])
+        (result,) = self.results
+        if found is None:
+            return [None]
+        at = tuple(result.unbind(1))
+        numbers = found.first[at] if at else found.first.reshape(1)
+        shape = result.shape
+        return [found.but(first=numbers[:, None].expand(shape), second=None, is_dynamic=True)]
+
+    def _halves(self) -> list[Origins | None]:
+        axis = self.named.get("dim", -1)
+        found = self.of(self.arguments[0])
+        if found is None:
+            return [None]
+        length = self.results[0].shape[axis]
+        halves = [found.moved(lambda n, k=k: n.narrow(axis, k * length, length)) for k in (0, 1)]
+        return [self.algebra.join(halves, self.results[0].shape, self.name)]
+
+    def _as_complex(self) -> list[Origins | None]:
+        found = self.of(self.arguments[0])
+        return [None if found is None else found.moved(lambda numbers: numbers[..., 0])]
+
+    def _as_real(self) -> list[Origins | None]:
+        found = self.of(self.arguments[0])
+        return [
+            None if found is None
+            else found.moved(lambda numbers: numbers[..., None].expand(*numbers.shape, 2))
+        ]  # fmt: skip
+
+    def _cell(self) -> list[Origins | None]:
+        """A step of a recurrent layer: gates of width k * h, a state of width h."""
+        narrow = [
+            found.moved(lambda numbers: numbers.narrow(-1, 0, 1))
+            for each in tensors_in(self.arguments, self.keywords)
+            if (found := self.of(each)) is not None
+        ]
+        shape = (*self.results[0].shape[:-1], 1)
+        joined = self.algebra.join(narrow, torch.Size(shape), self.name)
+        return [
+            None if joined is None else joined.moved(lambda n, to=each.shape: n.expand(to))
+            for each in self.results
+        ]
+
+    def _sequence(self) -> list[Origins | None]:
+        return self._only_first(self._rows_of(self.arguments[0]))
+
+    def _unfolded(self) -> list[Origins | None]:
+        found = self.of(self.arguments[0])
+        if found is None:
+            return [None]
+        move = (self.arguments[0], *self.arguments[1:])
+        numbers = self.function((found.first + 1).double(), *move[1:], **self.keywords)
+        return [found.but(first=numbers.long() - 1, second=None)]
+
+
+def _frequencies(call: Call) -> list[Origins | None]:
+    """A Fourier transform along the features stays at its position, one along positions leaves."""
+    found = call.of(call.arguments[0])
+    (result,) = call.results
+    axes = call.named["dim"]
+    if found is not None and all(is_constant_along(found.first, axis) for axis in axes):
+        for axis in axes:
+            found = found.moved(lambda numbers, axis=axis: numbers.narrow(axis, 0, 1))
+        return [found.moved(lambda numbers: numbers.expand(result.shape))]
+    text = f"{call.name}, which returns frequencies and not positions"
+    return [call._unknown(result, text)]
+
+
+_RULES: dict[str, Callable[[Call], list[Origins | None]]] = {
+    "mm": Call._product,
+    "addmm": Call._product,
+    "bmm": Call._product,
+    "baddbmm": Call._product,
+    "mv": Call._vector_product,
+    "addmv": Call._vector_product,
+    "linear": Call._linear,
+    "_trilinear": Call._linear,
+    "_grouped_mm": Call._grouped_product,
+    "grouped_mm_fallback": Call._grouped_product,
+    "convolution": Call._convolution,
+    "embedding": Call._embedding,
+    "_embedding_bag": Call._embedding_bag,
+    "_embedding_bag_forward_only": Call._embedding_bag,
+    "sort": Call._sorted,
+    "topk": Call._sorted,
+    "nonzero": Call._nonzero,
+    "glu": Call._halves,
+    "view_as_complex": Call._as_complex,
+    "view_as_real": Call._as_real,
+    "im2col": Call._unfolded,
+    "reflection_pad1d": Call._unfolded,
+    "reflection_pad2d": Call._unfolded,
+    "replication_pad1d": Call._unfolded,
+    "replication_pad2d": Call._unfolded,
+    "_fft_r2c": _frequencies,
+    "_fft_c2c": _frequencies,
+    "_fft_c2r": _frequencies,
+    **dict.fromkeys(_CELLS, Call._cell),
+    **dict.fromkeys(_SEQUENCES, Call._sequence),
+}
+
+
+def moved_like(
+    function: Any, arguments: Any, keywords: Any, instead: Mapping[int, Tensor]
+) -> list[Tensor]:
+    """An operation that only moves entries, done on other tensors of the same shapes."""
+    name = name_of(function)
+
+    def replaced(value: Any) -> Any:
+        return map_tensors(value, one)
+
+    def one(tensor: Tensor) -> Tensor:
+        found = instead.get(id(tensor))
+        return constant(NOBODY, tensor) if found is None else found
+
+    if name == "embedding":
+        table, ids = replaced(arguments[0]), arguments[1]
+        return [table[ids]]
+    if name in ("_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh",
+                "lift_fresh_copy"):  # fmt: skip
+        return [replaced(arguments[0])]
+    if name in ("view", "_unsafe_view", "_reshape_alias", "view_copy"):
+        shape = arguments[1]
+        if isinstance(shape, torch.dtype):  # the same bits read as another type
+            return [replaced(arguments[0])]
+        return [replaced(arguments[0]).reshape(shape)]  # expanded numbers have no view
+    if name == "constant_pad_nd":  # what is added is nobody's
+        return [function(replaced(arguments[0]), arguments[1], NOBODY)]
+    if name == "as_strided":
+        dense = replaced(arguments[0]).contiguous()
+        return tensors_in((function(dense, *arguments[1:], **keywords),), {})
+    if name in BY_IDS:  # the first operand moves, the others say where
+        arguments = (replaced(arguments[0]), *arguments[1:])
+    else:
+        arguments = tuple(map(replaced, arguments))
+    return tensors_in((function(*arguments, **keywords),), {})
+
+
+def constant(code: int, tensor: Tensor) -> Tensor:
+    """One code for all entries of a tensor."""
+    return torch.full((), code, dtype=torch.int64, device=tensor.device).expand(tensor.shape)
+
+
+def window(numbers: Tensor, base: Tensor, view: Tensor) -> Tensor:
+    """The part of a base's numbers that a view of the base sees."""
+    if numbers.stride() != base.stride():
+        dense = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64,
+                                    device=base.device)  # fmt: skip
+        numbers = dense.copy_(numbers)
+    offset = view.storage_offset() - base.storage_offset()
+    return numbers.as_strided(view.shape, view.stride(), offset)
+
+
+def name_of(function: Any) -> str:
+    """The name of an operation, without its namespace and the mark of the one in place."""
+    schema = getattr(function, "_schema", None)
+    name = str(function) if schema is None else str(schema.name)
+    return name.rpartition("::")[2].removesuffix("_") or name
+
+
+def tensors_in(arguments: Any, keywords: Any) -> list[Tensor]:
+    """The tensors among operands, lists of tensors opened."""
+    found: list[Tensor] = []
+    for each in (*arguments, *keywords.values()):
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += [one for one in each if isinstance(one, Tensor)]
+    return found

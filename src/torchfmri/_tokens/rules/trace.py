@@ -1,0 +1,250 @@
+"""CAPTURE: follows tokens from the arguments of a model through its operations.
+
+Every tensor that depends on the arguments has `Origins`; `operations.py` says what an operation
+does with them. Nothing here keeps a tensor alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfmri._tokens.rules.operations import (
+    MOVES,
+    NEW,
+    Call,
+    constant,
+    name_of,
+    tensors_in,
+    window,
+)
+from torchfmri._tokens.rules.origins import (
+    NOBODY,
+    UNKNOWN,
+    Algebra,
+    Origins,
+    Sources,
+    compact,
+    is_constant_along,
+)
+from torchfmri._torch import DispatchMode
+
+
+class Trace(DispatchMode):  # type: ignore[no-untyped-call]
+    """The tokens of every tensor of a run.
+
+    Attributes:
+        sources: The grids of tokens.
+    """
+
+    supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch not wrap the mode: the wrapper imports the compiler, in the user's own pass."""
+        return False
+
+    def __init__(self, sources: Sources | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sources = Sources() if sources is None else sources
+        self.algebra = Algebra(self.sources)
+        self._origins: dict[int, Origins] = {}
+        self._leaves: dict[int, frozenset[str]] = {}
+        self._floating: dict[int, list[Origins]] = {}
+        self._written: set[int] = set()
+        self._states: set[int] = set()
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self.count = 0
+
+    # -- what is known of a tensor -------------------------------------------------------------
+
+    def set(self, tensor: Tensor, origins: Origins) -> None:
+        """Set the origins of a tensor."""
+        self._watch(tensor)
+        self._origins[id(tensor)] = origins
+        self._leaves.pop(id(tensor), None)
+        self._floating.pop(id(tensor), None)
+
+    def origins(self, tensor: Tensor) -> Origins | None:
+        """The origins of a tensor; None if it does not depend on the arguments."""
+        found = self._origins.get(id(tensor))
+        if self._written and tensor._is_view():
+            base = tensor._base
+            if base is not None and id(base) in self._written:
+                whole = self._origins[id(base)]
+                seen = window(whole.first, base, tensor)
+                return whole.like(seen) if found is None else found.like(seen)
+        return found
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on tokens, and not only on masks, numbers and other weights."""
+        found = self.origins(tensor)
+        if found is None:
+            return False
+        return not tensor.numel() or bool((compact(found.first) != NOBODY).any())
+
+    def has_data(self, operands: Sequence[Tensor]) -> bool:
+        """Whether an operation is one on data.
+
+        A weight with a row for every row of what is added to it is changed by that: it is no use of
+        the weight for as many samples.
+        """
+        data = [each for each in operands if self.is_data(each)]
+        weights = [each.shape for each in operands if self.leaves(each)]
+        doubtful = [found for each in data if (found := self.origins(each)) and found.is_doubtful]
+        if not data or len(doubtful) < len(data):
+            return bool(data)
+        return not all(each.first.shape in weights for each in doubtful)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Take a tensor for one that does not depend on the arguments."""
+        self._origins.pop(id(tensor), None)
+
+    def leaves(self, tensor: Tensor) -> frozenset[str]:
+        """The parameters of which a tensor was computed, where it depends on nothing else."""
+        return self._leaves.get(id(tensor), frozenset())
+
+    def set_leaves(self, tensor: Tensor, leaves: frozenset[str]) -> None:
+        """Note that a tensor was computed from these parameters alone."""
+        self._watch(tensor)
+        self._leaves[id(tensor)] = leaves
+
+    def _watch(self, tensor: Tensor) -> None:
+        """Forget a tensor when it is gone: another one may have its id then."""
+        key = id(tensor)
+        found = self._alive.get(key)
+        if found is not None and found() is tensor:
+            return
+        tables = (self._origins, self._leaves, self._floating, self._alive)
+        written, states = self._written, self._states
+
+        def forget(_: object) -> None:
+            for table in tables:
+                table.pop(key, None)
+            written.discard(key)
+            states.discard(key)
+
+        forget(None)
+        self._alive[key] = weakref.ref(tensor, forget)
+
+    def close(self) -> None:
+        """Let go of everything: callbacks on tensors refer to these tables."""
+        for table in (self._origins, self._leaves, self._floating, self._alive):
+            table.clear()
+        self._written.clear()
+        self._states.clear()
+
+    def output_of_call(self, tensor: Tensor) -> Origins:
+        """The origins of what a layer returned.
+
+        A layer that read constants (the state that a recurrence begins with) has none yet: it takes
+        those of the data that its output is first added to.
+        """
+        found = self.origins(tensor)
+        if found is None:
+            found = Origins(constant(NOBODY, tensor))
+            if id(tensor) in self._leaves:
+                self._floating.setdefault(id(tensor), []).append(found)
+        return found
+
+    # -- one operation -----------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        result = function(*arguments, **keywords)
+        self.follow(function, arguments, keywords, result)
+        return result
+
+    def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        """Find the origins of a result; nothing raised here may reach whoever runs the model."""
+        self.count += 1
+        try:
+            self._follow(function, arguments, keywords, result)
+        except Exception as error:
+            reason = f"{name_of(function)}: {error}"
+            for each in tensors_in((result,), {}):
+                self.forget(each)
+                with contextlib.suppress(RuntimeError):  # of tensors that have no shape (nested)
+                    self.set(each, Origins(constant(UNKNOWN, each), reason=reason))
+
+    def _follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        operands, results = tensors_in(arguments, keywords), tensors_in((result,), {})
+        leaves = frozenset().union(*(self.leaves(each) for each in operands))
+        name = name_of(function)
+        known = any(self.origins(each) is not None for each in operands)
+        is_derived = bool(leaves) and not self.has_data(operands)
+        if name in NEW or not known or is_derived:
+            for each in results:
+                self.forget(each)
+                if is_derived:
+                    self._note_derived(operands, each, leaves)
+                    self.note_state(name, operands, each)
+            return
+        call = Call(self, function, name, arguments, keywords, results)
+        for each, found in zip(results, call.origins(), strict=True):
+            if found is None:
+                continue
+            if leaves:
+                if name not in MOVES and name != "embedding":
+                    found = found.but()
+                    if self.algebra.is_step(found):  # maybe of a recurrence
+                        found.used_by(leaves, any(id(each) in self._states for each in operands))
+                self._land(operands, found)
+            if (found.chain or found.seen) and not self.algebra.is_step(found):
+                found = found.but(chain={}, seen=frozenset())  # a recurrence is over
+            self.set(each, found)
+        if results and results[0] is arguments[0] and function._schema.is_mutable:
+            self._write_to_base(arguments[0])
+
+    def _note_derived(
+        self, operands: Sequence[Tensor], result: Tensor, leaves: frozenset[str]
+    ) -> None:
+        """A result that was computed from parameters alone."""
+        floating = [cell for each in operands for cell in self._floating.get(id(each), ())]
+        self.set_leaves(result, leaves)
+        if floating:
+            self._floating[id(result)] = floating
+
+    def note_state(self, name: str, operands: Sequence[Tensor], result: Tensor) -> None:
+        """Note what a recurrence may begin with: constants and parameters, a row per sample."""
+        constants = [
+            each for each in operands
+            if each.ndim and each.shape == result.shape and not self.leaves(each)
+            and self.origins(each) is None
+        ]  # fmt: skip
+        if constants or name == "expand" or any(id(each) in self._states for each in operands):
+            self._watch(result)
+            self._states.add(id(result))
+
+    def _land(self, operands: Sequence[Tensor], found: Origins) -> None:
+        """Outputs that were computed from constants meet data: they have its tokens."""
+        for each in operands:
+            for cell in self._floating.pop(id(each), ()):
+                shape, rows = cell.first.shape, found.first.shape
+                if shape[:-1] == rows[:-1] and is_constant_along(found.first, -1):
+                    cell.first = found.first.narrow(-1, 0, 1).expand(shape)
+                    cell.chain, cell.seen, cell.born = found.chain, found.seen, found.born
+
+    def _write_to_base(self, tensor: Tensor) -> None:
+        """A view was written into: the tensor that it is a view of has other origins too."""
+        base = tensor._base if tensor._is_view() else None
+        found = self._origins.get(id(tensor))
+        if base is None or found is None:
+            return
+        old = self._origins.get(id(base))
+        first = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64,
+                                    device=base.device)  # fmt: skip
+        first.copy_(constant(NOBODY, base) if old is None else old.first)
+        window(first, base, tensor).copy_(found.first)
+        dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
+        filled = self.algebra.filled(first)
+        first = first if filled is None else first.copy_(filled)
+        self.set(base, found.but(first=first, second=None, is_dynamic=dynamic))
+        self._written.add(id(base))

@@ -19,11 +19,16 @@ from torchfmri._tokens.losses.dots import token_loss_dots
 from torchfmri._tokens.losses.gradient import TokenLossGradient
 from torchfmri._tokens.losses.gradients import TokenLossGradients
 from torchfmri._tokens.losses.token_losses import token_losses
+from torchfmri._tokens.rules.arguments import given_origins
+from torchfmri._tokens.rules.origins import NOBODY, Origins
+from torchfmri._tokens.rules.trace import Trace
 
 __all__ = [
+    "NOBODY",
     "Checks",
     "Coverage",
     "CoverageRow",
+    "Origins",
     "ParameterInfo",
     "TokenGradient",
     "TokenGradients",
@@ -33,8 +38,10 @@ __all__ = [
     "TokenVerification",
     "TokenVerificationRow",
     "TopEntries",
+    "Trace",
     "alike_of",
     "describe",
+    "given_origins",
     "head_size",
     "token_gradients",
     "token_loss_dots",

@@ -1,8 +1,8 @@
 """Figures; matplotlib is imported only when one is drawn.
 
-`plots` draws inspections, `history_plots` histories, `diagnosis_plots` diagnoses, `routing_plots`
-routing: these four are public, and each `plot_*` returns the Axes it drew on. The files with an
-underscore draw what is given to them as arrays and know no model and no scan. A new plot is a
+`plots` has the public plots of inspections, whose code is in `_histogram`, `_compare`, `_depth` and
+`_feature_maps`; `history_plots` draws histories, `diagnosis_plots` diagnoses, `routing_plots`
+routing. The other files with an underscore draw what they are given as arrays. A new plot is a
 `plot_*` function here, and a method of the result that it shows.
 """
 

@@ -19,7 +19,8 @@ from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import like_parameters, logits_of
-from torchfmri._scan.run.subject import ScannedLayer, Subject, first_tensor
+from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.token_axis import first_tensor
 from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics, calculate_statistics

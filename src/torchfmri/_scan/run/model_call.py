@@ -116,7 +116,7 @@ def refuse_unknown_ids(model: nn.Module, ids: Tensor, vocabulary: int | None = N
         ids: (b, s).
         vocabulary: How many tokens it knows, where that was found out; else what it says itself.
     """
-    count = vocabulary or _count_embeddings(unwrap(model))
+    count = vocabulary or count_embeddings(unwrap(model))
     wrong = ids < 0
     if count is not None:
         wrong |= ids >= count
@@ -130,7 +130,7 @@ def refuse_unknown_ids(model: nn.Module, ids: Tensor, vocabulary: int | None = N
         )
 
 
-def _count_embeddings(model: nn.Module) -> int | None:
+def count_embeddings(model: nn.Module) -> int | None:
     """How many tokens a model of transformers knows; None where it does not say."""
     find = getattr(model, "get_input_embeddings", None)
     try:

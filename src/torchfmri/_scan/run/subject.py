@@ -1,42 +1,25 @@
 """The model as a scan sees it: which layers have tokens, and how their units make voxels.
 
 Two short passes of different length, without gradients, tell which axis of each layer's output is
-the token axis. What a layer does later is only looked at where it has the shape expected from them.
+the token axis, and whether its rows are the tokens in their order. What a layer does later is only
+looked at where it has the shape expected from them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from torchfmri._model import (
-    Pattern,
-    compiled_code_as_eager,
-    find_layers,
-    named_layers,
-    runnable,
-    unchanged,
-    unwrap,
-)
+from torchfmri._model import Pattern, find_layers, named_layers, runnable, unwrap
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.run.model_call import call_model, logits_of, refuse_unknown_ids
-from torchfmri._scan.run.token_axis import Resolved, Shape, resolve
+from torchfmri._scan.run.probe import Probe
+from torchfmri._scan.run.token_axis import Resolved
 from torchfmri._tokens import ParameterInfo, describe, head_size
-from torchfmri._torch import Hook, flatten
 from torchfmri.exceptions import InspectionError
 
-_PROBES = ((2, 5), (2, 7))
-"""(b, s) of the two passes: no size of a layer is likely to be both lengths."""
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "block_size")
-"""What configurations call the longest sequence that a model takes."""
-_ROUNDING, _MOST_ROUNDING = 100, 0.05
-"""How far apart rounding may bring equal numbers: in units of the dtype, and at most."""
 PLACES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """What only holds layers or parameters, and is never called."""
 
@@ -49,8 +32,8 @@ class ScannedLayer:
         name: The layer.
         index: Its column.
         module: Its module.
-        axis: Where its tokens are; None for a module that is never called, though parameters of
-            it are used: it has a learning cost alone.
+        axis: Where its tokens are; None for a module that has a learning cost alone: it is never
+            called, though parameters of it are used, or its rows are in another order.
         calls: How often it is called in one pass.
         size: How many units a voxel has.
         voxels: The columns of its voxels of units.
@@ -131,33 +114,33 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
     layers = named_layers(model)
     names = find_layers(layers, pattern)
     modules = {name: layers[name] for name in _first_names(layers, names)}
-    probe = _Probe(runnable(model), modules, ids)
-    probe.run()
-    shapes = probe.shapes
+    probe = Probe(runnable(model), modules, ids)
     head = head_size(getattr(unwrap(model), "config", None))
     parameters = _own_parameters(layers, head, voxel)
     found: list[_Found] = []
     missed: dict[str, str] = {}
     notes: dict[str, str] = {}
+    axes = {name: probe.axis(name) for name in modules}
+    disordered = probe.disordered({k: v for k, v in axes.items() if isinstance(v, Resolved)})
     for name, module in modules.items():
         own = tuple(parameters.get(name, ()))
-        calls = shapes[name]
-        first = [each[0] for each in calls if each]
-        axis = resolve(first) if len(first) == len(_PROBES) else None
-        if len({len(each) for each in calls}) > 1:
-            counts = " and ".join(str(len(each)) for each in calls)
-            axis = f"it is not called equally often in two passes, but {counts} times"
+        axis, calls = axes[name], probe.calls(name)
         if isinstance(axis, str) or (axis is None and not own):
             if not isinstance(module, PLACES):
                 missed[name] = axis if isinstance(axis, str) else "it is never called as a module"
             continue
         if axis is None:
             notes[name] = "it is never called as a module: its learning cost is all there is"
+        if name in disordered:
+            missed[name], axis = disordered[name], None
+            if not own:
+                continue
+            notes[name] = "its rows are not the tokens: its learning cost is all there is"
         if tied := _tied_elsewhere(name, module, parameters):
             notes[name] = f"{tied}: its learning cost stands there"
-        if len(calls[0]) > 1:
-            notes[name] = f"it is called {len(calls[0])} times per pass: values are over all calls"
-        found.append(_Found(name, module, axis, len(calls[0]), own))
+        if calls > 1 and axis is not None:
+            notes[name] = f"it is called {calls} times per pass: values are over all calls"
+        found.append(_Found(name, module, axis, calls, own))
     if not found:
         reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
         raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
@@ -274,110 +257,3 @@ def _tied_elsewhere(
         if each is not None and each.is_floating_point() and key not in own
     ]  # fmt: skip
     return f"its {' and '.join(tied)} is shared with an earlier layer" if tied else ""
-
-
-class _Probe:
-    """Two short passes of different lengths over a model, and what they tell about it.
-
-    Attributes:
-        shapes: Layer -> for each of the two passes, the shapes of its outputs with b and s.
-        vocabulary: How many tokens the embedding of the ids knows.
-        first_position: What the model by itself calls the first position.
-        longest: How many positions there is room for.
-        looks_ahead: Whether the logits at a position depend on the tokens after it.
-    """
-
-    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], ids: Tensor) -> None:
-        self._model, self._modules, self._ids = model, modules, ids
-        self._tokens = ids
-        self._readers: list[dict[nn.Module, int]] = []  # in each pass, the embeddings of the ids
-        self.shapes: dict[str, list[list[tuple[Shape, int, int]]]] = {name: [] for name in modules}
-        self.vocabulary: int | None = None
-        self.longest: int | None = None
-        self.first_position, self.looks_ahead = 0, False
-
-    def run(self) -> None:
-        """Run the passes; the model is as it was afterwards.
-
-        Raises:
-            InspectionError: A token id is none of the model's.
-        """
-        model = self._model
-        with unchanged(model), torch.no_grad(), compiled_code_as_eager(), ExitStack() as stack:
-            self._attach(stack)
-            model.eval()
-            logits = [self._pass(size) for size in _probes(model)][-1]
-        counts = [count for each, count in self._readers[0].items() if each in self._readers[1]]
-        self.vocabulary = min(counts, default=None)
-        if logits is not None and logits.shape[1] > 1:
-            # The two sequences differ in their last token alone.
-            limit = min(_ROUNDING * torch.finfo(logits.dtype).eps, _MOST_ROUNDING)
-            one, other = logits[:, :-1].float()
-            self.looks_ahead = float((one - other).abs().max()) > limit * float(one.abs().max())
-
-    def _attach(self, stack: ExitStack) -> None:
-        for name, module in self._modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                hook = Hook(partial(self._called, name), module)
-                stack.callback(module.register_forward_hook(hook).remove)
-        for module in self._model.modules():
-            if isinstance(module, nn.Embedding):
-                hook = Hook(self._embeds, module)
-                stack.callback(module.register_forward_pre_hook(hook).remove)
-
-    def _pass(self, size: tuple[int, int]) -> Tensor | None:
-        """The logits of every position for so many of the ids."""
-        for each in self.shapes.values():
-            each.append([])
-        self._readers.append({})
-        some = self._ids.reshape(-1)[: size[1]]
-        self._tokens = some.repeat(-(-size[1] // some.numel()))[: size[1]].repeat(size[0], 1)
-        last = int(self._tokens[0, -1])
-        others = self._ids[self._ids != last]
-        self._tokens[1, -1] = others[0] if len(others) else max(last - 1, 0)
-        found = logits_of(call_model(self._model, self._tokens, torch.ones_like(self._tokens)))
-        return found if found is not None and found.shape[:2] == size else None
-
-    def _called(self, name: str, _: nn.Module, __: object, output: object) -> None:
-        tensor = first_tensor(output)
-        if tensor is not None:
-            self.shapes[name][-1].append((tuple(tensor.shape), *self._tokens.shape))
-
-    def _embeds(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Notice which embedding is that of the tokens, and which that of positions."""
-        assert isinstance(module, nn.Embedding)
-        given = arguments[0] if arguments else None
-        b, s = self._tokens.shape
-        if not isinstance(given, Tensor) or tuple(given.shape) not in ((b, s), (1, s), (s,)):
-            return
-        if torch.equal(given.expand(b, s), self._tokens.to(given)):
-            self._readers[-1][module] = module.num_embeddings
-            if int(given.max()) >= module.num_embeddings:
-                refuse_unknown_ids(self._model, self._ids, module.num_embeddings)
-        else:
-            steps = given.reshape(-1, s)[0].long()
-            if torch.equal(steps - steps[0], torch.arange(s, device=steps.device)):
-                self.first_position = int(steps[0])
-                self.longest = module.num_embeddings - self.first_position
-
-
-def _probes(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """The sizes of the two passes, shorter where the model takes no more."""
-    config = getattr(unwrap(model), "config", None)
-    limits = [getattr(config, name, None) for name in _CONTEXT]
-    longest = min([each for each in limits if isinstance(each, int) and each > 0], default=7)
-    if longest >= _PROBES[-1][1]:
-        return _PROBES
-    return tuple((2, max(1, longest - less)) for less in (1, 0))
-
-
-def first_tensor(output: object) -> Tensor | None:
-    """The output itself, or element 0 of a tuple or of a mapping; None where that is no number."""
-    if type(output) is tuple and output and type(output[0]) is Tensor:
-        output = output[0]
-    elif not isinstance(output, Tensor):
-        elements = flatten(output)
-        if not elements:
-            return None
-        output = elements[0].tensor
-    return output if output.is_floating_point() and not output.is_nested else None

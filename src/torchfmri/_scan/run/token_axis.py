@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchfmri._torch import flatten
+
 Shape = tuple[int, ...]
 
 
@@ -147,3 +149,15 @@ def resolve(shapes: Sequence[tuple[Shape, int, int]]) -> Resolved | str:
             return Resolved(axis, first)
     texts = ", ".join(f"{shape} for {b} x {s} tokens" for shape, b, s in shapes)
     return f"its output has no token axis: {texts}"
+
+
+def first_tensor(output: object) -> Tensor | None:
+    """The output itself, or element 0 of a tuple or of a mapping; None where that is no number."""
+    if type(output) is tuple and output and type(output[0]) is Tensor:
+        output = output[0]
+    elif not isinstance(output, Tensor):
+        elements = flatten(output)
+        if not elements:
+            return None
+        output = elements[0].tensor
+    return output if output.is_floating_point() and not output.is_nested else None

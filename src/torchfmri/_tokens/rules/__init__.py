@@ -1,1 +1,6 @@
-"""From one call of a layer to the factors of its parameters, by a rule or by tracking."""
+"""From one call of a layer to the factors of its parameters, by a rule or by tracking.
+
+`layer_rules` has the closed forms, `recurrent` those of RNN, GRU and LSTM. `trace` follows tokens
+through operations, `operations` says what each one does with them, `origins` is their algebra.
+`rerun` runs a layer again; `tracker` follows parameters there, and `uses` makes terms of their uses.
+"""

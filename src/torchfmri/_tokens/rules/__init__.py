@@ -2,5 +2,5 @@
 
 `layer_rules` has the closed forms, `recurrent` those of RNN, GRU and LSTM. `trace` follows tokens
 through operations, `operations` says what each one does with them, `origins` is their algebra.
-`rerun` runs a layer again; `tracker` follows parameters there, and `uses` makes terms of their uses.
+`rerun` runs a layer again; there `tracker` follows parameters, and `uses` makes terms of it.
 """

@@ -488,3 +488,45 @@ def test_an_interrupt_inside_of_a_module_with_a_mask_of_its_own() -> None:
         model.inner.interrupted = False
         model(torch.tensor([[1, 2, 3, 4]])).square().sum().backward()
     assert bool((tokens["embed.weight"].norm()[-1] > 0).all())
+
+
+class Masked(nn.Module):
+    """Takes a mask, as the layers of a language model do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.layer(hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([1.0, 1.0, 0.0], [True, True, False]),
+        ([0.0, 0.0, -1e9], [True, True, False]),
+        ([0.0, 1e4, -1e4], [True, True, False]),  # Longformer: above 0 is seen by all
+    ],
+)
+def test_masks_of_floats(values: list[float], kept: list[bool]) -> None:
+    model = Masked()
+    with torchfmri.token_gradients(model) as tokens:
+        model(torch.randn(2, 3, 4), attention_mask=torch.tensor([values] * 2)).sum().backward()
+    assert (tokens["layer.weight"].norm() > 0).tolist() == [kept] * 2
+
+
+def test_zeros_that_a_model_hands_to_its_layers_hide_nothing() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Masked()
+
+        def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            added = torch.zeros(hidden_states.shape[:2])
+            return self.inner(hidden_states, attention_mask=added)
+
+    model = Around()
+    with torchfmri.token_gradients(model) as tokens:
+        model(torch.randn(2, 3, 4)).sum().backward()
+    assert bool((tokens["inner.layer.weight"].norm() > 0).all())

@@ -168,7 +168,7 @@ class _Enter(Hook):
         outer = stack[-1].mask if stack else None
         found = outer
         try:
-            found = self._find(place, arguments, keywords, outer)
+            found = self._find(place, arguments, keywords, outer, bool(stack))
         except Exception as error:
             if self._failed is None:
                 raise
@@ -184,6 +184,7 @@ class _Enter(Hook):
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         outer: TokenMask | None,
+        is_inside: bool,
     ) -> TokenMask | None:
         """The padding inside this call, given that around it."""
         index, has_two_sequences = place
@@ -199,15 +200,29 @@ class _Enter(Hook):
         if isinstance(memory, Tensor) and memory.ndim == 2:
             # As long as the decoder's own sequence, it could not be told from it.
             same = memory.shape[1] == _length(arguments, keywords)
-            memory_kept = None if same else memory.detach() != 0
+            memory_kept = None if same else _kept(memory, is_inside)
         if mask is None:
             kept = None
         elif isinstance(mask, Tensor) and mask.ndim == 2:
-            kept = mask.detach() != 0
+            kept = _kept(mask, is_inside)
             length = _length(arguments, keywords)
             if 0 < length < mask.shape[1]:  # with a KV cache it covers earlier positions as well
                 kept = kept[:, -length:]
         return None if kept is memory_kept is None else TokenMask(kept, memory_kept)
+
+
+def _kept(mask: Tensor, is_inside: bool) -> Tensor:
+    """Where a mask lets positions count.
+
+    Most masks are 1 there. One that is added to attention scores is 0, or above, and negative where
+    a position is padding; a model hands it to its own layers.
+    """
+    mask = mask.detach()
+    if mask.is_floating_point():
+        is_plain = bool(((mask == 0) | (mask == 1)).all())
+        if not is_plain or (is_inside and not bool(mask.any())):
+            return mask >= 0
+    return mask != 0
 
 
 def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> int:

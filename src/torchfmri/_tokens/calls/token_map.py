@@ -273,9 +273,9 @@ def signature(
         for each in flatten_arguments(arguments, keywords)
     ]
     plain = [
-        (key, value)
+        (key, value if isinstance(value, _PLAIN) else repr(value))
         for key, value in (*enumerate(arguments), *keywords.items())
-        if isinstance(value, (bool, int, float, str, type(None)))
+        if isinstance(value, _PLAIN) or _is_list_of_numbers(value)
     ]
     return (model.training, torch.is_grad_enabled(), *tensors, *plain)
 
@@ -284,3 +284,10 @@ def assign(record: Record, tokens: CallTokens) -> None:
     """Give a record its tokens."""
     record.of, record.rows, record.is_second = tokens.of, tokens.rows, tokens.is_second
     record.stack = tokens.stack or record.stack
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value)

@@ -85,6 +85,8 @@ class Known(Protocol):
 
     def leaves(self, tensor: Tensor) -> frozenset[str]: ...
 
+    def is_fixed(self, tensor: Tensor) -> bool: ...
+
 
 class Call:
     """One operation on data, and what becomes of its tokens."""
@@ -186,6 +188,7 @@ class Call:
         one = max(several, key=lambda each: len(each.chain))
         dynamic = any(each.is_dynamic for each in several)
         dynamic |= any(each is not None for each in chosen)
+        dynamic |= by_ids and not all(map(self.trace.is_fixed, operands[1:]))
         decided = all(each.is_decided for each in several)
         raw = all(each.is_raw for each in several)
         return [
@@ -263,6 +266,8 @@ class Call:
         chosen += self.named.get("indices") or ()
         dynamic = any(each.is_dynamic for each in pieces)
         dynamic |= any(self.of(each) is not None for each in chosen)
+        places = [each for each in chosen if isinstance(each, Tensor)]
+        dynamic |= not all(map(self.trace.is_fixed, places))
         chain = {key: use for each in pieces for key, use in each.chain.items()}
         found = Origins(first, is_dynamic=dynamic, chain=chain, reason=self.name)
         filled = self.algebra.filled(first)

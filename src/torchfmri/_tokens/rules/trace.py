@@ -58,6 +58,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self._floating: dict[int, list[Origins]] = {}
         self._written: set[int] = set()
         self._states: set[int] = set()
+        self._fixed: set[int] = set()
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.count = 0
 
@@ -101,6 +102,14 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
             return bool(data)
         return not all(each.first.shape in weights for each in doubtful)
 
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a constant is the same in every pass: computed in this one, and not drawn.
+
+        What a pass finds in an attribute, or is handed by another library, may be something else
+        the next time.
+        """
+        return id(tensor) in self._fixed
+
     def forget(self, tensor: Tensor) -> None:
         """Take a tensor for one that does not depend on the arguments."""
         self._origins.pop(id(tensor), None)
@@ -121,13 +130,14 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and found() is tensor:
             return
         tables = (self._origins, self._leaves, self._floating, self._alive)
-        written, states = self._written, self._states
+        written, states, fixed = self._written, self._states, self._fixed
 
         def forget(_: object) -> None:
             for table in tables:
                 table.pop(key, None)
             written.discard(key)
             states.discard(key)
+            fixed.discard(key)
 
         forget(None)
         self._alive[key] = weakref.ref(tensor, forget)
@@ -138,6 +148,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
             table.clear()
         self._written.clear()
         self._states.clear()
+        self._fixed.clear()
 
     def output_of_call(self, tensor: Tensor) -> Origins:
         """The origins of what a layer returned.
@@ -181,8 +192,13 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         known = any(self.origins(each) is not None for each in operands)
         is_derived = bool(leaves) and not self.has_data(operands)
         if name in NEW or not known or is_derived:
+            drawn = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+            has_fixed = not drawn and all(map(self.is_fixed, operands)) and not known
             for each in results:
                 self.forget(each)
+                if has_fixed:
+                    self._watch(each)
+                    self._fixed.add(id(each))
                 if is_derived:
                     self._note_derived(operands, each, leaves)
                     self.note_state(name, operands, each)

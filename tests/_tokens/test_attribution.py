@@ -1087,6 +1087,94 @@ def test_a_gradient_without_a_row_is_seen() -> None:
     assert [each.outcome for each in judge(tokens, truth)] == [WRONG]
 
 
+# -- recurrences of other forms, and passes that differ ------------------------------------------
+
+
+class Loop(nn.Module):
+    """A recurrence in one of several forms; each layer is called once per step."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.state, self.after, self.fed = (nn.Linear(H, H) for _ in range(3))
+        self.both = nn.Linear(2 * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = h = x.new_zeros(len(x), H)
+        made = []
+        for t in range(x.shape[1]):
+            if self.form == "layer after the step":
+                y = self.after(x[:, t] + self.state(y))
+            elif self.form == "beside the state":
+                y = self.both(torch.cat([x[:, t], y], 1)).tanh()
+            elif self.form == "state first":
+                y = self.both(torch.cat([y, x[:, t]], 1)).tanh()
+            else:  # the output is fed back
+                h = (self.state(h) + self.fed(y) + x[:, t]).tanh()
+                y = self.after(h)
+            made.append(y * (t + 1))
+        return torch.stack(made, 1)
+
+
+FORMS = ("layer after the step", "beside the state", "state first", "output fed back")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_step_has_its_own_uses(form: str) -> None:
+    model, x = Loop(form).double(), torch.randn(B, S, H).double()
+    copies: dict[str, list[Tensor]] = {}  # of the bias, one per call
+    changes = []
+    for name, layer in model.named_children():
+        calls = copies.setdefault(name, [])
+
+        def forward(given: Tensor, layer: Any = layer, calls: list[Tensor] = calls) -> Tensor:
+            calls.append(layer.bias.detach().expand(len(given), H).clone().requires_grad_())
+            return given @ layer.weight.T + calls[-1]
+
+        changes.append((layer, "forward", forward))
+    with instead(*changes):
+        loss_of(model(x)).backward()
+    model.zero_grad()
+    with torchfmri.token_gradients(model) as tokens:
+        loss_of(model(x)).backward()
+    for name, calls in copies.items():
+        if calls:
+            wanted = torch.stack([each.grad for each in calls if each.grad is not None], 1)
+            found = tokens[f"{name}.bias"].materialise()
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["drawn", "list", "numpy", "attribute"])
+def test_an_order_that_differs_between_passes(how: str) -> None:
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.order = nn.Linear(H, H), torch.arange(S)
+
+        def forward(self, x: Tensor, order: Any) -> Tensor:
+            if how == "drawn":
+                self.order = torch.randperm(S)
+            elif how == "numpy":
+                self.order = torch.from_numpy(x[0, :, 0].detach().numpy().argsort())
+            elif how == "attribute":
+                self.order = self.order.flip(0)
+            return self.layer(x[:, order if how == "list" else self.order])
+
+    model = Ordered().double()
+    for number in range(3):
+        model.zero_grad()
+        x = torch.randn(B, S, H).double()
+        weights = torch.arange(1.0, S + 1, dtype=torch.float64)
+        with torchfmri.token_gradients(model) as tokens:
+            order = [(each + number) % S for each in range(S)]
+            (model(x, order) * weights[:, None]).sum().backward()
+        used = torch.tensor(order) if how == "list" else model.order
+        wanted = torch.zeros(S, dtype=torch.float64)
+        wanted[used] = weights
+        found = tokens["layer.bias"].materialise()
+        torch.testing.assert_close(found, wanted[:, None].expand(B, S, H))
+
+
 # -- drawn at random -----------------------------------------------------------------------------
 
 

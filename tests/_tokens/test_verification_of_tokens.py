@@ -79,7 +79,7 @@ def test_arguments_of_two_stacks_are_both_changed() -> None:
 
 
 class Permuted(nn.Module):
-    """The rows in another order, drawn or by their sums."""
+    """The rows in another order, a fixed one or by their sums."""
 
     def __init__(self, is_by_score: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Permuted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.view(-1, 3)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))
+        order = torch.arange(len(rows)) * 5 % len(rows)  # 5 has no divisor in common with 32
         if self.is_by_score:
             order = rows.sum(1).argsort()
         y = torch.empty_like(rows)

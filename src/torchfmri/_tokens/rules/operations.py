@@ -7,7 +7,7 @@ teach a new operation, enter its name in one of the tables, or a rule in `_RULES
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -173,6 +173,10 @@ class Call:
             beside = self._beside()
             if beside is not None:
                 return [beside]
+        if self.name in ("cat", "stack"):
+            step = self._steps_beside(found.values())
+            if step is not None:
+                return [step]
         if not all(each.is_raw for each in found.values()):  # what is decided decides for all
             found = {
                 key: self.algebra.settled(each, []) if each.is_raw else each
@@ -196,6 +200,22 @@ class Call:
                     born=self.trace.count, is_slice=one.is_slice or self._is_slice())
             for a, b in zip(moved, second, strict=True)
         ]  # fmt: skip
+
+    def _steps_beside(self, several: Collection[Origins]) -> Origins | None:
+        """Steps side by side: a sequence of them, or the features of one step of a recurrence."""
+        steps = [each for each in several if each.chain or each.seen]
+        if not steps or not all(map(self.algebra.is_step, several)):
+            return None
+        (result,) = self.results
+        axis = self.named.get("dim", 0) % result.ndim
+        if self.name == "stack" or axis != result.ndim - 1:
+            for each in steps:
+                each.collected()
+            return None
+        narrow = [each.moved(lambda numbers: numbers.narrow(-1, 0, 1)) for each in several]
+        joined = self.algebra.join(narrow, torch.Size((*result.shape[:-1], 1)), self.name)
+        assert joined is not None
+        return joined.moved(lambda numbers: numbers.expand(result.shape))
 
     def _is_slice(self) -> bool:
         """Whether one position of each row is taken: x[:, t]."""

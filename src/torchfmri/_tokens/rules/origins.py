@@ -154,6 +154,7 @@ class Origins:
     is_doubtful: bool = False
     is_slice: bool = False
     _shift: Tensor | None = None
+    _before: Tensor | None = None
     _is_open: bool = False
     _recurs: bool = False
 
@@ -163,7 +164,7 @@ class Origins:
 
     def but(self, **changes: Any) -> Origins:
         """A copy with other values; a use of its own is not part of it."""
-        return replace(self, _shift=None, _is_open=False, _recurs=False, **changes)
+        return replace(self, _shift=None, _before=None, _is_open=False, _recurs=False, **changes)
 
     def moved(self, move: object) -> Origins:
         """The same after `move`, a function from numbers to numbers."""
@@ -210,6 +211,18 @@ class Origins:
                 if use._recurs:
                     use._settle()
 
+    def collected(self) -> None:
+        """A step is put beside others: what was computed at its own position belongs there.
+
+        A layer after the step that takes a position in, such as a norm, looks to the next step like
+        a layer on the state. What the step returns tells them apart.
+        """
+        for use in self.chain.values():
+            here = use.first if use._before is None else use._before
+            if bool(compact(here).amin() == compact(self.first).amin()):
+                use.first, use._before, use._shift = here, None, None
+                use._is_open = False
+
     def taken_in(self) -> None:
         """The uses on the way here belong to the step that takes them in."""
         for use in self.chain.values():
@@ -221,8 +234,18 @@ class Origins:
             shift, lead = self._shift, self.first.ndim - 1
             shift = shift.view(-1, *[1] * lead) if self.first.ndim else shift
             if len(self._shift) in (1, self.first.shape[0] if self.first.ndim else 1):
+                self._before = self.first
                 self.first = torch.where(self.first >= 0, self.first + shift, self.first)
             self._shift = None
+
+
+def _chains(one: Origins, other: Origins) -> dict[str, Origins]:
+    """The last uses of parameters on the ways to two operands; one that is still open is later."""
+    found = {**other.chain, **one.chain}
+    for leaf, use in other.chain.items():
+        if use._is_open and not found[leaf]._is_open:
+            found[leaf] = use
+    return found
 
 
 def compact(numbers: Tensor) -> Tensor:
@@ -283,7 +306,7 @@ class Algebra:
         return origins.moved(lambda numbers: numbers.expand(shape))
 
     def _join(self, one: Origins, other: Origins, name: str) -> Origins:
-        chain = {**other.chain, **one.chain}
+        chain = _chains(one, other)
         dynamic = one.is_dynamic and other.is_dynamic
         a, b = self._promoted(compact(one.first), compact(other.first))
         shape = one.first.shape
@@ -317,7 +340,7 @@ class Algebra:
             return one.but(is_dynamic=dynamic, chain=chain)
         found = self._by_position(one, other)
         if found is not None:
-            return found.but(is_dynamic=dynamic, chain={**found.chain, **chain})
+            return found.but(is_dynamic=dynamic, chain=chain)
         if one.second is None and other.second is None:
             first, second = self._ordered(a.expand(shape), b.expand(shape))
             return Origins(first, second, False, False, dynamic, name, chain)
@@ -628,11 +651,11 @@ class Algebra:
         plain = compact(columns.first)
         tokens = compact(rows.first)
         if bool(((plain < 0) | self.sources.is_sample(plain)).all()) and bool((tokens >= 0).all()):
-            return rows.but(chain={**columns.chain, **rows.chain},
+            return rows.but(chain=_chains(rows, columns),
                             is_dynamic=rows.is_dynamic or columns.is_dynamic)  # fmt: skip
         a, b = self._promoted(compact(rows.first), torch.where(plain < NOBODY, NOBODY, plain))
         dynamic = rows.is_dynamic or columns.is_dynamic
-        chain = {**columns.chain, **rows.chain}
+        chain = _chains(rows, columns)
         if bool((a == b).all()):
             open_question = rows.second is not None and not rows.is_decided
             decides = open_question and self._equal(rows.first, columns.first)

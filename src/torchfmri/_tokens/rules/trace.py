@@ -255,6 +255,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         if base is None or found is None:
             return
         old = self._origins.get(id(base))
+        if found.chain and self.algebra.is_step(found):
+            found.collected()
         first = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64,
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.first)

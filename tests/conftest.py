@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import random
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -18,6 +19,15 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Hypothesis draws the same examples in every run: what fails in CI fails on the desk.
 hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("seeded")
+
+
+# A shell that starts the tests in the background has them ignore these; tests send them.
+for _number, _handler in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}.items():
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 def seed() -> None:

@@ -155,6 +155,30 @@ def test_import_is_light_and_names_come_when_they_are_used() -> None:
     subprocess.run([sys.executable, "-c", IMPORTED], check=True, env=ENVIRONMENT)
 
 
+IN_THREADS = """
+import sys, threading, torchfmri
+sys.setswitchinterval(1e-5)
+names = ["verify_gradients", "cost", "scan", "diagnose", "Monitor", "token_gradients", "advise"]
+together, wrong = threading.Barrier(len(names)), []
+
+def use(name):
+    together.wait()
+    try:
+        assert getattr(torchfmri, name).__module__ == "torchfmri"
+    except BaseException as error:
+        wrong.append((name, error))
+
+threads = [threading.Thread(target=use, args=(name,)) for name in names]
+[each.start() for each in threads]
+[each.join() for each in threads]
+assert not wrong, wrong
+"""
+
+
+def test_names_are_first_used_in_several_threads() -> None:
+    subprocess.run([sys.executable, "-c", IN_THREADS], check=True, env=ENVIRONMENT)
+
+
 def test_results_of_names_not_yet_used_report_the_public_module_too() -> None:
     found = subprocess.run(
         [sys.executable, "-c", RESULT], check=True, env=ENVIRONMENT, capture_output=True, text=True

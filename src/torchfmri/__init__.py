@@ -211,6 +211,8 @@ def __getattr__(name: str) -> Any:
     # Reprs, tracebacks and pickles name `torchfmri`, not the room where a name is defined: also of
     # what other rooms have brought along, such as the class of a result.
     for room in filter(None, (sys.modules.get(f"{__name__}.{each}") for each in _NAMES)):
+        if getattr(room.__spec__, "_initializing", False):  # another thread is importing it
+            continue
         for each in _NAMES[room.__name__.removeprefix(f"{__name__}.")]:
             globals()[each] = getattr(room, each)
             globals()[each].__module__ = __name__

@@ -628,7 +628,8 @@ class Experts(Step):
             self.experts = nn.ModuleList(nn.Linear(h, h) for _ in range(self.count))
 
     def _chosen(self, flat: Tensor, scores: Tensor) -> Tensor:
-        """The expert of each row, (t,)."""
+        """The expert of each row, (t,); rows of zeros have no favourite, whatever rounding says."""
+        scores = scores + 1e-6 * torch.arange(scores.shape[1])
         if self.kind in ("halves", "bmm"):  # as many rows for the one as for the other
             order = (scores[:, 0] - scores[:, 1]).argsort()
             chosen = torch.zeros_like(order)

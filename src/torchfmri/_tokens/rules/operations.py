@@ -456,7 +456,8 @@ class Call:
                 at = (here >= 0).nonzero()[:, 0]
                 if bool((numbers[:, 0, at] >= 0).all()):
                     return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]
-            if result.shape[-1] > length and not bool(self.trace.sources.is_sample(tokens).all()):
+            has_positions = length == 1 or not bool(self.trace.sources.is_sample(tokens).all())
+            if result.shape[-1] > length and has_positions:
                 # What is computed beyond the sequence belongs to its last token until it is cut.
                 at = torch.arange(result.shape[-1], device=result.device).clamp(max=length - 1)
                 return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]

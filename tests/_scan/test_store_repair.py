@@ -299,6 +299,8 @@ def test_nothing_stored_controls_a_terminal(
         ({"missed": [1, 2]}, {}, r"`missed` is \[1, 2\]"),
         ({"missed": {"mlp": 5}}, {}, "not captured: mlp .*5"),
         ({"model": 7, "loss": [1]}, {}, "of 7"),
+        ({"notes": 1}, {}, "the notes of this scan cannot be read: '1'"),
+        ({"notes": [[]]}, {}, "the notes of this scan cannot be read"),
         ({}, {"live_difference": "abc"}, "'live_difference' is 'abc', not a number"),
         ({}, {"gradient_residual": [1]}, r"'gradient_residual' is \[1\], not a number"),
         ({}, {"live_difference": {"a": 1}, "tokens_identical": 0}, "not a number"),

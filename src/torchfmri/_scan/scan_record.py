@@ -242,7 +242,10 @@ class Scan:
         if sequence.padding:
             notes.append(f"padding is left out: {plural(sequence.padding, 'position')}")
         notes += failed_checks(sequence)
-        said = dict.fromkeys([*(self.meta.get("notes") or ()), *sequence.unmeasured])
+        stored = self.meta.get("notes") or []
+        if not isinstance(stored, list) or not all(isinstance(each, str) for each in stored):
+            stored = [f"the notes of this scan cannot be read: {str(stored)[:60]!r}"]
+        said = dict.fromkeys([*stored, *sequence.unmeasured])
         notes += [each for each in said if each.partition(": ")[0] not in self.layers]
         return [*notes, *(f"not read: {problem}" for problem in self.problems)]
 

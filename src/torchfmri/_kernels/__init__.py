@@ -3,7 +3,8 @@
 `reduce_values` picks the pass: `cpu` (torch alone), `compiled` (numba, where installed) for large
 floats on the CPU, `device` for floats on an accelerator. All give the same `Reduction`, which
 `torchfmri.statistics` turns into statistics. `rows` and its relatives reduce the rows of matrices
-for token gradients. A new statistic needs a number here, made by every pass.
+for token gradients, `voxels` groups of units for scans. A new statistic needs a number here, made
+by every pass.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from torchfmri._kernels.rows import (
     written_product,
 )
 from torchfmri._kernels.values import join_notes, read_values
+from torchfmri._kernels.voxels import VoxelSums, VoxelTable, reduce_voxels, voxels_reducible
 
 __all__ = [
     "NEGATIVE",
@@ -58,6 +60,8 @@ __all__ = [
     "Product",
     "Reduction",
     "Rows",
+    "VoxelSums",
+    "VoxelTable",
     "accelerator_name",
     "bilinear_forms",
     "block_squares",
@@ -74,9 +78,11 @@ __all__ = [
     "read_values",
     "reduce_channels",
     "reduce_values",
+    "reduce_voxels",
     "refine",
     "upload",
     "use_accelerator",
+    "voxels_reducible",
     "written_product",
 ]
 

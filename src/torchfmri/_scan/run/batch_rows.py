@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchfmri._scan.record.sequence import STATISTICS, ScannedSequence, Tokens
+from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.gradient_pass import Pass, Sequences
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
+from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.spelling import Speller
 from torchfmri._scan.run.subject import Subject
-from torchfmri.statistics import Statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +87,13 @@ def cut_rows(
             by_layer["learning_cost"] = found.layer_cost.masked_fill(~keep, torch.nan)
     surprisal, entropy = _surprisal(found, live, width)
     greedy = _greedy_agrees(frame, found, sequences)
+    tensors = found.tensors if found is not None else live.tensors if live is not None else {}
+    statistics = _statistics(found, live)
+    # To the host as a whole: each transfer waits for the device.
+    layers, voxels, kept = _on_host(by_layer), _on_host(by_voxel), _on_host(tensors)
+    tokens = _host_tokens(sequences, surprisal, entropy)
     rows = []
-    for row in range(len(sequences.ids)):
-        where = sequences.mask[row].bool()
+    for row, where in enumerate(tokens.mask):
         own: dict[str, Any] = dict(checks)
         if difference is not None:
             own["live_difference"] = difference[row]
@@ -97,15 +101,14 @@ def cut_rows(
             own["gradient_residual"] = found.residual
         if greedy is not None:
             own["greedy_tokens"] = greedy[row]
-        tensors = found.tensors if found is not None else live.tensors if live is not None else {}
         rows.append(
             BatchRow(
-                _tokens(frame, sequences, row, where, surprisal, entropy),
-                {name: _array(each[row][where]) for name, each in by_layer.items()},
-                {name: _array(each[row][where]) for name, each in by_voxel.items()},
-                _statistics(found, live, row),
-                {name: _array(each[row, :width][where]) for name, each in tensors.items()},
-                int((sequences.mask[row] == 0).sum()),
+                _tokens(frame, tokens, row),
+                {name: each[row][where] for name, each in layers.items()},
+                {name: each[row][where] for name, each in voxels.items()},
+                {name: each[row] for name, each in statistics.items()},
+                {name: each[row, :width][where] for name, each in kept.items()},
+                int((~where).sum()),
                 own,
             )
         )
@@ -151,54 +154,67 @@ def _greedy_agrees(frame: Frame, found: Pass | None, sequences: Sequences) -> li
     return agrees
 
 
-def _tokens(
-    frame: Frame,
-    sequences: Sequences,
-    row: int,
-    where: Tensor,
-    surprisal: Tensor | None,
-    entropy: Tensor | None,
-) -> Tokens:
-    ids = sequences.ids[row][where].tolist()
-    speller = frame.speller
-    nothing = np.full(len(ids), np.nan, dtype=np.float32)
+class _HostTokens(NamedTuple):
+    """The tokens of a batch in the host's memory, each (b, s)."""
 
-    def numbers(each: Tensor | None) -> NDArray[np.float32]:
-        if each is None or (frame.loss is not None and not frame.loss.causal):
-            return nothing
-        found = _array(each[row][where])
-        if len(found):
-            found[0] = np.nan  # what stands before the first token is padding
-        return found
+    ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    generated: NDArray[np.bool_]
+    surprisal: NDArray[np.float32]
+    entropy: NDArray[np.float32]
 
-    return Tokens(
-        np.array(ids, dtype=np.int64),
-        speller.spell(ids),
-        numbers(surprisal),
-        numbers(entropy),
-        sequences.generated[row][where].cpu().numpy(),
-        np.array([speller.is_special(each) for each in ids], dtype=bool),
+
+def _host_tokens(
+    sequences: Sequences, surprisal: Tensor | None, entropy: Tensor | None
+) -> _HostTokens:
+    nothing = torch.full(sequences.ids.shape, torch.nan)
+    return _HostTokens(
+        sequences.ids.cpu().numpy(),
+        sequences.mask.bool().cpu().numpy(),
+        sequences.generated.cpu().numpy(),
+        _array(nothing if surprisal is None else surprisal),
+        _array(nothing if entropy is None else entropy),
     )
 
 
-def _statistics(
-    found: Pass | None, live: LiveRecording | None, row: int
-) -> dict[str, NDArray[np.float64]]:
+def _tokens(frame: Frame, tokens: _HostTokens, row: int) -> Tokens:
+    """The tokens of one sequence, without its padding."""
+    where = tokens.mask[row]
+    ids = tokens.ids[row][where]
+    speller = frame.speller
+
+    def numbers(each: NDArray[np.float32]) -> NDArray[np.float32]:
+        if frame.loss is not None and not frame.loss.causal:
+            return np.full(len(ids), np.nan, dtype=np.float32)
+        found = each[row][where]
+        found[:1] = np.nan  # what stands before the first token is padding
+        return found
+
+    return Tokens(
+        ids.astype(np.int64),
+        speller.spell(ids.tolist()),
+        numbers(tokens.surprisal),
+        numbers(tokens.entropy),
+        tokens.generated[row][where],
+        np.array([speller.is_special(each) for each in ids.tolist()], dtype=bool),
+    )
+
+
+def _statistics(found: Pass | None, live: LiveRecording | None) -> dict[str, NDArray[np.float64]]:
+    """What they are of -> (b, layer, STATISTICS)."""
+    sources: dict[str, Readings | None] = {}
     if found is not None:
-        return {kind: _table(each[row]) for kind, each in found.statistics.items()}
-    if live is not None and live.statistics is not None:
-        return {"activations": _table(live.statistics[row])}
-    return {}
+        sources = {"activations": found.activation, "gradients": found.gradient}
+    elif live is not None:
+        sources = {"activations": live.activation}
+    tables = {name: each.statistics() for name, each in sources.items() if each is not None}
+    return {name: each for name, each in tables.items() if each is not None}
 
 
-def _table(several: Sequence[Statistics]) -> NDArray[np.float64]:
-    """(layer, STATISTICS)."""
-    return np.array(
-        [[float(getattr(each, name)) for name in STATISTICS] for each in several],
-        dtype=np.float64,
-    ).reshape(-1, len(STATISTICS))
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:
+    return {name: _array(each) for name, each in tensors.items()}
 
 
 def _array(tensor: Tensor) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).numpy().copy()
+    found: NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).numpy()
     return found

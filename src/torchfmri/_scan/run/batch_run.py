@@ -90,7 +90,7 @@ class BatchRun:
         if options.per is not None or live is None:
             found = self._pass(sequences)
         if live is None and self.on_token is not None and found is not None:
-            self._tell_all(sequences, found, start, endings)
+            self._tell_all(sequences, found, start)
         checks = {"tokens_identical": tokens_identical} if tokens_identical is not None else {}
         if self.subject.looks_ahead and is_causal(model):
             self.notes.append(
@@ -124,7 +124,7 @@ class BatchRun:
                 endings=endings,
                 statistics=options.per is None,
                 tensors=self.tensors if options.per is None else frozenset(),
-                on_step=self._tell(prompt, endings) if self.on_token is not None else None,
+                on_step=self._tell(prompt) if self.on_token is not None else None,
             )
             with recording:
                 ids = self.decoding.run(model, self.prompt, endings)
@@ -152,19 +152,20 @@ class BatchRun:
         )
         return EncodedPrompt(ids, mask, single=False)
 
-    def _tell_all(self, sequences: Sequences, found: Pass, start: int, endings: Endings) -> None:
+    def _tell_all(self, sequences: Sequences, found: Pass, start: int) -> None:
         """Hand over all tokens after the pass, where none came while generating."""
         prompt = EncodedPrompt(sequences.ids[:, :start], sequences.mask[:, :start], single=False)
         nothing = torch.full(sequences.ids.shape, torch.nan)
         surprisal = nothing if found.surprisal is None else found.surprisal
         entropy = nothing if found.entropy is None else found.entropy
         norms = found.activation.norms
-        self._tell(prompt, endings)(Step(0, sequences.ids, norms, surprisal, entropy))
+        kept = sequences.mask.bool()
+        self._tell(prompt)(Step(0, sequences.ids, norms, surprisal, entropy, kept))
 
-    def _tell(self, prompt: EncodedPrompt, endings: Endings) -> Callable[[Step], None]:
+    def _tell(self, prompt: EncodedPrompt) -> Callable[[Step], None]:
         on_token = self.on_token
         assert on_token is not None
-        tell = live_tokens(self.subject, prompt, self.speller, endings)
+        tell = live_tokens(self.subject, prompt, self.speller)
 
         def act(step: Step) -> None:
             tokens = list(tell(step))
@@ -181,8 +182,8 @@ class BatchRun:
         copies = len(ids) // len(self.prompt.ids)
         mask = torch.ones_like(ids)
         mask[:, :start] = self.prompt.mask.repeat_interleave(copies, 0)
-        for row, length in enumerate(lengths):
-            mask[row, length:] = 0
+        places = torch.arange(ids.shape[1], device=ids.device)
+        mask[places >= torch.tensor(lengths, device=ids.device)[:, None]] = 0
         width = max(lengths)
         mask = mask[:, :width]
         if self.options.per is not None or not self.options.live:

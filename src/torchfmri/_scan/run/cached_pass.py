@@ -24,11 +24,10 @@ from torchfmri._scan.run.gradient_pass import (
     token_gradients_of,
     trainable,
 )
-from torchfmri._scan.run.live import surprisal_and_entropy
-from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import like_parameters, logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.surprisal import surprisal_and_entropy
 from torchfmri.exceptions import InspectionError
 
 
@@ -49,7 +48,7 @@ def run_cached(
     check_cached(model, loss)
     b, s = sequences.ids.shape
     like = like_parameters(model)
-    found = Pass(Measurements(subject, b, s, like))
+    found = Pass()
     found.notes.append(
         "per='cached' holds the KV cache constant: these gradients do not add up to .grad"
     )

@@ -13,7 +13,7 @@ class Endings:
     """A stopping criterion that stops nothing by itself: it remembers what the others say.
 
     A row that has ended is filled up with padding, whose token may well be the ending token, so
-    the place where it ended has to be noted when it happens.
+    only the first end counts. What was said stays on the device until somebody asks.
 
     Args:
         start: The length of the prompt.
@@ -25,28 +25,40 @@ class Endings:
         self, start: int, ends: frozenset[int], criteria: Callable[..., Any] | None = None
     ) -> None:
         self._start, self._ends, self._criteria = start, ends, criteria
-        self._lengths: dict[int, int] = {}
+        self._said: dict[int, Tensor] = {}  # length -> what the user's criterion said then
+        self._nobody = torch.zeros(0, dtype=torch.bool)
 
     def __call__(self, ids: Tensor, scores: Any = None, **options: Any) -> Tensor:
         """Whether each row has ended by the user's criterion, (b,)."""
-        said: Any = False if self._criteria is None else self._criteria(ids, scores, **options)
+        if self._criteria is None:
+            if len(self._nobody) != len(ids) or self._nobody.device != ids.device:
+                self._nobody = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+            return self._nobody
+        said: Any = self._criteria(ids, scores, **options)
         over = torch.as_tensor(said, device=ids.device).expand(len(ids)).clone()
         if ids.shape[1] > self._start:
-            last = ids[:, -1].tolist()
-            for row, (token, done) in enumerate(zip(last, over.tolist(), strict=True)):
-                if done or token in self._ends:
-                    self._lengths.setdefault(row, ids.shape[1])
+            self._said[ids.shape[1]] = over
         return over
 
-    def has_ended(self, row: int, position: int) -> bool:
-        """Whether a row ended before this position."""
-        return row in self._lengths and position >= self._lengths[row]
+    def running(self, ids: Tensor) -> Tensor:
+        """Whether a row had not ended before each position of the ids, (b, s)."""
+        over = torch.zeros_like(ids, dtype=torch.bool)
+        if self._ends:
+            ends = torch.tensor(sorted(self._ends), dtype=ids.dtype, device=ids.device)
+            over[:, self._start :] = torch.isin(ids[:, self._start :], ends)
+        said = {length: each for length, each in self._said.items() if length <= ids.shape[1]}
+        if said:
+            places = [length - 1 for length in said]
+            over[:, places] |= torch.stack([each.bool() for each in said.values()], 1)
+        before = over.cumsum(1) - over.long()
+        return before == 0
 
     def lengths(self, ids: Tensor) -> list[int]:
         """The length of each row of the finished ids."""
-        return [self._lengths.get(row, ids.shape[1]) for row in range(len(ids))]
+        found: list[int] = self.running(ids).sum(1).tolist()
+        return found
 
     def look_through(self, ids: Tensor) -> None:
-        """Find the ends in finished ids, where nobody was told while they came."""
-        for length in range(self._start + 1, ids.shape[1] + 1):
+        """Ask the user's criterion about finished ids, where nobody did while they came."""
+        for length in range(self._start + 1, ids.shape[1] + 1) if self._criteria else ():
             self(ids[:, :length])

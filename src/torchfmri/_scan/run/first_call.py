@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchfmri._model import unwrap
-from torchfmri._scan.run.live import held_positions
+from torchfmri._scan.run.model_call import held_positions
 from torchfmri._torch import Hook
 
 

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from torchfmri._capture import CallKey, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
-from torchfmri._scan.run.live import surprisal_and_entropy
-from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
+from torchfmri._scan.run.readings import Kept, Readings
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
 from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.surprisal import surprisal_and_entropy
 from torchfmri._tokens import ParameterInfo, TokenGradients
 from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
-from torchfmri.statistics import Statistics, calculate_statistics
 
 
 @dataclass(eq=False)
@@ -31,11 +30,10 @@ class Pass:
     """What one pass over a batch of sequences brought.
 
     Attributes:
-        activation: Norms by voxel.
-        gradient: Norms of dL/d output by voxel; None without a backward pass.
+        activation: What was read off the activations.
+        gradient: The same of dL/d output; None without a backward pass.
         cost: Norms of the parameters' gradients by voxel, (b, s, voxel), and `layer_cost` by layer.
         surprisal: (b, s), and `entropy`.
-        statistics: "activations" and "gradients" -> for each row, for each layer.
         tensors: Layer -> (b, s, w).
         residual: The largest difference between what the tokens add up to and the gradient that
             autograd found, relative; None where nothing was compared.
@@ -45,13 +43,12 @@ class Pass:
         gradient_positions: (b, s) which positions have a gradient at all.
     """
 
-    activation: Measurements
-    gradient: Measurements | None = None
+    activation: Readings = field(init=False)
+    gradient: Readings | None = None
     cost: Tensor | None = None
     layer_cost: Tensor | None = None
     surprisal: Tensor | None = None
     entropy: Tensor | None = None
-    statistics: dict[str, list[list[Statistics]]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     residual: float | None = None
     missed: dict[str, str] = field(default_factory=dict)
@@ -97,7 +94,7 @@ def run_pass(
     model = subject.model
     like = like_parameters(model)
     b, s = sequences.ids.shape
-    found = Pass(Measurements(subject, b, s, like))
+    found = Pass()
     sink = PassSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
     targets = [
@@ -176,7 +173,9 @@ def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> Non
 
 
 class PassSink:
-    """What the taps of a pass call: reduces each tensor as it comes."""
+    """What the taps of a pass call: hands each tensor to the readings of its kind."""
+
+    gradient_statistics = True
 
     def __init__(
         self,
@@ -191,22 +190,18 @@ class PassSink:
         self._layers = {each.name: each for each in subject.layers}
         self._found, self._tensors = found, tensors
         self._b, self._s = sequences.ids.shape
-        self._kept = {"activations": sequences.mask.bool()}
+        self._shape = (self._b, self._s)
+        self._paths: dict[CallKey, str] = {}
+        self._first = 0
+        what = (subject, self._b, self._s, like)
+        tell = found.missed.__setitem__
+        found.activation = Readings(*what, kept=_slices(sequences.mask.bool()), missed=tell)
         if loss is not None:
             found.gradient_positions = gradient_positions(
                 loss, own_step, sequences.ids, sequences.mask, sequences.generated
             )
-            self._kept["gradients"] = found.gradient_positions
-        self._whole = {kind: bool(each.all()) for kind, each in self._kept.items()}
-        self._paths: dict[CallKey, str] = {}
-        self._first = 0
-        count = len(subject.layers)
-        found.statistics = {
-            kind: [[Statistics.empty() for _ in range(count)] for _ in range(self._b)]
-            for kind in self._kept
-        }
-        if loss is not None:
-            found.gradient = Measurements(subject, self._b, self._s, like)
+            kept = _slices(found.gradient_positions) if self.gradient_statistics else None
+            found.gradient = Readings(*what, kept=kept, missed=tell)
 
     def window(self, first: int, count: int) -> None:
         """Expect `count` positions from `first` on in the passes that follow."""
@@ -223,14 +218,6 @@ class PassSink:
             )
         return rows
 
-    def _reduce(self, layer: ScannedLayer, rows: Tensor, kind: str, to: Measurements) -> None:
-        rows = rows.detach()
-        to.put(layer, rows, self._first)
-        where = slice(self._first, self._first + self._s)
-        for row, parts in enumerate(self._found.statistics[kind]):
-            own = rows[row] if self._whole[kind] else rows[row][self._kept[kind][row, where]]
-            parts[layer.index] += calculate_statistics(own, histogram=False)
-
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
         element = next((each for each in elements if each.tensor.is_floating_point()), None)
         layer = self._layers[call.layer]
@@ -240,15 +227,14 @@ class PassSink:
         rows = self._rows(layer, element.tensor)
         if rows is None:
             return
-        self._reduce(layer, rows, "activations", self._found.activation)
+        self._found.activation.take(layer, element.tensor, rows, self._first)
         if layer.name in self._tensors:
             self._keep(layer, rows.detach())
 
     def _keep(self, layer: ScannedLayer, rows: Tensor) -> None:
         kept = self._found.tensors
         if layer.name not in kept:
-            shape = (*self._kept["activations"].shape, rows.shape[-1])
-            kept[layer.name] = rows.new_full(shape, torch.nan)
+            kept[layer.name] = rows.new_full((*self._shape, rows.shape[-1]), torch.nan)
         kept[layer.name][:, self._first : self._first + self._s] = rows
 
     def gradient(
@@ -266,12 +252,12 @@ class PassSink:
             return
         rows = self._rows(layer, gradient)
         if rows is not None:
-            self.reduce_gradient(layer, rows)
+            self.reduce_gradient(layer, gradient, rows)
 
-    def reduce_gradient(self, layer: ScannedLayer, rows: Tensor) -> None:
-        """Take in dL/d output, (b, s, w)."""
+    def reduce_gradient(self, layer: ScannedLayer, gradient: Tensor, rows: Tensor) -> None:
+        """Take in dL/d output, whose rows are (b, s, w)."""
         assert self._found.gradient is not None
-        self._reduce(layer, rows, "gradients", self._found.gradient)
+        self._found.gradient.take(layer, gradient, rows, self._first)
 
     def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
         """Not watched."""
@@ -286,6 +272,11 @@ class PassSink:
         if not backward:
             raise error
         self._found.missed[layer] = f"its gradient could not be read: {error}"
+
+
+def _slices(kept: Tensor) -> Kept:
+    """Which of some positions count, by the first of them and their number."""
+    return lambda first, count: kept[:, first : first + count]
 
 
 def read_costs(

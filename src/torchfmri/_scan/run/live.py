@@ -1,32 +1,35 @@
 """CAPTURE: what the layers of a language model do while it generates, token by token.
 
-In the first pass (the prompt) each output is reduced as it comes. In the steps after it an output
-is one row per sequence: a hook copies it to its place in one buffer, and the whole buffer is
-reduced at once when the step is over, because there a step is made of hundreds of tiny calls.
+In the first pass (the prompt) each output is read by itself. The steps after it are made of
+hundreds of tiny calls: hooks keep references, the outputs of all layers are joined to one tensor
+when the step is over, and many steps are reduced together. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchfmri._kernels import heaviest
 from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
-from torchfmri._scan.run.measurements import Measurements
-from torchfmri._scan.run.model_call import like_parameters, logits_of
+from torchfmri._scan.run.flat_layout import layout_of
+from torchfmri._scan.run.live_hooks import LayerHook, StepOutputs, ids_of
+from torchfmri._scan.run.model_call import held_positions, like_parameters, logits_of
+from torchfmri._scan.run.readings import Readings
+from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
 from torchfmri._scan.run.subject import ScannedLayer, Subject
-from torchfmri._scan.run.token_axis import first_tensor
+from torchfmri._scan.run.surprisal import Surprisals
 from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
-from torchfmri.statistics import Statistics, calculate_statistics
 
-_BUFFER_BYTES = 1 << 24
-"""How much of the steps is kept before their statistics are taken."""
+_STEPS, _HOST_BYTES = 32, 1 << 24
+"""How many steps wait before they are reduced, and how many bytes of them in the host's memory."""
+_WRITTEN = "its activations while generating: somebody writes into its output"
 
 
 class Step(NamedTuple):
@@ -38,6 +41,7 @@ class Step(NamedTuple):
         activation: (b, n, voxel) the norms of their activations.
         surprisal: (b, n) of these tokens, nan where the model gave no logits for them.
         entropy: (b, n) of the distributions that they were drawn from.
+        kept: (b, n) which of them are tokens: neither padding, nor after the end of their row.
     """
 
     first: int
@@ -45,6 +49,7 @@ class Step(NamedTuple):
     activation: Tensor
     surprisal: Tensor
     entropy: Tensor
+    kept: Tensor
 
 
 class LiveRecording:
@@ -54,9 +59,18 @@ class LiveRecording:
         subject: What is scanned.
         prompt: (b, s) the ids that the model starts from.
         length: How many positions there will be at most.
+        mask: (b, s) of the prompt, 0 for padding.
+        endings: Where each row ends.
         statistics: Also take statistics of each layer, one per row of the batch.
         tensors: Layers of which the activations are kept in full.
         on_step: Told of each step.
+
+    Attributes:
+        activation: What was read.
+        tensors: Layer -> (b, s, w).
+        missed: Layer -> why something of it is missing.
+        seen: How many positions were run.
+        unseen: How many were in a cache from the beginning.
     """
 
     def __init__(
@@ -76,37 +90,50 @@ class LiveRecording:
         self._b, self._length = len(prompt), length
         self._padding = int((mask == 0).sum(1).min())  # of the longest row
         like = like_parameters(subject.model)
-        self.activation = Measurements(subject, self._b, length, like)
-        self.surprisal = torch.full((self._b, length), torch.nan, device=like.device)
-        self.entropy = self.surprisal.clone()
-        self.tensors: dict[str, Tensor] = {}
         self.missed: dict[str, str] = {}
-        self._wants_tensors = tensors
-        self._buffer = _StepBuffer(subject, self._b, like)
-        self.statistics = (
-            [[Statistics.empty() for _ in subject.layers] for _ in range(self._b)]
-            if statistics else None
+        self.activation = Readings(
+            subject, self._b, length, like,
+            kept=self._kept if statistics else None, missed=self.missed.__setitem__,
         )  # fmt: skip
+        self._surprisals = Surprisals(self._b, length, like.device)
+        self.tensors: dict[str, Tensor] = {}
+        self._wants_tensors = tensors
+        single = [each for each in subject.layers if each.axis is not None and each.calls == 1]
+        self.outputs = StepOutputs(layout_of(subject, single, like.device), self._b)
+        self._most = heaviest(like.device) if like.is_cuda else _HOST_BYTES
+        self._flats: list[Tensor] = []  # steps that wait, (b, 1, width)
+        self._first_flat = 0
         self._handles: list[Any] = []
-        self.seen = 0
-        self.unseen = 0
+        self.seen = self.unseen = 0
         self._fed_ids = torch.full((self._b, length), -1, device=prompt.device)
+        self._fed: list[Tensor] = []  # not yet in `_fed_ids`
+        self._first_fed = 0
         self._passes = 0
-        self._first = self._new = self._fed = 0
+        self._first = self._new = self._count = 0
         self._ids = prompt
-        self.is_step = False
         self._cache: Any = None  # that of the last pass
-        self._distribution: Tensor | None = None  # the logits that the next token is drawn from
+
+    @property
+    def surprisal(self) -> Tensor:
+        """(b, s), nan where the model gave no logits for a token."""
+        return self._surprisals.surprisal
+
+    @property
+    def entropy(self) -> Tensor:
+        """(b, s) of the distributions that the tokens were drawn from."""
+        return self._surprisals.entropy
 
     def __enter__(self) -> LiveRecording:
         # The one that `generate` calls; a wrapper around it (PEFT) calls it as well.
         model = unwrap(self._subject.model)
+        places = {each.index: place for place, each in enumerate(self.outputs.layout.layers)}
         try:
-            before, after = Hook(self._begins, model), Hook(self._ends_pass, model)
+            before, after = Hook(self._begins, model), Hook(self._ends, model)
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
             for layer in self._subject.layers:
                 if layer.axis is not None:
-                    hook = _LayerHook(self, layer, self._buffer)
+                    place = places.get(layer.index)
+                    hook = LayerHook(self._take, layer, self.outputs, place, self._b)
                     self._handles.append(layer.module.register_forward_hook(hook))
             self._handles.append(model.register_forward_hook(after))
         except BaseException:
@@ -117,6 +144,7 @@ class LiveRecording:
     def __exit__(self, *_: object) -> None:
         self._detach()
         self._cache = None
+        self.outputs.begin(is_step=False)
         self._flush()
 
     def _detach(self) -> None:
@@ -128,72 +156,77 @@ class LiveRecording:
     def _begins(
         self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
-        ids = keywords.get("input_ids")
-        if ids is None:
-            ids = next((each for each in arguments if isinstance(each, Tensor)), None)
-        if ids is None or ids.ndim != 2 or ids.is_floating_point():
+        self.begin_pass(ids_of(arguments, keywords), keywords)
+
+    def begin_pass(self, ids: Tensor, keywords: Mapping[str, Any]) -> None:
+        """Take note of what the model is about to be fed."""
+        b, count = ids.shape
+        if b != self._b:
             raise InspectionError(
-                "The model is called without token ids (with inputs_embeds, perhaps) while it is "
-                "scanned; the tokens of a scan are ids. Hand it input_ids."
-            )
-        if len(ids) != self._b:
-            raise InspectionError(
-                f"The model runs {len(ids)} sequences at once where {self._b} are scanned: a "
+                f"The model runs {b} sequences at once where {self._b} are scanned: a "
                 "decoding method that tries several candidates. Scan it from the pass alone: "
                 "torchfmri.scan(..., live=False)."
             )
         cache = keywords.get("past_key_values")
         # The first pass may be without one: the model makes it.
         again = cache is self._cache or (self._cache is None and self._passes > 0)
-        start = held_positions(keywords, ids.shape[1], self.seen, again)
+        start = held_positions(keywords, count, self.seen, again)
         self._cache = cache
         known = self._prompt.shape[1] + self._passes
-        longer = start + ids.shape[1] > known
+        longer = start + count > known
         if longer and self._subject.looks_ahead:
-            raise fed_in_its_own_way(model)
+            raise fed_in_its_own_way(unwrap(self._subject.model))
         if longer and start:
-            raise fed_twice(start, ids.shape[1], known)
-        self._subject.refuse_length(start + ids.shape[1] - self._padding)
-        self._make_room(start + ids.shape[1])
-        self._fed_ids[:, start : start + ids.shape[1]] = ids
+            raise fed_twice(start, count, known)
+        self._subject.refuse_length(start + count - self._padding)
+        self._make_room(start + count)
+        self._note_fed(start, ids)
         if not self._passes:
             self.unseen = start
         # Without a cache the whole sequence is run again at each step: earlier tokens are known.
-        self._fed = ids.shape[1]
+        self._count = count
         self._first = max(self.seen, start)
-        self._new = start + self._fed - self._first
-        self._ids = ids[:, self._fed - self._new :]
-        self.is_step = self._fed == self._new == 1
-        if self.is_step:
-            self._buffer.begin()
+        self._new = start + count - self._first
+        self._ids = ids[:, count - self._new :]
+        self.outputs.begin(is_step=count == self._new == 1)
 
     def _make_room(self, length: int) -> None:
         """A loop of the user's own may write more than was expected."""
         if length <= self._length:
             return
+        self._flush()
         self._length = max(length, 2 * self._length)
-        missing = self._length - self.surprisal.shape[1]
+        missing = self._length - self._fed_ids.shape[1]
         self.activation.grow(self._length)
-        self.surprisal = F.pad(self.surprisal, (0, missing), value=torch.nan)
-        self.entropy = F.pad(self.entropy, (0, missing), value=torch.nan)
+        self._surprisals.grow(self._length)
         self._fed_ids = F.pad(self._fed_ids, (0, missing), value=-1)
         self.tensors = {
             name: F.pad(each, (0, 0, 0, missing), value=torch.nan)
             for name, each in self.tensors.items()
         }
 
-    def called(
-        self, layer: ScannedLayer, module: nn.Module, arguments: object, output: object
-    ) -> None:
-        """Reduce what a layer returned, if there are tokens in it that are new."""
-        tensor = first_tensor(output)
-        if tensor is not None and self._new > 0:
-            self._take(layer, tensor)
+    def _note_fed(self, start: int, ids: Tensor) -> None:
+        """Remember what was fed where; single tokens are written down many at a time."""
+        if self._first_fed + len(self._fed) != start or ids.shape[1] > 1:
+            self._write_fed()
+            self._first_fed = start
+        if ids.shape[1] > 1:
+            self._fed_ids[:, start : start + ids.shape[1]] = ids
+        else:
+            self._fed.append(ids)
+
+    def _write_fed(self) -> None:
+        if self._fed:
+            where = slice(self._first_fed, self._first_fed + len(self._fed))
+            self._fed_ids[:, where] = torch.cat(self._fed, 1)
+            self._first_fed, self._fed = where.stop, []
 
     def _take(self, layer: ScannedLayer, tensor: Tensor) -> None:
-        """Reduce an output of several tokens, or of a layer that is called several times."""
+        """Read an output of several tokens, or of a layer that is called several times."""
+        if self._new <= 0:
+            return
         assert layer.axis is not None
-        rows = layer.axis.rows(tensor, self._b, self._fed)
+        rows = layer.axis.rows(tensor, self._b, self._count)
         new = self._new
         if rows is None:  # the last layer may run on the last position alone
             rows, new = layer.axis.rows(tensor, self._b, 1), 1
@@ -204,17 +237,11 @@ class LiveRecording:
                 f"its activations while generating: an output of the shape {tuple(tensor.shape)}"
             )
             return
-        rows = rows[:, -new:].detach()
-        first = self._first + self._new - new
-        self.activation.put(layer, rows, first)
+        self._read(layer, tensor, rows[:, -new:].detach(), self._first + self._new - new)
+
+    def _read(self, layer: ScannedLayer, source: Tensor, rows: Tensor, first: int) -> None:
+        self.activation.take(layer, source, rows, first)
         self._keep(layer, rows, first)
-        if self.statistics is not None:
-            mask = self._mask[:, first : first + new].bool()
-            mask = F.pad(mask, (0, new - mask.shape[1]), value=True)  # no padding after the prompt
-            for row, parts in enumerate(self.statistics):
-                own = rows[row][mask[row]]
-                if not self._endings.has_ended(row, first):
-                    parts[layer.index] += calculate_statistics(own, histogram=False)
 
     def _keep(self, layer: ScannedLayer, rows: Tensor, first: int) -> None:
         if layer.name in self._wants_tensors:
@@ -223,61 +250,77 @@ class LiveRecording:
                 self.tensors[layer.name] = rows.new_full(shape, torch.nan)
             self.tensors[layer.name][:, first : first + rows.shape[1]] = rows
 
-    def _ends_pass(self, model: nn.Module, arguments: object, output: object) -> None:
+    def _ends(self, model: nn.Module, arguments: object, output: object) -> None:
+        if self.outputs.is_step:
+            self._end_step()
+        self.end_pass(output)
+
+    def _end_step(self) -> None:
+        """Join the outputs of all layers, of which nobody has a reference afterwards."""
+        rows = self.outputs.rows()
+        usable = [(layer, each.detach()) for layer, each in rows if each is not None]
+        if len(usable) == len(self.outputs.layout.layers):
+            self.take_flat(torch.cat([each for _, each in usable], -1))
+            return
+        for layer, each in usable:
+            self._read(layer, each, each, self._first)
+        self.missed |= {layer.name: _WRITTEN for layer, each in rows if each is None}
+
+    def take_flat(self, flat: Tensor) -> None:
+        """Take in the outputs of all layers in this step, (b, 1, width), as they stand there."""
+        if self._first_flat + len(self._flats) != self._first:
+            self._flush()
+            self._first_flat = self._first
+        self._flats.append(flat)
+        if self._wants_tensors:
+            for layer, rows in zip(
+                self.outputs.layout.layers, self.outputs.layout.units(flat), strict=True
+            ):
+                self._keep(layer, rows, self._first)
+
+    def end_pass(self, output: object) -> None:
+        """Take in the logits, and tell of the step."""
         self._passes += 1
         if self._new <= 0:
             return
-        first, self.seen = self._first, self._first + self._new
-        if self.is_step:
-            self._end_step(first)
-        self._read_logits(output)
+        self.seen = self._first + self._new
+        logits = logits_of(output)
+        if logits is not None:
+            self._surprisals.take(logits, self._first, self._ids)
+        waiting = self._surprisals.bytes + sum(each.nbytes for each in self._flats[:1]) * len(
+            self._flats
+        )
+        if self._on_step is not None or len(self._flats) >= _STEPS or waiting > self._most:
+            self._flush()
         if self._on_step is not None:
-            where = slice(first, self.seen)
-            norms = self.activation.norms[:, where]
-            self._on_step(
-                Step(first, self._ids, norms, self.surprisal[:, where], self.entropy[:, where])
-            )
+            self._on_step(self._step(self._first, self._ids))
 
-    def _end_step(self, first: int) -> None:
-        buffer = self._buffer
-        columns, norms = buffer.norms()
-        self.activation.norms[:, first, columns] = norms
-        for layer in self._subject.layers if self._wants_tensors else ():
-            if layer.name in self._wants_tensors and layer.index in buffer.taken:
-                self._keep(layer, buffer.rows(layer.index)[:, None], first)
-        if self.statistics is not None:
-            buffer.remember([not self._endings.has_ended(row, first) for row in range(self._b)])
-            if buffer.is_full:
-                self._flush()
+    def _step(self, first: int, ids: Tensor) -> Step:
+        where = slice(first, first + ids.shape[1])
+        return Step(
+            first, ids, self.activation.norms[:, where], self.surprisal[:, where],
+            self.entropy[:, where], self._kept(first, ids.shape[1]),
+        )  # fmt: skip
 
     def _flush(self) -> None:
-        """Take the statistics of the steps that wait for them."""
-        if self.statistics is not None:
-            for row, parts in enumerate(self.statistics):
-                for index, values in self._buffer.steps_of(row):
-                    parts[index] += calculate_statistics(values, histogram=False)
-            self._buffer.clear()
+        """Read the steps that wait."""
+        self._write_fed()
+        if self._flats:
+            flats, self._flats = self._flats, []
+            flat = torch.cat(flats, 1) if len(flats) > 1 else flats[0]
+            self.activation.take_flat(self.outputs.layout, flat, self._first_flat)
+            self._first_flat += len(flats)
+        self._surprisals.flush()
 
-    def _read_logits(self, output: object) -> None:
-        """Surprisal and entropy of the tokens that were new, from the logits before them."""
-        logits = logits_of(output)
-        if logits is None:
-            return
-        # They may be those of the last positions alone; row j predicts the position after it.
-        logits = logits[:, -min(self._new, logits.shape[1]) :].detach()
-        before, self._distribution = self._distribution, logits[:, -1:]
-        if before is not None:
-            self._put_surprisal(before, self._first)
-        self._put_surprisal(logits[:, :-1], self.seen - logits.shape[1] + 1)
+    def _kept(self, first: int, count: int) -> Tensor:
+        """(b, n) which positions hold a token: neither padding, nor after the end of their row."""
+        self._write_fed()
+        running = self._endings.running(self._fed_ids[:, : first + count])[:, first:]
+        mask = self._mask[:, first : first + count].to(running.device).bool()
+        # There is no padding after the prompt.
+        return running & F.pad(mask, (0, count - mask.shape[1]), value=True)
 
-    def _put_surprisal(self, logits: Tensor, first: int) -> None:
-        """Take in those of the tokens from `first` on, which were drawn from these logits."""
-        count = logits.shape[1]
-        if count:
-            ids = self._fed_ids[:, first : first + count]
-            surprisal, entropy = surprisal_and_entropy(logits, ids)
-            self.surprisal[:, first : first + count] = surprisal
-            self.entropy[:, first : first + count] = entropy
+    # -- the end -----------------------------------------------------------------------------
 
     def finish(self, ids: Tensor) -> None:
         """Take in the last token, which was drawn and never fed: it has a surprisal, no activation.
@@ -289,15 +332,11 @@ class LiveRecording:
             InspectionError: The model was fed other tokens than these.
         """
         self._check_fed(ids)
-        if self._distribution is None or ids.shape[1] != self.seen + 1:
+        if ids.shape[1] != self.seen + 1:
             return
-        last = ids[:, -1:].to(self._distribution.device)
-        surprisal, entropy = surprisal_and_entropy(self._distribution, last)
-        self.surprisal[:, self.seen : self.seen + 1] = surprisal
-        self.entropy[:, self.seen : self.seen + 1] = entropy
-        if self._on_step is not None:
-            empty = self.activation.norms[:, self.seen : self.seen + 1]
-            self._on_step(Step(self.seen, last, empty, surprisal, entropy))
+        last = ids[:, -1:].to(self._fed_ids.device)
+        if self._surprisals.finish(self.seen, last) and self._on_step is not None:
+            self._on_step(self._step(self.seen, last))
 
     def _check_fed(self, ids: Tensor) -> None:
         """Raise where what the model was fed is not what stands at that position."""
@@ -315,219 +354,3 @@ class LiveRecording:
                 "loop ran candidates that it then dropped. Feed each token once, or scan from the "
                 "pass alone with live=False."
             )
-
-
-class _LayerHook(Hook):
-    """The hook on one layer; in a step of one token it does nothing but copy."""
-
-    __slots__ = ("_buffer", "_layer", "_recording", "_shape", "_view")
-
-    def __init__(self, recording: LiveRecording, layer: ScannedLayer, buffer: _StepBuffer) -> None:
-        super().__init__(partial(recording.called, layer), layer.module)
-        self._recording, self._layer, self._buffer = recording, layer, buffer
-        self._view = buffer.view(layer.index)
-        self._shape = None if self._view is None else self._view.shape
-
-    def __call__(self, *arguments: Any) -> None:
-        output = arguments[2]
-        if type(output) is not Tensor:
-            output = first_tensor(output)
-        if (
-            self._recording.is_step
-            and output is not None
-            and output.shape == self._shape
-            and self._layer.module is arguments[0]
-        ):
-            assert self._view is not None
-            self._view.copy_(output.detach() if output.requires_grad else output)
-            self._buffer.taken.add(self._layer.index)
-            return
-        super().__call__(*arguments)
-
-
-class _StepBuffer:
-    """The outputs of all layers in steps of one token, side by side.
-
-    Layers with voxels of one size stand together, each filled up with zeros to whole voxels, so
-    that all norms are had by one reduction per size.
-    """
-
-    def __init__(self, subject: Subject, b: int, like: Tensor) -> None:
-        layers = [each for each in subject.layers if each.axis is not None and each.calls == 1]
-        layers.sort(key=lambda each: each.size)
-        self._b = b
-        self._groups: list[tuple[int, int, int]] = []  # first column, last column, voxel size
-        self._places: dict[int, tuple[int, int]] = {}  # layer -> first column, units
-        columns: list[int] = []
-        at = 0
-        for layer in layers:
-            assert layer.axis is not None
-            if not self._groups or self._groups[-1][2] != layer.size:
-                self._groups.append((at, at, layer.size))
-            width = layer.axis.width
-            self._places[layer.index] = (at, width)
-            at += width + -width % layer.size
-            self._groups[-1] = (self._groups[-1][0], at, layer.size)
-            columns += range(layer.voxels.start, layer.voxels.stop)
-        self.columns = torch.tensor(columns, dtype=torch.long, device=like.device)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self._data = torch.zeros(b, at, dtype=dtype, device=like.device)
-        self._layers = {each.index: each for each in layers}
-        self._views = {index: self._view(each) for index, each in self._layers.items()}
-        self.taken: set[int] = set()
-        # Steps that wait for their statistics.
-        self._slots = max(1, min(32, _BUFFER_BYTES // max(1, self._data.nbytes)))
-        self._past: Tensor | None = None
-        self._past_taken: list[set[int]] = []
-        self._past_alive: list[list[bool]] = []
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._past_taken) == self._slots
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self.taken = set()
-
-    def _view(self, layer: ScannedLayer) -> Tensor:
-        """The place of a layer, of the shape that its output has."""
-        assert layer.axis is not None
-        first, width = self._places[layer.index]
-        place = self._data[:, first : first + width]
-        inside, name = layer.axis.inside, layer.axis.axis.name
-        if name == "(b, w, s)":
-            return place[..., None]
-        if len(inside) > 1:
-            place = place.view(self._b, *inside)
-        if name == "(b, heads, s, d)":
-            return place[:, :, None]
-        if name in ("(b, s, ...)", "(1, s, ...)"):
-            return place[:, None] if inside else place
-        return place
-
-    def rows(self, index: int) -> Tensor:
-        """(b, w) of a layer in this step."""
-        first, width = self._places[index]
-        return self._data[:, first : first + width]
-
-    def view(self, index: int) -> Tensor | None:
-        """The place of a layer, of the shape that its output has in a step; None without one."""
-        return self._views.get(index)
-
-    def norms(self) -> tuple[Tensor, Tensor]:
-        """The columns of the layers that were called in this step, and (b, voxel) in that order."""
-        found = torch.cat(
-            [
-                torch.linalg.vector_norm(self._data[:, first:last].view(self._b, -1, size), 2, -1)
-                for first, last, size in self._groups
-            ],
-            1,
-        )
-        if len(self.taken) == len(self._layers):
-            return self.columns, found
-        taken = [
-            index in self.taken
-            for index, layer in self._layers.items()
-            for _ in range(layer.voxels.start, layer.voxels.stop)
-        ]
-        kept = torch.tensor(taken, device=found.device)
-        return self.columns[kept], found[:, kept]
-
-    def remember(self, alive: list[bool]) -> None:
-        """Keep the step, in which these rows of the batch had a token, for its statistics."""
-        if self._past is None:
-            self._past = self._data.new_empty(self._slots, *self._data.shape)
-        self._past[len(self._past_taken)] = self._data
-        self._past_taken.append(self.taken)
-        self._past_alive.append(alive)
-
-    def steps_of(self, row: int) -> list[tuple[int, Tensor]]:
-        """Layer -> (n, w) of the steps in which this row had a token."""
-        found = []
-        for index in self._layers:
-            slots = [
-                slot
-                for slot, taken in enumerate(self._past_taken)
-                if self._past_alive[slot][row] and index in taken
-            ]
-            if slots:
-                first, width = self._places[index]
-                assert self._past is not None
-                found.append((index, self._past[slots, row, first : first + width]))
-        return found
-
-    def clear(self) -> None:
-        """Forget the steps."""
-        self._past_taken.clear()
-        self._past_alive.clear()
-
-
-def surprisal_and_entropy(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of the ids and the entropy of their distributions, in nats, both (b, s).
-
-    Args:
-        logits: (b, s, vocabulary), those from which each id was drawn.
-        ids: (b, s).
-    """
-    if logits.dtype not in (torch.float32, torch.float64):
-        logits = logits.float()
-    logs = torch.log_softmax(logits, -1)
-    surprisal = -logs.gather(-1, ids.to(logs.device)[..., None])[..., 0]
-    # 0 log 0 is 0: a token that cannot come adds nothing.
-    entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
-    return surprisal, entropy
-
-
-def held_positions(keywords: Mapping[str, Any], fed: int, seen: int, again: bool) -> int:
-    """How many positions the model remembers as it is called.
-
-    A KV cache says so. Another cache, or a single token without any, goes on from what was seen;
-    otherwise the model starts from the beginning.
-
-    Args:
-        keywords: Of the call.
-        fed: How many tokens it is given.
-        seen: How many positions were seen before.
-        again: Whether its cache is that of the pass before.
-    """
-    cache = keywords.get("past_key_values")
-    length = getattr(cache, "get_seq_length", None)
-    if callable(length):
-        held = _length_of(length)
-        # One that was run and holds nothing keeps a state, and no positions (RecurrentGemma,
-        # MiniMax).
-        return seen if held is None or (not held and again and fed == 1) else held
-    goes_on = cache is not None or keywords.get("cache_params") is not None or fed == 1
-    return seen if goes_on else 0
-
-
-def _length_of(length: Callable[[], Any]) -> int | None:
-    """What a cache says; None where it has states alone and says so by raising."""
-    try:
-        return int(length())
-    except (ValueError, NotImplementedError):
-        return None
-
-
-def fed_in_its_own_way(model: nn.Module) -> InspectionError:
-    """The error for a model that writes in another way than it reads (XLNet, XLM, CPM-Ant)."""
-    return InspectionError(
-        f"{type(model).__name__} looks ahead: in a pass over a whole sequence, what it computes at "
-        "a position depends on the tokens after it. To write nevertheless, its generate() feeds it "
-        "placeholders for tokens that are not there yet, or all tokens again at each step, so that "
-        "no pass over the finished sequence computes what generating did. Read a text with "
-        "max_new_tokens=0, or scan a model whose attention is causal."
-    )
-
-
-def fed_twice(held: int, fed: int, known: int) -> InspectionError:
-    """The error for a sequence that is fed again into a cache that holds it already."""
-    return InspectionError(
-        f"The model is fed {fed} tokens while its cache already holds {held} positions, which "
-        f"makes {held + fed}; but the sequence has only {known}. The same tokens are fed twice "
-        "into one cache: attention would see each of them twice, and either answer wrongly without "
-        "an error, or fail with sizes such as "
-        f"{known} against {held + fed}. Feed only the tokens that are new to the cache "
-        "(ids[:, -1:] after the first pass), or start with a new cache. (If your loop really "
-        "writes several tokens per pass, scan it with live=False.)"
-    )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.live import Step
 from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
 from torchfmri._scan.run.prompt import EncodedPrompt
@@ -54,7 +53,7 @@ class LiveToken:
 
 
 def live_tokens(
-    subject: Subject, prompt: EncodedPrompt, speller: Speller, endings: Endings
+    subject: Subject, prompt: EncodedPrompt, speller: Speller
 ) -> Callable[[Step], Iterator[LiveToken]]:
     """A function from a step to its tokens, in order of position; padding is left out."""
     start = prompt.ids.shape[1]
@@ -64,10 +63,11 @@ def live_tokens(
         layers = rms_by_layer(step.activation, subject).float().cpu()
         voxels = rms_by_voxel(step.activation, subject).float().cpu()
         surprisal, entropy = step.surprisal.tolist(), step.entropy.tolist()
+        kept = step.kept.tolist()
         for column, tokens in enumerate(zip(*step.ids.tolist(), strict=True)):
             position = step.first + column
             for row, token in enumerate(tokens):
-                if position < padding[row] or endings.has_ended(row, position):
+                if not kept[row][column]:
                     continue
                 generated = position >= start
                 yield LiveToken(

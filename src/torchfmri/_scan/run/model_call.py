@@ -138,3 +138,37 @@ def count_embeddings(model: nn.Module) -> int | None:
     except NotImplementedError:  # it has embeddings of another kind
         return None
     return count if isinstance(count, int) else None
+
+
+def held_positions(keywords: Mapping[str, Any], fed: int, seen: int, again: bool) -> int:
+    """How many positions the model remembers as it is called.
+
+    A KV cache says so. Another cache, or a single token without any, goes on from what was seen;
+    otherwise the model starts from the beginning.
+
+    Args:
+        keywords: Of the call.
+        fed: How many tokens it is given.
+        seen: How many positions were seen before.
+        again: Whether its cache is that of the pass before.
+    """
+    cache = keywords.get("past_key_values")
+    length = getattr(cache, "get_seq_length", None)
+    if callable(length):
+        held = _length_of(length)
+        if isinstance(held, Tensor):  # a static cache counts on the device: do not wait for it
+            held = seen if again and fed == 1 else int(held)
+        # One that was run and holds nothing keeps a state, and no positions (RecurrentGemma,
+        # MiniMax).
+        return seen if held is None or (not held and again and fed == 1) else held
+    goes_on = cache is not None or keywords.get("cache_params") is not None or fed == 1
+    return seen if goes_on else 0
+
+
+def _length_of(length: Callable[[], Any]) -> int | Tensor | None:
+    """What a cache says; None where it has states alone and says so by raising."""
+    try:
+        found = length()
+        return found if isinstance(found, Tensor) else int(found)
+    except (ValueError, NotImplementedError):
+        return None

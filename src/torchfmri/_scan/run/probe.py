@@ -88,6 +88,7 @@ class Probe:
         first_position: What the model by itself calls the first position.
         longest: How many positions its table of positions has room for; None without a table.
         looks_ahead: Whether the logits at a position depend on the tokens after it.
+        written: Layers into whose output somebody writes after they have returned it.
 
     Raises:
         InspectionError: A token id is none of the model's.
@@ -98,6 +99,7 @@ class Probe:
         self._shapes: dict[str, list[list[tuple[Shape, int, int]]]]
         self._shapes = {name: [[], []] for name in modules}
         self._embeddings = (_Embeddings(), _Embeddings())
+        self.written: set[str] = set()
         first, second = _sizes(model)
         with unchanged(model), torch.no_grad(), compiled_code_as_eager():
             model.eval()
@@ -117,9 +119,12 @@ class Probe:
         self, number: int, tokens: Tensor, followed: FollowedPass | None = None
     ) -> Tensor | None:
         """The logits of every position, if the model returns them."""
+        seen: list[tuple[str, Tensor, int]] = []
 
         def take(name: str, output: Tensor) -> None:
             self._shapes[name][number].append((tuple(output.shape), *tokens.shape))
+            if not output.is_inference():
+                seen.append((name, output, output._version))
             if followed is not None:
                 followed.called(name, output)
 
@@ -139,6 +144,7 @@ class Probe:
                     stack.callback(handle.remove)
             stack.enter_context(followed or contextlib.nullcontext())
             logits = logits_of(call_model(self._model, tokens, torch.ones_like(tokens)))
+        self.written |= {name for name, output, version in seen if output._version != version}
         return logits if logits is not None and logits.shape[:2] == tokens.shape else None
 
     def _refuse_unknown(self, given: Tensor, count: int) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import unwrap
-from torchfmri._scan.run.live import fed_twice
 from torchfmri._scan.run.model_call import takes
 from torchfmri._scan.run.prompt import EncodedPrompt
 from torchfmri.exceptions import InspectionError
@@ -198,3 +197,30 @@ def _shard_axes(parameter: Tensor) -> list[int]:
     """The axes of the processes' mesh over which a parameter is cut."""
     placements: Any = getattr(parameter, "placements", ())
     return [axis for axis, each in enumerate(placements) if each.is_shard()]
+
+
+# -- while it generates -------------------------------------------------------------------------
+
+
+def fed_in_its_own_way(model: nn.Module) -> InspectionError:
+    """The error for a model that writes in another way than it reads (XLNet, XLM, CPM-Ant)."""
+    return InspectionError(
+        f"{type(model).__name__} looks ahead: in a pass over a whole sequence, what it computes at "
+        "a position depends on the tokens after it. To write nevertheless, its generate() feeds it "
+        "placeholders for tokens that are not there yet, or all tokens again at each step, so that "
+        "no pass over the finished sequence computes what generating did. Read a text with "
+        "max_new_tokens=0, or scan a model whose attention is causal."
+    )
+
+
+def fed_twice(held: int, fed: int, known: int) -> InspectionError:
+    """The error for a sequence that is fed again into a cache that holds it already."""
+    return InspectionError(
+        f"The model is fed {fed} tokens while its cache already holds {held} positions, which "
+        f"makes {held + fed}; but the sequence has only {known}. The same tokens are fed twice "
+        "into one cache: attention would see each of them twice, and either answer wrongly without "
+        "an error, or fail with sizes such as "
+        f"{known} against {held + fed}. Feed only the tokens that are new to the cache "
+        "(ids[:, -1:] after the first pass), or start with a new cache. (If your loop really "
+        "writes several tokens per pass, scan it with live=False.)"
+    )

@@ -8,8 +8,8 @@ looked at where it has the shape expected from them.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -39,6 +39,8 @@ class ScannedLayer:
         voxels: The columns of its voxels of units.
         experts: The columns of its voxels that are experts.
         parameters: Its own, each under its first name.
+        is_written: Whether somebody writes into its output after it has returned it, so that a
+            reference is of no use.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ScannedLayer:
     voxels: slice
     experts: slice
     parameters: tuple[ParameterInfo, ...]
+    is_written: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +69,7 @@ class Subject:
         first_position: The number that the model by itself gives to the first position.
         longest: How many positions its table of positions has room for; None without a table.
         looks_ahead: Whether its logits at a position depend on the tokens after it.
+        layouts: Where layers stand side by side, as found out so far: see `layout_of`.
     """
 
     model: nn.Module
@@ -77,6 +81,7 @@ class Subject:
     first_position: int
     longest: int | None
     looks_ahead: bool
+    layouts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def refuse_length(self, length: int) -> None:
         """Raise for more positions than the model has in its table: it would fail far from here."""
@@ -96,6 +101,7 @@ class _Found(NamedTuple):
     axis: Resolved | None
     calls: int
     own: tuple[ParameterInfo, ...]
+    is_written: bool
 
 
 def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) -> Subject:
@@ -140,7 +146,7 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
             notes[name] = f"{tied}: its learning cost stands there"
         if calls > 1 and axis is not None:
             notes[name] = f"it is called {calls} times per pass: values are over all calls"
-        found.append(_Found(name, module, axis, calls, own))
+        found.append(_Found(name, module, axis, calls, own, name in probe.written))
     if not found:
         reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
         raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
@@ -178,7 +184,7 @@ def _assemble(
         layers.append(
             ScannedLayer(
                 each.name, index, each.module, each.axis, each.calls, sizes[index], voxels, rows,
-                each.own,
+                each.own, each.is_written,
             )
         )  # fmt: skip
     return anatomy, tuple(layers)

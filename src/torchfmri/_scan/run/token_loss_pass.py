@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager, spared_grad
+from torchfmri._scan.run.flat_layout import voxel_norms
 from torchfmri._scan.run.gradient_pass import (
     Pass,
     PassSink,
@@ -24,7 +25,6 @@ from torchfmri._scan.run.gradient_pass import (
     read_logits,
     trainable,
 )
-from torchfmri._scan.run.measurements import Measurements, voxel_norms
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import ScannedLayer, Subject
@@ -46,9 +46,8 @@ def run_token_losses(
         InspectionError: The loss is a single number.
     """
     model = subject.model
-    b, s = sequences.ids.shape
     like = like_parameters(model)
-    found = Pass(Measurements(subject, b, s, like))
+    found = Pass()
     sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"})
     targets = [
@@ -81,6 +80,8 @@ def run_token_losses(
 class _TokenLossSink(PassSink):
     """Takes the gradients of the token whose loss is being differentiated."""
 
+    gradient_statistics = False  # T passes over every layer: not worth their price
+
     def __init__(
         self,
         subject: Subject,
@@ -91,10 +92,9 @@ class _TokenLossSink(PassSink):
         loss: ScanLoss,
     ) -> None:
         super().__init__(subject, sequences, found, like, tensors, loss, own_step=True)
-        found.statistics.pop("gradients")  # T passes over every layer: not worth their price
         self.token = (0, 0)
 
-    def reduce_gradient(self, layer: ScannedLayer, rows: Tensor) -> None:
+    def reduce_gradient(self, layer: ScannedLayer, gradient: Tensor, rows: Tensor) -> None:
         """The norm over all positions of the token's row, by voxel."""
         row, position = self.token
         if row < 0:  # the sum of all losses, for the proof

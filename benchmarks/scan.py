@@ -5,6 +5,11 @@ metrics; the small Qwen3 beside it. `activations` is compared with plain `genera
 `position_gradients` with plain `generate` and one plain forward and backward pass over the result.
 `naive_per_token` runs forward and backward over everything so far for each new token, as one would
 without thinking. `store_share` is the time of saving a scan, as a share of the time of scanning.
+`empty_hooks` is `generate` with a hook on every module that does nothing.
+
+On a GPU (`--device cuda`) the second shape is that of Qwen3-1.7B, and `compiled_activations` is
+compared with `generate` with a static cache, which transformers compiles. `throughput` has tokens
+per second of `generate` and of the scan, by the number of prompts in a batch.
 """
 
 import argparse
@@ -15,14 +20,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import _peers
 from benchmarks._peers import Task
-from benchmarks._qwen3 import SMALL, build_qwen3
-from benchmarks._timing import PLAIN_AGAIN, Effort, Run, describe_machine, measure_ratios, report
+from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
+from benchmarks._timing import (
+    PLAIN_AGAIN,
+    Effort,
+    Run,
+    describe_machine,
+    measure_ratios,
+    report,
+    time_once,
+)
 
 PEERS = (("nnsight", _peers.build_nnsight), ("torchlens", _peers.build_torchlens))
 NOTES = {
@@ -31,6 +45,9 @@ NOTES = {
     "nnsight": "saves the outputs of all Linears, activations only: no gradients while generating; "
     "on the small Qwen3, compared with plain generate",
     "torchlens": "saves the outputs of all Linears, on the small Qwen3 with 8 new tokens",
+    "compiled_apart": "the largest difference between the norms of the compiled scan and those of "
+    "the eager one, as a share of the layer's largest; compiled_logits_apart is that between the "
+    "logits of plain compiled and plain eager generate",
     "overhead_1024_over_64": "the ratio of `activations` at 1,024 new tokens over that at 64, on "
     "the small Qwen3",
 }
@@ -44,16 +61,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long", type=int, default=1024, help="tokens of the long generation")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--dtype", default="float32", help="of the model")
+    parser.add_argument("--dtype", help="of the model (float32; on a GPU bfloat16)")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32, 256], help="of prompts")
+    parser.add_argument("--skip", nargs="*", default=[], help="eager, compiled or throughput")
+    parser.add_argument("--shapes", nargs="*", default=["smollm2", "large"], help="on a GPU")
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
 
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     """Ratios with intervals, for both shapes."""
     torch.set_num_threads(arguments.threads)
-    place = {"device": arguments.device, "dtype": getattr(torch, arguments.dtype)}
+    cuda = arguments.device.startswith("cuda")
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if cuda else "float32"))
+    place = {"device": arguments.device, "dtype": dtype}
     effort = Effort(rounds=arguments.rounds, warm_up=1, slow_seconds=600)
     result: dict[str, Any] = {"intervals": {}, "notes": NOTES, "errors": {}, "not_installed": []}
+    measure_all = measure_on_gpu if cuda else measure_on_cpu
+    measure_all(arguments, place, effort, result)
+    result["task"] = {
+        "prompt": arguments.prompt,
+        "new_tokens": arguments.new_tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    result["machine"] = describe_machine()
+    return result
+
+
+def measure_on_cpu(
+    arguments: argparse.Namespace, place: dict[str, Any], effort: Effort, result: dict[str, Any]
+) -> None:
+    """SmolLM2's shape, the small Qwen3, storing, long runs, and the peers."""
     smollm2 = Subject(smollm2_shape().to(**place), arguments.prompt, arguments.new_tokens)
     measure(smollm2, effort, result, "")
     result["store_share"] = store_share(smollm2)
@@ -70,24 +107,133 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     result["overhead_1024_over_64"] = figure.ratio / result["small_activations"]
     if not arguments.no_peers:
         measure_peers(result, arguments.prompt, arguments.new_tokens)
-    result["task"] = {"prompt": arguments.prompt, "new_tokens": arguments.new_tokens}
-    result["machine"] = describe_machine()
-    return result
+
+
+def measure_on_gpu(
+    arguments: argparse.Namespace, place: dict[str, Any], effort: Effort, result: dict[str, Any]
+) -> None:
+    """SmolLM2's shape and that of Qwen3-1.7B: eager, compiled, and in batches."""
+    shapes = {"smollm2": ("", smollm2_shape), "large": ("large_", large_qwen3)}
+    for prefix, build in [shapes[name] for name in arguments.shapes]:
+        model = build().to(**place)
+        subject = Subject(model, arguments.prompt, arguments.new_tokens)
+        result[f"{prefix}milliseconds_per_token"] = subject.milliseconds_per_token()
+        if "eager" not in arguments.skip:
+            measure(subject, effort, result, prefix)
+        if "compiled" not in arguments.skip:
+            measure_compiled(subject, effort, result, prefix)
+        if "throughput" not in arguments.skip:
+            result[f"{prefix}throughput"] = {
+                b: measure_throughput(Subject(model, arguments.prompt, arguments.new_tokens, b))
+                for b in arguments.batches
+            }
+        del model, subject
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def measure_throughput(subject: "Subject") -> dict[str, float]:
+    """Tokens per second of a batch, plain and scanned; the best of two runs each."""
+    count = len(subject.ids) * subject.new_tokens
+    runs: dict[str, Run] = {"generate": subject.generate, "scan": subject.scan(None)}
+    found = {}
+    for name, run in runs.items():
+        report(f"{len(subject.ids)} prompts, {name}")
+        run()
+        found[name] = count / min(time_once(run) for _ in range(2))
+    return found
+
+
+def measure_compiled(
+    subject: "Subject", effort: Effort, result: dict[str, Any], prefix: str
+) -> None:
+    """The compiled scan beside compiled `generate`, and how far its values are from eager ones."""
+    static = Subject(subject.model, subject.ids.shape[1], subject.new_tokens, static=True)
+    report(f"{prefix}compiled generate")
+    result[f"{prefix}compile_seconds"] = time_once(static.generate)
+    report(f"{prefix}compiled scan")
+    scan: Callable[[], Any] = static.scan(None)
+    result[f"{prefix}compile_watched_seconds"] = time_once(scan)
+    result[f"{prefix}compiled_milliseconds_per_token"] = static.milliseconds_per_token()
+    figures = measure_ratios(static.generate, {"scan": scan}, effort)
+    for name, figure in {
+        "compiled_activations": figures["scan"],
+        "compiled_generate_again": figures[PLAIN_AGAIN],
+    }.items():
+        result[prefix + name] = figure.ratio
+        result["intervals"][prefix + name] = [figure.low, figure.high]
+    found, tokens = scan(), static.generate()[0].tolist()
+    result[f"{prefix}compiled_generation"] = found.meta["generation"]
+    result[f"{prefix}compiled_same_tokens"] = found[0].tokens.ids.tolist() == tokens
+    static.compiles = False
+    eager = static.scan(None)()
+    same = min(_common(found[0].tokens.ids, eager[0].tokens.ids), len(tokens) - 1)
+    result[f"{prefix}compiled_common_tokens"] = same
+    result[f"{prefix}compiled_apart"] = _apart(
+        *(numpy.asarray(each.values("activation", by="layer")[1])[:same] for each in (found, eager))
+    )
+    logits = {}
+    for compiles in (False, True):
+        static.compiles = compiles
+        logits[compiles] = static.logits()[: same - subject.ids.shape[1]].norm(dim=-1)[:, None]
+    result[f"{prefix}compiled_logits_apart"] = _apart(logits[True], logits[False])
+
+
+def _common(one: Any, other: Any) -> int:
+    """How many tokens two sequences have in common before they part."""
+    parts = [at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    return parts[0] if parts else len(one)
+
+
+def _apart(one: Any, other: Any) -> float:
+    """The largest difference in a column, as a share of the column's largest value."""
+    one, other = (numpy.asarray(each, dtype=numpy.float64) for each in (one, other))
+    with numpy.errstate(invalid="ignore"):
+        return float(numpy.nanmax(numpy.abs(one - other) / numpy.nanmax(other, 0)))
 
 
 class Subject:
     """A model, a prompt, and what is done with them."""
 
-    def __init__(self, model: nn.Module, prompt: int, new_tokens: int) -> None:
-        self.model, self.new_tokens = model, new_tokens
+    def __init__(
+        self, model: nn.Module, prompt: int, new_tokens: int, b: int = 1, static: bool = False
+    ) -> None:
+        self.model, self.new_tokens, self._static = model, new_tokens, static
+        self.compiles = True
         generator = torch.Generator().manual_seed(1)
         device = next(model.parameters()).device
-        self.ids = torch.randint(5, 900, (1, prompt), generator=generator).to(device)
+        self.ids = torch.randint(5, 900, (b, prompt), generator=generator).to(device)
 
     @property
     def options(self) -> dict[str, Any]:
         """The same number of tokens each time."""
-        return {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        if self._static:
+            options |= {"cache_implementation": "static", "disable_compile": not self.compiles}
+        return options
+
+    def milliseconds_per_token(self) -> float:
+        """Of plain `generate`, the best of three runs."""
+        self.generate()
+        return 1e3 * min(time_once(self.generate) for _ in range(3)) / self.new_tokens
+
+    def logits(self) -> Tensor:
+        """Of every new token of plain `generate`, (n, vocabulary)."""
+        found = self.model.generate(
+            self.ids, attention_mask=torch.ones_like(self.ids), max_new_tokens=self.new_tokens,
+            return_dict_in_generate=True, output_logits=True, **self.options,
+        )  # fmt: skip
+        return torch.cat(found.logits).float().cpu()
+
+    def generate_with_empty_hooks(self) -> None:
+        """With a hook on every module that does nothing."""
+        modules = [each for each in self.model.modules() if each is not self.model]
+        handles = [each.register_forward_hook(lambda *_: None) for each in modules]
+        try:
+            self.generate()
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def generate(self) -> Tensor:
         """Plain."""
@@ -128,7 +274,8 @@ def _wait(tensor: Tensor) -> None:
 def measure(subject: Subject, effort: Effort, result: dict[str, Any], prefix: str) -> None:
     """Our two figures and their noise floors."""
     report(f"{prefix or 'SmolLM2 shape, '}activations")
-    figures = measure_ratios(subject.generate, {"activations": subject.scan(None)}, effort)
+    runs = {"activations": subject.scan(None), "empty_hooks": subject.generate_with_empty_hooks}
+    figures = measure_ratios(subject.generate, runs, effort)
     report(f"{prefix or 'SmolLM2 shape, '}gradients")
     more = measure_ratios(
         subject.generate_and_differentiate,
@@ -137,6 +284,7 @@ def measure(subject: Subject, effort: Effort, result: dict[str, Any], prefix: st
     )
     named = {
         "activations": figures["activations"],
+        "empty_hooks": figures["empty_hooks"],
         "generate_again": figures[PLAIN_AGAIN],
         "position_gradients": more["position_gradients"],
         "generate_and_differentiate_again": more[PLAIN_AGAIN],
@@ -230,4 +378,10 @@ def smollm2_shape() -> nn.Module:
 def small_qwen3() -> nn.Module:
     """The small Qwen3 of the other benchmarks."""
     model: nn.Module = build_qwen3(SMALL, max_position_embeddings=4096, pad_token_id=0)
+    return model.eval()
+
+
+def large_qwen3() -> nn.Module:
+    """The shape of Qwen3-1.7B with random weights."""
+    model: nn.Module = build_qwen3(LARGE, max_position_embeddings=4096, pad_token_id=0)
     return model.eval()

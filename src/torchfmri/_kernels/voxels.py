@@ -63,7 +63,8 @@ class VoxelTable(NamedTuple):
     ) -> VoxelTable:
         """Upload such a table."""
         table = np.stack([starts, counts, columns]).astype(np.int32)
-        return VoxelTable(*upload(table, device), size=int(counts.max()))
+        first, number, place = upload(table, device)
+        return VoxelTable(first, number, place, int(counts.max()))
 
 
 class VoxelSums:

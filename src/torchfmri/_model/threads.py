@@ -205,6 +205,8 @@ def _refusing_other_threads(model: nn.Module) -> Iterator[None]:
     owner = threading.current_thread()
 
     def refuse(module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():  # by this thread, and a graph asks for no thread
+            return
         own = threading.current_thread()
         if own is not owner and owner.is_alive():
             raise InspectionError(

@@ -186,7 +186,7 @@ def _tokens(frame: Frame, tokens: _HostTokens, row: int) -> Tokens:
     def numbers(each: NDArray[np.float32]) -> NDArray[np.float32]:
         if frame.loss is not None and not frame.loss.causal:
             return np.full(len(ids), np.nan, dtype=np.float32)
-        found = each[row][where]
+        found: NDArray[np.float32] = each[row][where]
         found[:1] = np.nan  # what stands before the first token is padding
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from torchfmri._scan.run.live import LiveRecording, Step
 from torchfmri._scan.run.live_token import LiveToken, live_tokens
 from torchfmri._scan.run.model_call import is_causal, positions_of
 from torchfmri._scan.run.prompt import EncodedPrompt
+from torchfmri._scan.run.recorded_generation import recorded_inside
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.spelling import Speller
@@ -45,6 +47,7 @@ class BatchRun:
         on_token: Told of each token as it comes.
         notes: What has to be known about the result.
         missed: Layer -> what was not captured of it, and why.
+        is_compiled: Whether the steps of generating ran compiled.
     """
 
     options: ScanOptions
@@ -58,6 +61,7 @@ class BatchRun:
     on_token: Callable[[LiveToken], None] | None = None
     notes: list[str] = field(default_factory=list)
     missed: dict[str, str] = field(default_factory=dict)
+    is_compiled: bool = False
 
     @property
     def count(self) -> int:
@@ -110,7 +114,9 @@ class BatchRun:
         model, options = self.subject.model, self.options
         # A loop of the user's own may run backward passes.
         own = model.parameters() if self.decoding.decode is not None else ()
-        with spared_grad(own), generators_restored(), torch.no_grad(), compiled_code_as_eager():
+        # What is not recorded again after compiled steps is what the user would run: compiled.
+        stance = nullcontext() if self.is_compiled and not record else compiled_code_as_eager()
+        with spared_grad(own), generators_restored(), torch.no_grad(), stance:
             if self.seed is not None:
                 torch.manual_seed(self.seed)
             if not record:
@@ -126,8 +132,13 @@ class BatchRun:
                 tensors=self.tensors if options.per is None else frozenset(),
                 on_step=self._tell(prompt) if self.on_token is not None else None,
             )
-            with recording:
+            config = self.decoding.setting(model, "compile_config")
+            with recording, recorded_inside(recording, config) as compiled:
                 ids = self.decoding.run(model, self.prompt, endings)
+            if compiled is not None:
+                self.is_compiled = compiled.ran and not compiled.reason
+                if compiled.reason:
+                    self.notes.append(f"steps ran eagerly: {compiled.reason}")
             if not recording.seen:
                 self.notes.append(
                     "activations are from the pass alone: the model was not run while decoding"

@@ -18,13 +18,12 @@ from torchfmri._kernels import heaviest
 from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.flat_layout import layout_of
-from torchfmri._scan.run.live_hooks import LayerHook, StepOutputs, ids_of
+from torchfmri._scan.run.live_hooks import EagerHook, LayerHook, StepOutputs, ids_of
 from torchfmri._scan.run.model_call import held_positions, like_parameters, logits_of
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
 from torchfmri._scan.run.subject import ScannedLayer, Subject
 from torchfmri._scan.run.surprisal import Surprisals
-from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
 
 _STEPS, _HOST_BYTES = 32, 1 << 24
@@ -66,6 +65,8 @@ class LiveRecording:
         on_step: Told of each step.
 
     Attributes:
+        subject: As given.
+        outputs: The outputs of the step that runs.
         activation: What was read.
         tensors: Layer -> (b, s, w).
         missed: Layer -> why something of it is missing.
@@ -85,7 +86,7 @@ class LiveRecording:
         tensors: frozenset[str] = frozenset(),
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
-        self._subject, self._on_step = subject, on_step
+        self.subject, self._on_step = subject, on_step
         self._prompt, self._mask, self._endings = prompt, mask, endings
         self._b, self._length = len(prompt), length
         self._padding = int((mask == 0).sum(1).min())  # of the longest row
@@ -125,12 +126,12 @@ class LiveRecording:
 
     def __enter__(self) -> LiveRecording:
         # The one that `generate` calls; a wrapper around it (PEFT) calls it as well.
-        model = unwrap(self._subject.model)
+        model = unwrap(self.subject.model)
         places = {each.index: place for place, each in enumerate(self.outputs.layout.layers)}
         try:
-            before, after = Hook(self._begins, model), Hook(self._ends, model)
+            before, after = EagerHook(self._begins, model), EagerHook(self._ends, model)
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-            for layer in self._subject.layers:
+            for layer in self.subject.layers:
                 if layer.axis is not None:
                     place = places.get(layer.index)
                     hook = LayerHook(self._take, layer, self.outputs, place, self._b)
@@ -174,11 +175,11 @@ class LiveRecording:
         self._cache = cache
         known = self._prompt.shape[1] + self._passes
         longer = start + count > known
-        if longer and self._subject.looks_ahead:
-            raise fed_in_its_own_way(unwrap(self._subject.model))
+        if longer and self.subject.looks_ahead:
+            raise fed_in_its_own_way(unwrap(self.subject.model))
         if longer and start:
             raise fed_twice(start, count, known)
-        self._subject.refuse_length(start + count - self._padding)
+        self.subject.refuse_length(start + count - self._padding)
         self._make_room(start + count)
         self._note_fed(start, ids)
         if not self._passes:
@@ -344,8 +345,8 @@ class LiveRecording:
         fed, real = self._fed_ids[:, :count], ids[:, :count].to(self._fed_ids.device)
         wrong = ((fed >= 0) & (fed != real)).nonzero()
         if len(wrong) or self.seen > ids.shape[1]:
-            if self._subject.looks_ahead:
-                raise fed_in_its_own_way(unwrap(self._subject.model))
+            if self.subject.looks_ahead:
+                raise fed_in_its_own_way(unwrap(self.subject.model))
             row, at = wrong[0].tolist() if len(wrong) else (0, ids.shape[1])
             there = int(ids[row, at]) if at < ids.shape[1] else "nothing"
             raise InspectionError(

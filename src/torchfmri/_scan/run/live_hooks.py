@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchfmri._scan.run.flat_layout import FlatLayout
@@ -55,6 +56,16 @@ class StepOutputs:
         return tensor.reshape(-1, 1, layer.axis.width).expand(self._b, -1, -1)
 
 
+class EagerHook(Hook):
+    """A hook that is not there for a graph that is being compiled: that has hooks of its own."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(*arguments)
+
+
 class LayerHook(Hook):
     """The hook on one layer; in a step of one token it does nothing but keep a reference.
 
@@ -83,6 +94,8 @@ class LayerHook(Hook):
         self._copies = layer.is_written
 
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         module, _, output = arguments
         outputs = self._outputs
         if not outputs.is_step or self._place is None or module is not self._module:

@@ -1,0 +1,116 @@
+"""A `generate` that runs compiled, with its steps recorded inside the graph.
+
+`generate` of transformers compiles its steps where the cache is static, keeps the compiled call on
+the model and asks for it by its settings. While a scan runs, ours stands there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchfmri._model import unwrap
+from torchfmri._scan.run.compiled_step import CompiledStep, compiled_step
+from torchfmri._scan.run.live import LiveRecording
+from torchfmri._scan.run.live_hooks import ids_of
+from torchfmri._scan.run.model_call import like_parameters
+
+_KEPT = ("_cache", "_previous_max_cache_length")
+"""What `generate` keeps on the model so that its next call need not compile again."""
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+class RecordedCall:
+    """What `generate` calls in place of its compiled step.
+
+    Args:
+        recording: Takes what the layers did.
+        options: Of `torch.compile`.
+
+    Attributes:
+        ran: Whether a step ran compiled.
+        reason: Why steps run eagerly although `generate` asks for compiled ones; "" if they do not.
+    """
+
+    def __init__(self, recording: LiveRecording, options: Mapping[str, Any]) -> None:
+        self._recording, self._options = recording, options
+        subject = recording.subject
+        self._model = unwrap(subject.model)
+        self._attached = contextlib.ExitStack()
+        self._step: CompiledStep | None = None
+        self.ran = False
+        again = [each.name for each in subject.layers if each.axis is not None and each.calls > 1]
+        self.reason = f"{again[0]} is called several times in a pass" if again else ""
+
+    def __call__(self, **keywords: Any) -> Any:
+        ids = ids_of((), keywords)
+        if self.reason or ids.shape[1] != 1:
+            return self._model(**keywords)
+        try:
+            return self._run(ids, keywords)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self.ran:
+                raise
+            self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return self._model(**keywords)
+
+    def _run(self, ids: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
+        recording = self._recording
+        layout = recording.outputs.layout
+        if self._step is None:
+            like = like_parameters(self._model)
+            self._step = compiled_step(self._model, layout, len(ids), like, self._options)
+            self._attached.enter_context(self._step.attached(layout))
+        recording.begin_pass(ids, keywords)
+        output, flat = self._step(self._model, keywords)
+        self.ran = True
+        if recording.outputs.is_step and self._step.is_complete:
+            recording.take_flat(flat)
+        elif not self._step.is_complete:
+            self.reason = "not every layer could be followed into the compiled graph"
+        recording.end_pass(output)
+        return output
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._attached.close()
+
+
+@contextlib.contextmanager
+def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedCall | None]:
+    """Let the compiled steps of `generate` be recorded, where it has any.
+
+    Args:
+        recording: Takes what the layers did.
+        config: The CompileConfig that `generate` is given; None for its default.
+    """
+    model = unwrap(recording.subject.model)
+    if not hasattr(model, "get_compiled_call"):
+        yield None
+        return
+    if config is None:
+        from transformers import CompileConfig
+
+        default = getattr(model, "_default_compile_config", CompileConfig)
+        config = default()
+    call = RecordedCall(recording, config.to_dict())
+    attributes = model.__dict__
+    names = ("_compiled_call", "_last_compile_config", *_KEPT)
+    before = {name: attributes[name] for name in names if name in attributes}
+    try:
+        attributes |= {"_compiled_call": call, "_last_compile_config": config}
+        for name, value in _kept.get(model, {}).items():
+            attributes.setdefault(name, value)
+        yield call
+    finally:
+        call.close()
+        if call.ran:
+            _kept[model] = {name: attributes[name] for name in _KEPT if name in attributes}
+        for name in names:
+            attributes.pop(name, None)
+        attributes |= before

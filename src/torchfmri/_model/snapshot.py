@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -64,8 +65,13 @@ def _reshard(model: nn.Module) -> None:
     After a forward pass some stay gathered, and FSDP remembers that: were only the parameters put
     back, the next pass would take the shards for the whole.
     """
-    for module in model.modules():
-        if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
+    modules = list(model.modules())
+    kinds = {
+        kind for kind in set(map(type, modules))
+        if any(each.__name__ == "FSDPModule" for each in kind.__mro__)
+    }  # fmt: skip
+    for module in modules if kinds else ():
+        if type(module) in kinds:
             module.reshard()  # type: ignore[operator]
 
 
@@ -122,16 +128,21 @@ def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
     restore: list[Callable[[], None]] = []
     renormalised = {id(each): each for each in _renormalised(model)}
     held: dict[int, Any] = dict(renormalised)
+    empty: list[Any] = []
     for name, module in model.named_modules():
-        if any(is_lazy(parameter) for parameter in module._parameters.values()):
+        if module._parameters and any(map(is_lazy, module._parameters.values())):
             raise InspectionError(
                 f"{name or 'The model'!r} has lazy parameters, which the first call creates for "
                 "good. Run the model once, then inspect it."
             )
         restore.append(_save_attributes(module))
         for value in [*module._buffers.values(), *module.__dict__.values()]:
-            _collect(value, held)
-    empty = [each for each in held.values() if not isinstance(each, Tensor) and not each]
+            kind = type(value)
+            if kind in _CONTAINERS and not value:
+                empty.append(value)  # most are: the places for hooks
+            elif kind not in _PLAIN:
+                _collect(value, held)
+    empty += [each for each in held.values() if not isinstance(each, Tensor) and not each]
     restore.append(lambda: _empty_again(empty))
     for value in held.values():
         if (
@@ -149,9 +160,8 @@ def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
 
 def _empty_again(containers: list[Any]) -> None:
     """Most containers of a model are empty, such as the places for hooks: quickly seen to."""
-    for each in containers:
-        if each:
-            each.clear()
+    for each in filter(None, containers):
+        each.clear()
 
 
 def _renormalised(model: nn.Module) -> list[Tensor]:
@@ -173,7 +183,8 @@ def _collect(value: Any, held: dict[int, Any]) -> None:
         _collect(each, held)
 
 
-_CONTAINERS = (list, dict, set, tuple, OrderedDict, deque)
+_CONTAINERS = frozenset((list, dict, set, tuple, OrderedDict, deque))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def _save_attributes(module: nn.Module) -> Callable[[], None]:
@@ -181,6 +192,11 @@ def _save_attributes(module: nn.Module) -> Callable[[], None]:
 
     def put_back() -> None:
         now = module.__dict__
+        # Nearly always nothing has changed, and a model has hundreds of modules.
+        if now.keys() == attributes.keys() and all(
+            map(is_, now.values(), map(attributes.__getitem__, now))
+        ):
+            return
         for key in [key for key in now if key not in attributes]:
             del now[key]
         for key, value in attributes.items():

@@ -8,6 +8,7 @@ import platform
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -58,12 +59,14 @@ def scan_meta(
 def fingerprint(model: nn.Module) -> str:
     """A few digits that change when the weights do: a scan goes on with the same ones alone."""
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        if parameter.is_meta or not parameter.numel() or hasattr(parameter, "to_local"):
-            continue
-        values = parameter.detach().reshape(-1)
-        some = values[:: -(-values.numel() // _SAMPLES)].to("cpu", torch.float32)
-        digest.update(some.contiguous().numpy().tobytes())
+    kept = [
+        each.detach().reshape(-1) for each in model.parameters()
+        if not each.is_meta and each.numel() and not hasattr(each, "to_local")
+    ]  # fmt: skip
+    some = (values[:: -(-values.numel() // _SAMPLES)] for values in kept)
+    # Joined before they are fetched: each transfer from a GPU waits for it.
+    for _, alike in groupby(some, key=lambda each: (each.dtype, each.device)):
+        digest.update(torch.cat(list(alike)).to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -8,6 +8,7 @@ when the step is over, and many steps are reduced together. Nothing waits for th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,13 @@ from torchfmri._kernels import heaviest
 from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.flat_layout import layout_of
-from torchfmri._scan.run.live_hooks import EagerHook, LayerHook, StepOutputs, ids_of
+from torchfmri._scan.run.live_hooks import (
+    EagerHook,
+    LayerHook,
+    StepOutputs,
+    call_with_tensor,
+    ids_of,
+)
 from torchfmri._scan.run.model_call import held_positions, like_parameters, logits_of
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
@@ -134,7 +141,11 @@ class LiveRecording:
             for layer in self.subject.layers:
                 if layer.axis is not None:
                     place = places.get(layer.index)
-                    hook = LayerHook(self._take, layer, self.outputs, place, self._b)
+                    act = partial(call_with_tensor, self._take, layer)
+                    hook = (
+                        EagerHook(act, layer.module) if place is None
+                        else LayerHook(self._take, layer, self.outputs, place)
+                    )  # fmt: skip
                     self._handles.append(layer.module.register_forward_hook(hook))
             self._handles.append(model.register_forward_hook(after))
         except BaseException:
@@ -258,14 +269,15 @@ class LiveRecording:
 
     def _end_step(self) -> None:
         """Join the outputs of all layers, of which nobody has a reference afterwards."""
-        rows = self.outputs.rows()
-        usable = [(layer, each.detach()) for layer, each in rows if each is not None]
-        if len(usable) == len(self.outputs.layout.layers):
-            self.take_flat(torch.cat([each for _, each in usable], -1))
+        flat = self.outputs.joined()
+        if flat is not None:
+            self.take_flat(flat)
             return
-        for layer, each in usable:
-            self._read(layer, each, each, self._first)
-        self.missed |= {layer.name: _WRITTEN for layer, each in rows if each is None}
+        for layer, output in self.outputs.single():
+            if output is None:
+                self.missed[layer.name] = _WRITTEN
+            else:
+                self._take(layer, output)
 
     def take_flat(self, flat: Tensor) -> None:
         """Take in the outputs of all layers in this step, (b, 1, width), as they stand there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torchfmri._scan.run.token_axis import first_tensor
 from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
 
+_is_compiling = torch.compiler.is_compiling
+
 
 class StepOutputs:
     """The outputs of all layers in a step of one token, by reference.
@@ -24,36 +26,52 @@ class StepOutputs:
         b: Rows of the batch.
 
     Attributes:
+        layout: As given.
         is_step: Whether the pass that runs is such a step.
-        slots: For each layer its output and the version that this had; None before its call.
+        slots: The output of each layer; None before its call.
+        versions: How often each had been written into when the layer returned it.
     """
 
     def __init__(self, layout: FlatLayout, b: int) -> None:
         self.layout, self._b = layout, b
         self.is_step = False
-        self.slots: list[tuple[Tensor, int] | None] = []
+        self.slots: list[Any] = []
+        self.versions: list[int] = []
+        # Most outputs are (b, 1, w) as they come; the others need to be viewed so.
+        self._viewed = [
+            (place, each.axis) for place, each in enumerate(layout.layers)
+            if each.axis is not None and each.axis.expected(b, 1) != (b, 1, each.axis.width)
+        ]  # fmt: skip
 
     def begin(self, is_step: bool) -> None:
         """Begin a pass."""
         self.is_step = is_step
         self.slots = [None] * len(self.layout.layers)
+        self.versions = [0] * len(self.layout.layers)
 
-    def rows(self) -> list[tuple[ScannedLayer, Tensor | None]]:
-        """Each layer that was called with (b, 1, w); None where somebody wrote into its output."""
-        found: list[tuple[ScannedLayer, Tensor | None]] = []
-        for layer, slot in zip(self.layout.layers, self.slots, strict=True):
-            if slot is not None:
-                tensor, version = slot
-                usable = layer.is_written or tensor.is_inference() or tensor._version == version
-                found.append((layer, self._flat(layer, tensor) if usable else None))
-        self.slots = []
-        return found
+    def joined(self) -> Tensor | None:
+        """All outputs, (b, 1, width); None where one is missing, written into, or of other size."""
+        rows = self.slots
+        # Not `None in rows`: a tensor compares itself with None, element by element.
+        if not all(each is not None for each in rows):
+            return None
+        if [each._version for each in rows] != self.versions:
+            return None
+        for place, axis in self._viewed:
+            rows[place] = axis.rows(rows[place], self._b, 1)
+        try:
+            flat = torch.cat(rows, -1).detach()
+        except (RuntimeError, TypeError):  # one has another shape: they are looked at one by one
+            return None
+        return flat if flat.shape == (self._b, 1, self.layout.width) else None
 
-    def _flat(self, layer: ScannedLayer, tensor: Tensor) -> Tensor:
-        if tensor.ndim == 3 and tensor.shape[:2] == (self._b, 1):
-            return tensor
-        assert layer.axis is not None
-        return tensor.reshape(-1, 1, layer.axis.width).expand(self._b, -1, -1)
+    def single(self) -> Iterator[tuple[ScannedLayer, Tensor | None]]:
+        """Each layer that was called, with its output; None where somebody wrote into that."""
+        for layer, output, version in zip(
+            self.layout.layers, self.slots, self.versions, strict=True
+        ):
+            if output is not None:
+                yield layer, output if output._version == version else None
 
 
 class EagerHook(Hook):
@@ -62,62 +80,66 @@ class EagerHook(Hook):
     __slots__ = ()
 
     def __call__(self, *arguments: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not _is_compiling():
             super().__call__(*arguments)
 
 
 class LayerHook(Hook):
-    """The hook on one layer; in a step of one token it does nothing but keep a reference.
+    """The hook on a layer that is called once in a pass.
+
+    In a step of one token it does nothing but keep a reference, for there are hundreds of them.
 
     Args:
         called: Told layer and output in any other pass.
         layer: Whose hook it is.
         outputs: Takes the references.
-        place: The layer's slot there; None where it has none, because it is called repeatedly.
-        b: Rows of the batch.
+        place: The layer's slot there.
     """
 
-    __slots__ = ("_copies", "_layer", "_module", "_outputs", "_place", "_shape")
+    __slots__ = ("_copies", "_module", "_outputs", "_place")
 
     def __init__(
         self,
         called: Callable[[ScannedLayer, Tensor], None],
         layer: ScannedLayer,
         outputs: StepOutputs,
-        place: int | None,
-        b: int,
+        place: int,
     ) -> None:
-        super().__init__(partial(_call, called, layer), layer.module)
-        self._layer, self._module, self._outputs, self._place = layer, layer.module, outputs, place
-        assert layer.axis is not None
-        self._shape = layer.axis.expected(b, 1)
+        super().__init__(partial(call_with_tensor, called, layer), layer.module)
+        self._module, self._outputs, self._place = layer.module, outputs, place
         self._copies = layer.is_written
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return
         module, _, output = arguments
-        outputs = self._outputs
-        if not outputs.is_step or self._place is None or module is not self._module:
+        outputs, place = self._outputs, self._place
+        if not outputs.is_step or module is not self._module:
             super().__call__(*arguments)
             return
         if type(output) is not Tensor:
             output = first_tensor(output)
-        if output is None or output.shape != self._shape:
-            super().__call__(*arguments)
-        elif self._copies or output.is_inference():  # whose version nobody counts
-            outputs.slots[self._place] = (output.clone(), 0)
-        else:
-            outputs.slots[self._place] = (output, output._version)
+            if output is None:
+                return
+        try:
+            outputs.versions[place] = output._version
+        except RuntimeError:  # of tensors made in inference mode nobody counts versions
+            self._copies = True
+        if self._copies:
+            with torch.inference_mode(False):
+                output = output.clone()
+            outputs.versions[place] = output._version
+        outputs.slots[place] = output
 
 
-def _call(
+def call_with_tensor(
     called: Callable[[ScannedLayer, Tensor], None],
     layer: ScannedLayer,
     module: nn.Module,
     arguments: object,
     output: object,
 ) -> None:
+    """Tell of the first tensor that a layer returned."""
     tensor = first_tensor(output)
     if tensor is not None:
         called(layer, tensor)

@@ -105,9 +105,9 @@ class Readings:
             self._put(layer, rows, first)
             return
         if layer.is_written or source.is_inference():  # whose version nobody counts
-            source = rows = rows.clone()
-        version = 0 if source.is_inference() else source._version
-        self._waiting.append(_Waiting(layer, source, version, rows, first))
+            with torch.inference_mode(False):
+                source = rows = rows.clone()
+        self._waiting.append(_Waiting(layer, source, source._version, rows, first))
         self._bytes += rows.nbytes
         if self._bytes > self._most or layer.calls > 1:
             self.flush()
@@ -131,7 +131,7 @@ class Readings:
         waiting, self._waiting, self._bytes = self._waiting, [], 0
         groups: dict[tuple[int, ...], list[_Waiting]] = defaultdict(list)
         for number, each in enumerate(waiting):
-            if not each.source.is_inference() and each.source._version != each.version:
+            if each.source._version != each.version:
                 self._missed(each.layer.name, _WRITTEN)
                 continue
             alone = number if each.layer.calls > 1 else -1  # a launch writes each place once

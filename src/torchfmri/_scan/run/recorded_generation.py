@@ -43,7 +43,7 @@ class RecordedCall:
         self._model = unwrap(subject.model)
         self._attached = contextlib.ExitStack()
         self._step: CompiledStep | None = None
-        self.ran = False
+        self.ran, self._calls = False, 0
         again = [each.name for each in subject.layers if each.axis is not None and each.calls > 1]
         self.reason = f"{again[0]} is called several times in a pass" if again else ""
 
@@ -67,8 +67,9 @@ class RecordedCall:
             self._step = compiled_step(self._model, layout, len(ids), like, self._options)
             self._attached.enter_context(self._step.attached(layout))
         recording.begin_pass(ids, keywords)
-        output, flat = self._step(self._model, keywords)
-        self.ran = True
+        # A second step may be compiled anew, for sizes that change; the third one is no other.
+        output, flat = self._step(self._model, keywords, again=self._calls > 1)
+        self._calls, self.ran = self._calls + 1, True
         if recording.outputs.is_step and self._step.is_complete:
             recording.take_flat(flat)
         elif not self._step.is_complete:

@@ -190,7 +190,8 @@ def refuse_inputs(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 def _shards(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of which this process holds a part."""
-    return [each for each in model.parameters() if _shard_axes(each)]
+    unusual = (each for each in model.parameters() if type(each) is not nn.Parameter)
+    return [each for each in unusual if _shard_axes(each)]
 
 
 def _shard_axes(parameter: Tensor) -> list[int]:

@@ -16,7 +16,7 @@ import argparse
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
 from benchmarks._timing import (
     PLAIN_AGAIN,
     Effort,
+    Figure,
     Run,
     describe_machine,
     measure_ratios,
@@ -115,13 +116,14 @@ def measure_on_gpu(
     """SmolLM2's shape and that of Qwen3-1.7B: eager, compiled, and in batches."""
     shapes = {"smollm2": ("", smollm2_shape), "large": ("large_", large_qwen3)}
     for prefix, build in [shapes[name] for name in arguments.shapes]:
-        model = build().to(**place)
+        with torch.device(arguments.device):
+            model = build().to(**place)
         subject = Subject(model, arguments.prompt, arguments.new_tokens)
         result[f"{prefix}milliseconds_per_token"] = subject.milliseconds_per_token()
-        if "eager" not in arguments.skip:
-            measure(subject, effort, result, prefix)
         if "compiled" not in arguments.skip:
             measure_compiled(subject, effort, result, prefix)
+        if "eager" not in arguments.skip:
+            measure(subject, effort, result, prefix)
         if "throughput" not in arguments.skip:
             result[f"{prefix}throughput"] = {
                 b: measure_throughput(Subject(model, arguments.prompt, arguments.new_tokens, b))
@@ -155,13 +157,13 @@ def measure_compiled(
     scan: Callable[[], Any] = static.scan(None)
     result[f"{prefix}compile_watched_seconds"] = time_once(scan)
     result[f"{prefix}compiled_milliseconds_per_token"] = static.milliseconds_per_token()
+    report(str({name: each for name, each in result.items() if "compile" in name}))
     figures = measure_ratios(static.generate, {"scan": scan}, effort)
-    for name, figure in {
+    named = {
         "compiled_activations": figures["scan"],
         "compiled_generate_again": figures[PLAIN_AGAIN],
-    }.items():
-        result[prefix + name] = figure.ratio
-        result["intervals"][prefix + name] = [figure.low, figure.high]
+    }
+    note_figures(named, result, prefix)
     found, tokens = scan(), static.generate()[0].tolist()
     result[f"{prefix}compiled_generation"] = found.meta["generation"]
     result[f"{prefix}compiled_same_tokens"] = found[0].tokens.ids.tolist() == tokens
@@ -177,6 +179,7 @@ def measure_compiled(
         static.compiles = compiles
         logits[compiles] = static.logits()[: same - subject.ids.shape[1]].norm(dim=-1)[:, None]
     result[f"{prefix}compiled_logits_apart"] = _apart(logits[True], logits[False])
+    report(str({name: each for name, each in result.items() if "compiled_" in name}))
 
 
 def _common(one: Any, other: Any) -> int:
@@ -289,7 +292,13 @@ def measure(subject: Subject, effort: Effort, result: dict[str, Any], prefix: st
         "position_gradients": more["position_gradients"],
         "generate_and_differentiate_again": more[PLAIN_AGAIN],
     }
-    for name, figure in named.items():
+    note_figures(named, result, prefix)
+
+
+def note_figures(figures: Mapping[str, Figure], result: dict[str, Any], prefix: str) -> None:
+    """Put figures into the result, and report them: a long run may be cut short."""
+    for name, figure in figures.items():
+        report(f"  {prefix}{name}: {figure.ratio:.3f} [{figure.low:.3f}, {figure.high:.3f}]")
         result[prefix + name] = figure.ratio
         result["intervals"][prefix + name] = [figure.low, figure.high]
 

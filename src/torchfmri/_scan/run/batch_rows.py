@@ -104,10 +104,10 @@ def cut_rows(
         rows.append(
             BatchRow(
                 _tokens(frame, tokens, row),
-                {name: each[row][where] for name, each in layers.items()},
-                {name: each[row][where] for name, each in voxels.items()},
+                {name: _cut(each[row], where) for name, each in layers.items()},
+                {name: _cut(each[row], where) for name, each in voxels.items()},
                 {name: each[row] for name, each in statistics.items()},
-                {name: each[row, :width][where] for name, each in kept.items()},
+                {name: _cut(each[row, :width], where) for name, each in kept.items()},
                 int((~where).sum()),
                 own,
             )
@@ -209,6 +209,11 @@ def _statistics(found: Pass | None, live: LiveRecording | None) -> dict[str, NDA
         sources = {"activations": live.activation}
     tables = {name: each.statistics() for name, each in sources.items() if each is not None}
     return {name: each for name, each in tables.items() if each is not None}
+
+
+def _cut(values: NDArray[np.float32], where: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """The values of some positions; without a copy where these are all."""
+    return values if where.all() else values[where]
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:

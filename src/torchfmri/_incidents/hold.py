@@ -22,6 +22,7 @@ from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
 from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
+from torchfmri._model import kept_whole
 from torchfmri._records import Finding
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import NonFiniteWarning
@@ -212,6 +213,7 @@ class Hold:
 
     # -- leaving a step out ------------------------------------------------------------------
 
+    @kept_whole
     def _spare(self, optimizer: Optimizer) -> None:
         """Take the gradients away until the optimizer has passed: it skips what has none."""
         for group in optimizer.param_groups:
@@ -221,6 +223,11 @@ class Hold:
                     parameter.grad = None
 
     def _restore(self) -> None:
+        if self._spared:
+            self._give_back()
+
+    @kept_whole
+    def _give_back(self) -> None:
         while self._spared:
             parameter, gradient = self._spared.pop()
             parameter.grad = gradient

@@ -25,6 +25,7 @@ from torchfmri._model import (
     TrainedModel,
     check_optimizers,
     find_layers,
+    kept_whole,
     leaf_layers,
     named_layers,
     switched_off,
@@ -159,6 +160,7 @@ class Monitor:
 
     # -- following the loop ------------------------------------------------------------------
 
+    @kept_whole
     def attach(self) -> Monitor:
         """Follow the loop by the optimizer's steps, until `detach`; returns the monitor itself.
 
@@ -182,6 +184,7 @@ class Monitor:
         self._take_off()
         self._drain(wait=True)
 
+    @kept_whole
     def _take_off(self) -> None:
         self._attached = False
         self._trained.release()

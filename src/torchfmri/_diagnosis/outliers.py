@@ -93,7 +93,9 @@ def _trace_of(seen: Observation, step: int) -> str:
             f"its gradient is {factor} times as large, which an optimizer with running averages "
             "(Adam) remembers for many steps"
         )
-    layers = [each.layer for each in seen.norms if each.training and _is_fed(seen, each.layer, step)]
+    layers = [
+        each.layer for each in seen.norms if each.training and _is_fed(seen, each.layer, step)
+    ]
     if layers:
         return f"the running statistics of {listed(layers)} hold it, which evaluation uses"
     return ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
 from torchfmri._incidents.incident import Part, read_part
 from torchfmri._incidents.model_call import ModelCall
@@ -79,7 +80,7 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         FileFormatError: It is damaged, or is not what was written.
         InspectionError: There is none, or it cannot be run.
     """
-    part = read_part(Path(folder), rank, with_data=subject is not None)
+    part = read_part(check_path("folder", folder), rank, with_data=subject is not None)
     if subject is None:
         note = "Name your model and loss to run it again: --factory module:factory."
         return Replay(part.step, part.rank, part.finding, False, (note,))

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchfmri._arguments import check_path
 from torchfmri._files import (
     held_alone,
     list_names,
@@ -66,7 +67,7 @@ def repair(path: str | os.PathLike[str]) -> Repair:
         FileFormatError: It is no scan, or its meta.json is damaged.
         InspectionError: Somebody is writing it.
     """
-    folder = Path(path)
+    folder = check_path("path", path)
     recover(folder)
     list_names(folder)  # raises where there is no folder
     with held_alone(folder):

@@ -58,7 +58,7 @@ class Hold:
             subject.model, subject.loss, subject.scaler, self._entered, subject.failed
         )
         self._number = 0
-        self._was_bad = self._stepped = False
+        self._was_bad = self._stepped = self._is_known = False
         self._skips = 0
         self._spared: list[tuple[Tensor, Tensor]] = []
         self._pending: deque[_Pending] = deque()
@@ -91,7 +91,7 @@ class Hold:
     def begin(self, number: int) -> None:
         """A step begins."""
         self._restore()
-        self._number, self._stepped = number, False
+        self._number, self._stepped, self._is_known = number, False, False
         self._watch.begin()
 
     def tell_loss(self, loss: Any) -> None:
@@ -181,8 +181,9 @@ class Hold:
         return self._skips >= SKIPS
 
     def _happened(self, seen: SeenStep) -> None:
-        goes_on = self._was_bad and self.action == "continue"
-        self._was_bad = True
+        # A second optimizer of the same step finds the same loss.
+        goes_on = self._is_known or (self._was_bad and self.action == "continue")
+        self._was_bad = self._is_known = True
         if goes_on:
             return
         put_back, spoilt = self._take_back_buffers()

@@ -496,6 +496,7 @@ def test_a_derivative_names_its_sample() -> None:
     assert caught.value.finding.evidence["rows"] == [6]
 
 
+@pytest.mark.filterwarnings("ignore:torchfmri. Step:torchfmri.NonFiniteWarning")
 @pytest.mark.parametrize("attach", [False, True])
 def test_a_bad_step_of_two_optimizers_is_one_incident(attach: bool) -> None:
     torch.manual_seed(0)
@@ -521,3 +522,12 @@ def test_a_bad_step_of_two_optimizers_is_one_incident(attach: bool) -> None:
     monitor.detach()
     assert [each.step for each in monitor.incidents] == [2, 3]
     assert all(each.isfinite().all() for each in model.state_dict().values())
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_where_warnings_are_errors_the_step_is_held_and_the_error_says_why(attach: bool) -> None:
+    torch.manual_seed(0)
+    training = Training(nn.Linear(4, 1), bad=2, on_nonfinite="skip")
+    with pytest.raises(NonFiniteWarning, match="holds NaN"):  # our own are errors in tests
+        run(training.monitor, training.step, 5, attach)
+    assert training.finite()

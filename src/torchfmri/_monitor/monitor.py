@@ -37,7 +37,7 @@ from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, Series, Step
-from torchfmri.exceptions import GuardError, InspectionError, NonFiniteError
+from torchfmri.exceptions import MEANT_FOR_THE_USER, GuardError, InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
 
@@ -324,7 +324,7 @@ class Monitor:
             return
         try:
             act()
-        except (NonFiniteError, GuardError):  # these the user asked for
+        except MEANT_FOR_THE_USER:
             raise
         except Exception as error:
             self._stop_guard(error)

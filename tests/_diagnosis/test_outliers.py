@@ -50,6 +50,7 @@ def followed(data: Batches) -> list[Finding]:
     return monitor.findings
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
 @pytest.mark.parametrize(("bad", "factor"), [(0, 1e6), (10, 1e6), (10, 1e15), (24, 1e18)])
 def test_a_corrupt_batch_is_named(part: int, bad: int, factor: float) -> None:
@@ -60,6 +61,7 @@ def test_a_corrupt_batch_is_named(part: int, bad: int, factor: float) -> None:
     assert "learning rate" not in found[0].text + found[0].advice
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
 @pytest.mark.parametrize(("bad", "factor"), [(10, 1e4), (24, 1e8)])
@@ -74,6 +76,7 @@ def test_a_corrupt_batch_is_named_where_updates_are_bounded(
         assert "its gradient is" in found[0].text
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_a_corrupt_batch_stays_in_running_statistics(place: int) -> None:
     layers = list(model())

@@ -630,8 +630,8 @@ def test_a_folder_alone_means_continue(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    file.write_text("in the way")
     loop = Loop("adam", on_nonfinite="skip", incidents=file)
+    file.write_text("in the way")
     with pytest.warns(NonFiniteWarning) as told:
         loop.run()
     assert any("could not be written" in str(each.message) for each in told)

@@ -196,7 +196,7 @@ def run_interrupted(work: Callable[[], None], at: int | None) -> int:
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("cases", [6, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [3, pytest.param(150, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_point(work: Callable[[nn.Module], None], cases: int) -> None:
     model = make_model()
     work(model)  # imports and caches

@@ -232,3 +232,7 @@ class FileFormatError(InspectionError, ValueError):
 
 
 ScanFormatError = FileFormatError
+
+
+MEANT_FOR_THE_USER = (NonFiniteError, GuardError, NonFiniteWarning)
+"""What a guard raises on purpose, the warning where the user's filter makes it an error."""

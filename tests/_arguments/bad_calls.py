@@ -318,6 +318,18 @@ CALLS: dict[str, Callable[..., Any]] = {
         **({"path": world.folder / "x.html"} | o)
     ),
     "Scan.save": lambda world, **o: world.scan.save(**({"path": world.folder / "s.fmri"} | o)),
+    "Scan.export": lambda world, **o: world.scan.export(**o),
+    "load": lambda _, **o: torchfmri.load(**o),
+    "generate": lambda _, **o: torchfmri.scan(
+        *torchfmri.load_model("tiny"),
+        "A",
+        1,
+        per=None,
+        layers="*.0.mlp",
+        do_sample=True,
+        seed=1,
+        **o,
+    ),
     "Anatomy": _anatomy,
     "Anatomy.of_widths": _widths,
     "Anatomy.column": _of(lambda world: world.scan.anatomy.column),
@@ -378,6 +390,8 @@ NO_PATTERN = (7, [], [7], nn, ("mlp", None))
 NO_LAYER = ("mpl", 7, None)
 NO_COUNT = (0, -1, 1.5, "3", None, True, NAN)
 NO_SEQUENCE = (3, -7, "x", 1.5)
+NO_PATH = ("a\0b", "\ud800", "x" * 300, b"x", "")
+WITHOUT_VALUES = nn.Linear(4, 4, device="meta")
 
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "Inspector": {
@@ -391,7 +405,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "Inspector.unwatch": {"pattern": (7, None), "what": ("activation", 7)},
     "Inspector.run_inspection": {
-        "data": ([1, 2], (1, 2, 3, 4)), "target": (1,), "loss": ("mean", 3, True),
+        "data": ([1, 2], (1, 2, 3, 4), None, "x", torch.ones(2, device="meta")), "target": (1,),
+        "loss": ("mean", 3, True),
         "keep": ("all", 3), "max_bytes": (-1, "x"), "dtype": ("x",), "keeep": (1,),
     },
     "Inspector.recording": {"keep": ("all", 3), "max_bytes": (-1, "x"), "other": (1,)},
@@ -426,7 +441,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "Monitor.add_writer": {"write": (None, 7, "x")},
     "Monitor.plot": {"field": ("x", 7), "what": ("x", 7)},
     "Monitor.table": {"step": (99, "x", None, 1.5)},
-    "Monitor.export": {"path": (7, None, "x.docx", "/no/such/folder/x.csv")},
+    "Monitor.export": {"path": (7, None, "x.docx", "/no/such/folder/x.csv", *NO_PATH)},
     "History": {"length": NO_COUNT, "with_histograms": (-1, "x", None, 1.5)},
     "History[]": {"position": (99, "x", None, 1.5)},
     "History.scalar": {"name": (7, None)},
@@ -436,11 +451,13 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "History.update_ratio": {"parameter": ("x", 7, None)},
     "History.export": {"path": (7, None, "x.docx")},
     "Incidents": {
-        "folder": (7, []), "steps": (0, -1, "x", 1.5, None), "most": (-1, "x", 1.5, None),
+        "folder": (7, [], __file__, f"{__file__}/x", *NO_PATH), "steps": (0, -1, "x", 1.5, None),
+        "most": (-1, "x", 1.5, None),
     },
     "diagnose": {
-        "model": (*NO_MODEL, None), "optimizer": ("sgd", 7, None), "steps": NO_COUNT,
-        "batches": (None, 7, []), "loss": ("mse", 7), "step": ("x", 7),
+        "model": (*NO_MODEL, None, WITHOUT_VALUES), "optimizer": ("sgd", 7, None),
+        "steps": NO_COUNT, "batches": (None, 7, [], [torch.ones(2, 4, device="meta")]),
+        "loss": ("mse", 7), "step": ("x", 7),
     },
     "calculate_statistics": {"tensor": (None, "x", [1.0], 7), "mask": (torch.ones(2),)},
     "calculate_channel_statistics": {
@@ -465,7 +482,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "stream": {"prompt": (None, 7), "on_token": (print,), "max_new_tokens": (-1, "x")},
     "scan_dataset": {
         "model": ("tiny", None), "dataset": (None, 7, [], {}, "no.jsonl", [7]),
-        "out": (None, 7), "max_new_tokens": (-1, "x"), "options": (7, {}, "x"),
+        "out": (None, 7, __file__, *NO_PATH), "max_new_tokens": (-1, "x"), "options": (7, {}, "x"),
         "batch": NO_COUNT, "seed": ("x", 1.5), "field": (7, []), "condition_field": (7, None),
         "on_row": (7, "x"), "per": (None,), "strict": ("x", None, 7), "chat": ("x", 7),
     },
@@ -492,9 +509,21 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "Scan.plot_layers": {"metric": ("x", 7), "layers": (7, "mpl"), "sequence": NO_SEQUENCE},
     "Scan.plot_token": {"index": (99, "x", None), "metric": ("x", 7), "sequence": NO_SEQUENCE},
     "Scan.plot_voxels": {"layer": NO_LAYER, "metric": ("x", 7), "normalise": ("x", 7)},
-    "Scan.draw": {"path": (7, ".", "x.docx"), "sequence": NO_SEQUENCE},
-    "Scan.save_html": {"path": (7, None, "."), "sequence": NO_SEQUENCE, "layers": (7, "mpl")},
-    "Scan.save": {"path": (7, None)},
+    "Scan.draw": {"path": (7, ".", "x.docx", *NO_PATH), "sequence": NO_SEQUENCE},
+    "Scan.save_html": {
+        "path": (7, None, ".", *NO_PATH), "sequence": NO_SEQUENCE, "layers": (7, "mpl"),
+    },
+    "Scan.save": {"path": (7, None, "/", __file__, f"{__file__}/x.fmri", *NO_PATH)},
+    "Scan.export": {"path": (7, None, "/", "x.foo", f"{__file__}/x.zarr", *NO_PATH)},
+    "load": {"path": (7, None, "/", ".", __file__, *NO_PATH)},
+    "generate": {
+        "num_beams": (0, "x"), "top_k": ("x", -1), "top_p": ("x", -0.1), "repetition_penalty": (0,),
+        "no_repeat_ngram_size": ("x",), "eos_token_id": ("x",), "pad_token_id": ("x",),
+        "bad_words_ids": (7, [[]], [["x"]]), "suppress_tokens": ("x",), "logits_processor": ("x",),
+        "stopping_criteria": (7,), "generation_config": (7, {}), "max_time": ("x",),
+        "stop_strings": (7,), "num_retrun_sequences": (2,), "cache_implementation": ("x",),
+        "past_key_values": (7,), "streamer": (7,), "assistant_model": (7,), "min_p": (3,),
+    },
     "Anatomy": {
         "layers": ((), ("a",), ("a", "a"), (1, 2), None, "ab"), "types": ((), ("x",), None, (1, 2)),
         "layer": (np.array([0, 5]), np.array([1, 0]), [0, 1], None, np.array([0.0, 1.0])),
@@ -536,18 +565,18 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "reduction": ("x", 7, None), "ignore_index": ("x", None, 1.5), "shift": ("x", 7),
     },
     "verify_gradients": {
-        "model": (*NO_MODEL, None), "layers": (7, [], "mpl"), "expected": (7, "mpl"),
-        "directions": NO_COUNT, "loss": ("mean", 7), "second": ("x", 7),
+        "model": (WITHOUT_VALUES, *NO_MODEL, None), "layers": (7, [], "mpl"),
+        "expected": (7, "mpl"), "directions": NO_COUNT, "loss": ("mean", 7), "second": ("x", 7),
     },
     "Verification.layers": {},
     "cost": {
-        "model": (*NO_MODEL, None), "loss": ("mean", 7), "rounds": NO_COUNT[1:],
+        "model": (WITHOUT_VALUES, *NO_MODEL, None), "loss": ("mean", 7), "rounds": NO_COUNT[1:],
         "sizes": (7, "x", {"x": [1]}, {"batch": 7}, {"batch": []}, {"batch": [0]}, {"batch": "x"}),
     },
     "Cost[]": {"layer": NO_LAYER},
     "Growth.predict": {"batch": NO_COUNT[:4], "length": (0, "x")},
     "advise": {
-        "model": (*NO_MODEL, None), "loss": ("mean", 7), "rounds": NO_COUNT,
+        "model": (WITHOUT_VALUES, *NO_MODEL, None), "loss": ("mean", 7), "rounds": NO_COUNT,
         "combine": (-1, "x", 1.5), "max_deviation": (-1, "x"), "progress": (7, "x"),
     },
     "reference.linear": {

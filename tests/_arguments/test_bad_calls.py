@@ -56,7 +56,7 @@ def names_of(value: Any) -> list[str]:
     found = [repr(value), str(value), type(value).__name__]
     if isinstance(value, torch.Tensor):
         found += [str(tuple(value.shape)), str(list(value.shape)), str(value.dtype)]
-        found += [str(value.flatten()[0].item())]
+        found += ["meta"] if value.is_meta else [str(value.flatten()[0].item())]
     if isinstance(value, type):
         found.append(value.__name__)
     if isinstance(value, (list, tuple, dict)) and value:
@@ -84,7 +84,7 @@ def test_the_table_covers_what_is_public() -> None:
     functions = {
         name for name in torchfmri.__all__ if callable(getattr(torchfmri, name)) and name.islower()
     }
-    assert functions - called == {"load"}  # files are the matter of tests/_scan/test_store_hostile
+    assert functions <= called
     assert len(list(bad_calls())) > 300
     assert set(BAD) <= set(CALLS)
 

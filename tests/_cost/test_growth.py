@@ -69,6 +69,7 @@ def grown(name: str) -> tuple[nn.Module, Any, Any, Growth]:
     return model, data, loss, growth
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["qwen3-eager", "qwen3-sdpa", "encoder", "gru", "moe"])
 @pytest.mark.parametrize("double", [{"batch": 8, "length": 32}, {"batch": 4, "length": 64}])
 def test_peak_of_double_the_largest_size(name: str, double: dict[str, int]) -> None:

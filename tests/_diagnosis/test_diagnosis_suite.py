@@ -22,7 +22,7 @@ def test_there_are_enough_of_both() -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.make.__name__)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 def test_fault_is_named(fault: Fault) -> None:
     case = make(fault.make)
     diagnosis = examine(case, case.steps)
@@ -31,7 +31,7 @@ def test_fault_is_named(fault: Fault) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda healthy: healthy.make.__name__)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(15)
 def test_healthy_model_raises_nothing(healthy: Healthy) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -50,6 +50,7 @@ def followed(data: Batches) -> list[Finding]:
     return monitor.findings
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
 @pytest.mark.parametrize(("bad", "factor"), [(0, 1e6), (10, 1e6), (10, 1e15), (24, 1e18)])
 def test_a_corrupt_batch_is_named(part: int, bad: int, factor: float) -> None:
@@ -58,6 +59,55 @@ def test_a_corrupt_batch_is_named(part: int, bad: int, factor: float) -> None:
     assert found.alarms
     assert "clip_grad_norm_" in found[0].advice
     assert "learning rate" not in found[0].text + found[0].advice
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])
+@pytest.mark.parametrize(("bad", "factor"), [(10, 1e4), (24, 1e8)])
+def test_a_corrupt_batch_is_named_where_updates_are_bounded(
+    kind: type[torch.optim.Optimizer], part: int, bad: int, factor: float
+) -> None:
+    subject = model()
+    data = batches(25, bad, part, factor)
+    found = diagnose(subject, data, nn.MSELoss(), kind(subject.parameters()), 25, show=False)
+    assert [(each.problem, each.step) for each in found] == [("outlier_batch", bad)]
+    if kind is torch.optim.AdamW:
+        assert "its gradient is" in found[0].text
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_corrupt_batch_stays_in_running_statistics(place: int) -> None:
+    layers = list(model())
+    layers.insert(place, nn.BatchNorm1d(8 if place == 0 else 32 if place < 3 else 1))
+    subject = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(subject.parameters())
+    data = batches(25, 10, 0, 1e5)
+    found = diagnose(subject, data, nn.MSELoss(), optimizer, 25, show=False)
+    assert [(each.problem, each.step) for each in found] == [("outlier_batch", 10)]
+    if place != 1:  # there the gradient is odd as well
+        assert "running statistics" in found[0].text
+
+
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_a_clipped_gradient_leaves_nothing_behind(limit: float | None) -> None:
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer):
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        return loss
+
+    subject = model()
+    optimizer = torch.optim.AdamW(subject.parameters())
+    found = diagnose(
+        subject, batches(25, 10, 0, 1e3), None, optimizer, 25, step=step, show=False
+    )  # fmt: skip
+    named = "outlier_batch" in [each.problem for each in found]
+    assert named == (limit is None)
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["inputs", "targets"])

@@ -19,6 +19,6 @@ def test_ten_thousand_mutations() -> None:
 
 
 def test_some_mutations() -> None:
-    found = fuzz.main(Namespace(mutations=150, seed=1))
+    found = fuzz.main(Namespace(mutations=75, seed=1))
     assert found["harm"] == []
-    assert found["scan_refused"] + found["scan_reported"] > 30
+    assert found["scan_refused"] + found["scan_reported"] > 15

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,11 @@ def test_a_guard_that_cannot_look_says_that_it_is_off() -> None:
 @pytest.mark.parametrize("place", ["a file", "a link to nowhere"])
 def test_what_was_not_written_is_not_said_to_be_written(tmp_path: Path, place: str) -> None:
     folder = tmp_path / "incidents"
-    if place == "a file":
+    training = Training(nn.Linear(4, 1), on_nonfinite="raise", incidents=folder)
+    if place == "a file":  # had it been there before, the Monitor would have refused it
         folder.write_text("no folder")
     else:
         folder.symlink_to(tmp_path / "nowhere" / "at all")
-    training = Training(nn.Linear(4, 1), on_nonfinite="raise", incidents=folder)
     with (
         pytest.warns(NonFiniteWarning, match="could not be written"),
         pytest.raises(NonFiniteError) as caught,
@@ -493,3 +494,40 @@ def test_a_derivative_names_its_sample() -> None:
         run(monitor, step, 1)
     assert caught.value.finding.problem == "nonfinite_backward"
     assert caught.value.finding.evidence["rows"] == [6]
+
+
+@pytest.mark.filterwarnings("ignore:torchfmri. Step:torchfmri.NonFiniteWarning")
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_bad_step_of_two_optimizers_is_one_incident(attach: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizers = [
+        torch.optim.SGD(model[:2].parameters(), 0.1), torch.optim.Adam(model[2].parameters()),
+    ]  # fmt: skip
+    monitor = Monitor(model, optimizers, on_nonfinite="skip")
+    if attach:
+        monitor.attach()
+    for number in range(6):
+        with nullcontext() if attach else monitor.step():
+            x = torch.randn(8, 4)
+            if number in (2, 3):
+                x[1] = math.nan
+            loss = model(x).square().mean()
+            monitor.loss(loss)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    monitor.detach()
+    assert [each.step for each in monitor.incidents] == [2, 3]
+    assert all(each.isfinite().all() for each in model.state_dict().values())
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_where_warnings_are_errors_the_step_is_held_and_the_error_says_why(attach: bool) -> None:
+    torch.manual_seed(0)
+    training = Training(nn.Linear(4, 1), bad=2, on_nonfinite="skip")
+    with pytest.raises(NonFiniteWarning, match="holds NaN"):  # our own are errors in tests
+        run(training.monitor, training.step, 5, attach)
+    assert training.finite()

@@ -132,6 +132,19 @@ def test_only_regular_files_are_read(
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+@pytest.mark.parametrize(
+    "wrong", ["[]", '["float32"]', "{}", "3", "null", '"load"', '"qint8"', '"complex"', '"bits8"']
+)
+def test_a_malformed_dtype_is_damage_and_not_the_model_s(
+    wrong: str, folder: Path, replay: Callable[..., tuple[int, str]]
+) -> None:
+    change_calls(folder, lambda text: text.replace('"dtype": "float32"', f'"dtype": {wrong}', 1))
+    code, text = replay(folder)
+    assert code == 2
+    assert "The model raised" not in text
+    assert "calls.json" in text
+
+
 def test_folders_behind_links_are_passed_over(
     folder: Path, tmp_path: Path, replay: Callable[..., tuple[int, str]]
 ) -> None:

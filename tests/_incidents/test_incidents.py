@@ -517,6 +517,34 @@ def test_other_weights_are_noticed(tmp_path: Path) -> None:
     assert "weights are not those" in outcome.notes[0]
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: {"x": x, "y": y},
+        lambda x, y: {"labels": y, "pixels": x, "name": ["a"]},
+        lambda x, y: {"pixels": 255 * x, "weights": 2 * x, "target": y},
+        lambda x, y: [x, x.clone(), y],
+    ],
+)
+def test_targets_in_what_was_told(tmp_path: Path, told: Callable[[Tensor, Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, on_nonfinite="raise", incidents=tmp_path)
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    y[1, 0] = math.nan
+
+    def step() -> Tensor:
+        monitor.batch(told(x, y))
+        return nn.functional.mse_loss(model(x), y)
+
+    failing(training(monitor, optimizer, step))
+    outcome = replay(tmp_path, Subject(model, None, nn.functional.mse_loss))
+    assert outcome.finding.problem == "nonfinite_data"
+    assert not outcome.notes
+
+
 def test_targets_that_were_told(tmp_path: Path) -> None:
     """A loss that is a function: the batch is told, the factory brings the function."""
 
@@ -602,8 +630,8 @@ def test_a_folder_alone_means_continue(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    file.write_text("in the way")
     loop = Loop("adam", on_nonfinite="skip", incidents=file)
+    file.write_text("in the way")
     with pytest.warns(NonFiniteWarning) as told:
         loop.run()
     assert any("could not be written" in str(each.message) for each in told)

@@ -17,9 +17,13 @@ from torchfmri._model.factory import Subject
 
 PROCESSES, BAD_STEP, BAD_RANK = 2, 2, 1
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(),
+        reason="needs torch.distributed, gloo",
+    ),
+]
 
 
 def make_model() -> nn.Module:

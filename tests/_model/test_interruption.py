@@ -1,12 +1,15 @@
 """Ctrl-C at any moment: what was begun ends, and what was changed is put back all the same."""
 
+import _weakrefset
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from oracles import assert_same_state, state_of
 from torch import nn
+from torch.nn import functional as F
 
 import torchfmri
 
@@ -84,8 +88,25 @@ def monitor(model: nn.Module) -> None:
         pass
 
 
+def check(model: nn.Module, loss: Callable[..., torch.Tensor] = F.cross_entropy) -> None:
+    def of_tokens(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss(output.flatten(0, 1), target.flatten())
+
+    torchfmri.diagnose(model, [(IDS, IDS)], of_tokens, torch.optim.AdamW, 2, show=False)
+
+
+def check_bad(model: nn.Module) -> None:
+    check(model, lambda output, _: output.log().mean())
+
+
+def read_stream(model: nn.Module) -> None:
+    for _ in torchfmri.stream(model, None, [1, 2, 3], 2):
+        pass
+
+
 WORK = [
     inspect, record, scan, take_loss_gradients, take_token_gradients, monitor, verify, count_cost,
+    check, check_bad, read_stream,
 ]  # fmt: skip
 
 
@@ -134,20 +155,112 @@ def interrupted(work: Callable[[nn.Module], None], model: nn.Module, at: int) ->
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("cases", [1, pytest.param(60, marks=pytest.mark.slow)])
-def test_no_line_of_a_restoration_can_be_interrupted(
-    work: Callable[[nn.Module], None], cases: int
-) -> None:
+@pytest.mark.slow
+def test_no_line_of_a_restoration_can_be_interrupted(work: Callable[[nn.Module], None]) -> None:
     model = make_model()
     work(model)  # imports and caches
     count = run_traced(partial(work, model), lambda _: None)
     handler = signal.getsignal(signal.SIGINT)
     before = state_of(model)
-    places = random.Random(0).sample(range(1, count + 1), min(cases, count))
+    places = random.Random(0).sample(range(1, count + 1), min(60, count))
     for place in [1, count, *places]:
         assert interrupted(work, model, place), f"line {place} of {count}"
         assert_same_state(before, state_of(model))
         assert signal.getsignal(signal.SIGINT) is handler
+
+
+def run_interrupted(work: Callable[[], None], at: int | None) -> int:
+    """Press Ctrl-C at a point of `work`; return how many points there are.
+
+    Python looks for signals when a function begins and when one that is written in C has returned.
+    """
+    count = 0
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        # Python ends generators without looking for signals, and drops what callbacks raise.
+        if event == "c_return" or (event == "call" and not frame.f_code.co_flags & CO_GENERATOR):
+            count += frame.f_code.co_filename != _weakrefset.__file__
+            if count == at:
+                count += 1
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    if at is not None:
+        time.sleep(0.5)  # one that came in the last restoration comes a little later
+    return count
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("cases", [3, pytest.param(150, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_point(work: Callable[[nn.Module], None], cases: int) -> None:
+    model = make_model()
+    work(model)  # imports and caches
+    count = run_interrupted(partial(work, model), None)
+    handler = signal.getsignal(signal.SIGINT)
+    before = state_of(model)
+    places = random.Random(0)
+    for place in [places.randint(1, count) for _ in range(cases)]:
+        with pytest.raises(KeyboardInterrupt):
+            run_interrupted(partial(work, model), place)
+        assert_same_state(before, state_of(model))
+        assert not torch.is_anomaly_enabled()
+        assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_optimizer_that_is_interrupted_does_not_leave_gradients_off() -> None:
+    """Its step turns them on again in a function of its own, after calling another one."""
+    graph_breaks: list[int] = []
+    model = make_model()
+    check(model)
+    before = state_of(model)
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "graph_break":
+            graph_breaks.append(1)
+            if len(graph_breaks) == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            check(model)
+    finally:
+        sys.setprofile(None)
+    assert len(graph_breaks) == 2
+    assert_same_state(before, state_of(model))
+
+
+def test_ctrl_c_in_a_loop_over_a_stream_waits_for_its_thread() -> None:
+    model = make_model()
+    read_stream(model)
+    before, threads = state_of(model), threading.active_count()
+
+    def interrupt() -> None:
+        for _ in torchfmri.stream(model, None, [1, 2, 3], 40, per=None):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert_same_state(before, state_of(model))
+    assert threading.active_count() == threads
+
+
+def test_a_stream_that_is_closed_in_another_thread_ends() -> None:
+    model = make_model()
+    before = state_of(model)
+    stream = torchfmri.stream(model, None, [1, 2, 3], 40, per=None)
+    next(stream)
+    closing = threading.Thread(target=stream.close)
+    closing.start()
+    assert len(list(stream)) < 42
+    closing.join()
+    assert list(stream) == []
+    assert_same_state(before, state_of(model))
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")

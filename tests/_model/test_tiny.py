@@ -60,6 +60,7 @@ def test_it_answers(recipe: Any, tiny: Any, question: str, answer: str) -> None:
     assert recipe.answer(tiny, [question]) == [answer]
 
 
+@pytest.mark.slow
 def test_it_answers_most_of_what_it_never_saw(recipe: Any, tiny: Any) -> None:
     results = recipe.examine(tiny, count=5)
     right, asked = (sum(each[k] for each in results.values()) for k in (0, 1))

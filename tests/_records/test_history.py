@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchfmri import Monitor
 from torchfmri._records.history import COLUMNS, FIELDS, History, Series, Step
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import Statistics, calculate_statistics
@@ -159,7 +160,8 @@ def test_csv_jsonl_and_parquet_hold_the_same(tmp_path: Path) -> None:
                 assert text[name] == ""
                 assert data[name] is None
             elif isinstance(value, float) and not math.isfinite(value):
-                assert data[name] is None
+                assert isinstance(data[name], str)  # null is what was not seen
+                assert repr(float(data[name])) == repr(value)
             else:
                 assert data[name] == value
                 assert type(value)(text[name]) == value
@@ -184,3 +186,21 @@ def test_pickle() -> None:
     history = make_history()
     again = pickle.loads(pickle.dumps(history))
     assert list(map(repr, again.rows())) == list(map(repr, history.rows()))
+
+
+def test_json_lines_tell_a_loss_that_is_nan_from_one_that_was_not_seen(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), 0.1))
+    for told in (1.0, math.nan, -math.inf, None):
+        with monitor.step() as step:
+            model(torch.ones(3, 2)).sum().backward()
+            if told is not None:
+                step.loss(told)
+    lines = monitor.export(tmp_path / "h.jsonl").read_text().splitlines()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    losses = {row["step"]: row["loss"] for row in rows}
+    assert losses == {0: 1.0, 1: "NaN", 2: "-Infinity", 3: None}

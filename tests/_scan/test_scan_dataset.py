@@ -741,6 +741,58 @@ def test_a_batch_is_what_generate_draws_for_its_rows(tmp_path: Path) -> None:
             assert expected[row, first : first + len(ids)].tolist() == ids
 
 
+@pytest.mark.parametrize("failing", [[3], [3, 4], [3, 4, 5], range(3, 99)])
+def test_an_error_in_a_batch_changes_no_sampled_token(
+    tmp_path: Path, failing: Sequence[int]
+) -> None:
+    """The 3rd batch fails, and it depends on how often what is tried next fails as well."""
+    model = make_model()
+    prompts = [f"row {number}" for number in range(8)]
+    calls = [0]
+
+    def fail(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] in failing:
+            raise RuntimeError("out of memory, for once")
+
+    def sample(out: str) -> torchfmri.DatasetScan:
+        return scan(prompts, tmp_path / out, 6, batch=2, model=model, do_sample=True, seed=1)
+
+    sample("whole.fmri")
+    whole = {each.name: each.tokens.ids.tolist() for each in load(tmp_path / "whole.fmri")}
+    with pytest.MonkeyPatch.context() as patch:
+        run = Scanner.scan
+        patch.setattr(Scanner, "scan", lambda *args, **options: fail() or run(*args, **options))
+        done = sample("x.fmri")
+    found = {each.name: each.tokens.ids.tolist() for each in load(tmp_path / "x.fmri")}
+    assert found == {name: ids for name, ids in whole.items() if name not in done.failed}
+    if len(failing) < 5:
+        assert not done.failed
+    sample("x.fmri")
+    assert {e.name: e.tokens.ids.tolist() for e in load(tmp_path / "x.fmri")} == whole
+
+
+def test_a_row_that_fails_is_left_out_of_its_sampled_batch(tmp_path: Path) -> None:
+    prompts = [f"row {number}" for number in range(6)]
+    run = Scanner.scan
+
+    def scan_but_one(self: Scanner, texts: list[str], *arguments: Any, **options: Any) -> Any:
+        if "row 2" in texts:
+            raise RuntimeError("no such row")
+        return run(self, texts, *arguments, **options)
+
+    def sample(out: str, rows: list[str]) -> torchfmri.DatasetScan:
+        return scan(rows, tmp_path / out, 6, batch=3, do_sample=True, seed=1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scanner, "scan", scan_but_one)
+        done = sample("x.fmri", prompts)
+        again = sample("x.fmri", prompts)
+    assert [*done.failed] == [*again.failed]
+    assert "no such row" in next(iter(done.failed.values()))
+    assert len(load(tmp_path / "x.fmri")) == 5
+
+
 def test_sampling_with_another_batch_is_another_scan(tmp_path: Path) -> None:
     rows = ["one", "two", "thr"]
     scan(rows[:2], tmp_path / "x.fmri", 2, batch=2, do_sample=True, seed=1)

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ import pytest
 from stored_scans import ANATOMY, META, assert_same_sequence, make_sequence, write_scan
 
 from torchfmri import load
+from torchfmri._scan import repair
 from torchfmri._scan.store.writer import ScanWriter
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -95,29 +95,56 @@ def test_kills_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     assert {each.name for each in path.glob("segment*")} == named
 
 
-def test_a_torn_line_was_never_committed(tmp_path: Path) -> None:
-    """A line of the manifest cut off at every byte: readable, and resumed without a trace."""
-    write_scan(tmp_path / "x.fmri", ["a", "b"], segment_bytes=1)
-    # What it is called until its line is there.
-    last = tmp_path / "x.fmri" / "segment-rank000-000001.safetensors"
+@pytest.fixture
+def torn(tmp_path: Path) -> tuple[Path, Path, bytes, int]:
+    """A scan whose last segment is called pending, its manifest, and where its line begins."""
+    path = write_scan(tmp_path / "x.fmri", ["a", "b"], segment_bytes=1)
+    last = path / "segment-rank000-000001.safetensors"
     last.rename(last.with_suffix(".pending"))
-    manifest = tmp_path / "x.fmri" / "manifest-rank000.jsonl"
+    manifest = path / "manifest-rank000.jsonl"
     whole = manifest.read_bytes()
-    first = whole.index(b"\n") + 1
-    for end in range(first, len(whole)):
+    return path, manifest, whole, whole.index(b"\n") + 1
+
+
+def test_a_segment_counts_once_its_line_was_begun(torn: tuple[Path, Path, bytes, int]) -> None:
+    path, manifest, whole, first = torn
+    for end in [*range(first, len(whole), 11), len(whole) - 2, len(whole) - 1]:
         manifest.write_bytes(whole[:end])
-        scan = load(tmp_path / "x.fmri")
-        complete = end == len(whole) - 1  # all but the end of the line: the checksum is there
-        assert scan.names == (("a", "b") if complete else ("a",))
-        assert scan.problems == ()
-    for end in (first + 10, len(whole) - 1):
-        manifest.write_bytes(whole[:end])
-        copy = shutil.copytree(tmp_path / "x.fmri", tmp_path / f"{end}.fmri")
-        write_scan(copy, ["c"])
-        scan = load(copy)
-        assert scan.names == (("a", "b", "c") if end == len(whole) - 1 else ("a", "c"))
-        assert scan.problems == ()
-        assert len(list(scan)) == len(list(copy.glob("segment*"))) == len(scan)
+        scan = load(path)
+        assert scan.names == (("a", "b") if end > first else ("a",))
+        assert scan.verify() == ()
+
+
+@pytest.mark.parametrize("cut", [None, 10, -2, -1])
+@pytest.mark.parametrize("cure", ["writer", "repair"])
+def test_a_segment_whose_line_was_cut_off_is_added_again(
+    torn: tuple[Path, Path, bytes, int], cut: int | None, cure: str
+) -> None:
+    path, manifest, whole, first = torn
+    manifest.write_bytes(whole[: first if cut is None else cut if cut < 0 else first + cut])
+    if cure == "writer":
+        write_scan(path, ["c"])
+    else:
+        repair(path)
+    scan = load(path)
+    assert set(scan.names) == {"a", "b", "c"} - ({"c"} if cure == "repair" else set())
+    assert scan.verify() == ()
+    assert_same_sequence(scan[scan.names.index("b")], make_sequence("b", 1))
+
+
+@pytest.mark.parametrize("cut", [None, 10])
+def test_a_segment_that_was_never_finished_is_cleared_away_unless_a_line_began(
+    torn: tuple[Path, Path, bytes, int], cut: int | None
+) -> None:
+    path, manifest, whole, first = torn
+    manifest.write_bytes(whole[: first + (cut or 0)])
+    pending = path / "segment-rank000-000001.pending"
+    pending.write_bytes(pending.read_bytes()[:-1])
+    write_scan(path, ["c"])
+    scan = load(path)
+    assert scan.names == ("a", "c")
+    assert pending.exists() == (cut is not None)  # only the line can say that it was whole
+    assert bool(scan.problems) == (cut is not None)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def require(condition: bool, name: str, value: object, meaning: str) -> None:
         InspectionError: It does not hold.
     """
     if not condition:
-        raise InspectionError(f"{name}={_short(value)}: {meaning}.")
+        raise InspectionError(f"{name}={shown(value)}: {meaning}.")
 
 
 def is_whole(value: object) -> bool:
@@ -123,7 +123,42 @@ def check_path(name: str, value: Any) -> Path:
     """
     meaning = "give the path of a file or folder, a text or a Path"
     require(isinstance(value, (str, os.PathLike)) and value != "", name, value, meaning)
-    return Path(value)
+    found = os.fspath(value)
+    require(isinstance(found, str), name, value, meaning)
+    try:
+        encoded = os.fsencode(found)
+    except UnicodeEncodeError:
+        encoded = b"\0"  # half a character, which no name has either
+    meaning = "no file can have this name; give another one, without special characters"
+    require(b"\0" not in encoded, name, value, meaning)
+    longest = max(map(len, encoded.split(os.fsencode(os.sep))))
+    meaning = f"a part of it has {longest:,} bytes, and file systems allow 255; give a shorter one"
+    require(longest <= 255, name, value, meaning)
+    return Path(found)
+
+
+def check_target(name: str, value: Any) -> Path:
+    """The path of a file or folder that can be made, with the folders above it.
+
+    Raises:
+        InspectionError: It is none, or in something that is no folder.
+    """
+    path = check_path(name, value)
+    above = next((each for each in path.absolute().parents if os.path.lexists(each)), path)
+    require(above.is_dir(), name, value, f"{str(above)!r} is no folder; choose another place")
+    return path
+
+
+def check_folder(name: str, value: Any) -> Path:
+    """The path of a folder that exists or can be made.
+
+    Raises:
+        InspectionError: It is none, or something else is there.
+    """
+    path = check_target(name, value)
+    free = path.is_dir() or not os.path.lexists(path)
+    require(free, name, value, "that is a file; name a folder")
+    return path
 
 
 def check_file(name: str, value: Any) -> Path:
@@ -152,7 +187,8 @@ def check_each(name: str, value: Any, known: Sequence[str], meaning: str) -> tup
     return tuple(several)
 
 
-def _short(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as a message shows it, in a few words."""
     if isinstance(value, Tensor):
         return f"tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)

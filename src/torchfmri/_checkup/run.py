@@ -36,10 +36,18 @@ from torchfmri._diagnosis import (
     trace_of,
 )
 from torchfmri._incidents import Buffers, find_origin
-from torchfmri._model import RandomState, compiled_code_as_eager, copy_of_data, random_state
+from torchfmri._model import (
+    RandomState,
+    compiled_code_as_eager,
+    copy_of_data,
+    random_state,
+    refuse_meta,
+)
 from torchfmri._monitor import Monitor
 from torchfmri._records import Finding, History
 from torchfmri.exceptions import InspectionError
+
+_END = object()
 
 
 class Checkup:
@@ -88,10 +96,11 @@ class Checkup:
         every = max(1, self._steps // 5)
         with self._watcher.attached(), compiled_code_as_eager():
             for number in range(self._steps):
-                batch = next(batches, None)
-                if batch is None:
+                batch = next(batches, _END)
+                if batch is _END:
                     break
                 batch = copy_of_data(batch)
+                refuse_meta(self._original, batch)
                 detailed = number % every == 0 or number == self._steps - 1
                 goes_on = self._take_step(number, batch, detailed)
                 check()

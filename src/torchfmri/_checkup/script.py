@@ -5,6 +5,8 @@ from __future__ import annotations
 import runpy
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchfmri._diagnosis import Diagnosis
-from torchfmri._model import unwrap
+from torchfmri._model import unwrap, whole_restorations
 from torchfmri._monitor import Monitor
 from torchfmri.exceptions import InspectionError
 
@@ -34,6 +36,7 @@ def diagnose_script(path: Path, steps: int) -> Diagnosis:
     if not path.is_file():
         raise InspectionError(f"There is no file {str(path)!r} here.")
     monitors: list[Monitor] = []
+    stack = ExitStack()
 
     def enough(*_: Any) -> None:
         if len(monitors[0].history) >= steps:
@@ -43,23 +46,14 @@ def diagnose_script(path: Path, steps: int) -> Diagnosis:
         trained = any(each.requires_grad for each in module.parameters())
         if not monitors and torch.is_grad_enabled() and module.training and trained:
             monitors.append(Monitor(module, on_nonfinite="continue").attach())
+            stack.callback(monitors[0].detach)
 
     started = time.perf_counter()
-    kept = sys.argv, list(sys.path)
-    sys.argv = [str(path)]
-    sys.path.insert(0, str(path.resolve().parent))
-    handle = register_module_forward_pre_hook(entered)
-    stop = register_module_forward_pre_hook(lambda *_: enough() if monitors else None)
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except _Enough:
-        pass
-    finally:
-        handle.remove()
-        stop.remove()
-        sys.argv, sys.path[:] = kept
-        for monitor in monitors:
-            monitor.detach()
+    with whole_restorations(), _as_program(path), stack:
+        for hook in (entered, lambda *_: enough() if monitors else None):
+            stack.callback(register_module_forward_pre_hook(hook).remove)
+        with suppress(_Enough):
+            runpy.run_path(str(path), run_name="__main__")
     if not monitors:
         raise InspectionError(f"{path.name} has trained no model: no layer ran in training mode.")
     monitor = monitors[0]
@@ -71,3 +65,15 @@ def diagnose_script(path: Path, steps: int) -> Diagnosis:
         time.perf_counter() - started,
         monitor.history,
     )
+
+
+@contextmanager
+def _as_program(path: Path) -> Iterator[None]:
+    """Let `sys.argv` and `sys.path` be those of a script that Python was started with."""
+    arguments, folders = sys.argv, list(sys.path)
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, folders

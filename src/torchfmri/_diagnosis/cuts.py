@@ -211,7 +211,8 @@ TARGET_SIZE = Cut(
 )  # fmt: skip
 ODD_BATCH = Cut(
     50.0, "rms of a batch / median of all batches", True,
-    "counts where the numbers stop being finite right after it, or its update is no ordinary one",
+    "counts where the numbers stop being finite right after it, its update is no ordinary one, its "
+    "gradient is as odd, or running statistics take it in",
 )  # fmt: skip
 REPEATED = Cut(
     0.5, "share of samples that equal another one of their batch", True, "more copies than data",

@@ -16,7 +16,7 @@ from torchfmri._diagnosis.signals import (
     update_ratios,
 )
 from torchfmri._records import Finding
-from torchfmri._text import percent
+from torchfmri._text import listed, percent
 
 _BEFORE = 3
 """So many steps must have been calm before one is called unlike them."""
@@ -41,8 +41,8 @@ class OddBatch(NamedTuple):
 
 def outlier_batch(seen: Observation) -> Iterator[Finding]:
     """The first batch unlike all others that throws the run off, told by its size or its effect."""
-    for odd in (*odd_data(seen), *_odd_steps(seen)):
-        harm = _harm_of(seen, odd.step)
+    found = [(odd, _harm_of(seen, odd.step) or _trace_of(seen, odd.step)) for odd in odd_data(seen)]
+    for odd, harm in (*found, *((odd, _harm_of(seen, odd.step)) for odd in _odd_steps(seen))):
         if not harm:
             continue
         factor = f"{odd.factor:,.0f}" if odd.factor < _MANY else f"{odd.factor:.1g}"
@@ -78,6 +78,45 @@ def _harm_of(seen: Observation, step: int) -> str:
     if len(found) and found[0] > cuts.UPDATE_HIGH.value:
         return f"its update changed the weights by {percent(min(found[0], _MANY))} of their size"
     return ""
+
+
+def _trace_of(seen: Observation, step: int) -> str:
+    """What a batch of odd data leaves behind though its update was an ordinary one, in words.
+
+    Adam and its relatives divide by the gradient's own size: the update says nothing about it.
+    """
+    steps, norms = seen.trace.steps, gradient_norms(seen)
+    found, usual = norms[steps == step], median(norms[steps != step])
+    if len(found) and found[0] > cuts.ODD_STEP.value * usual > 0:
+        factor = f"{found[0] / usual:,.0f}" if found[0] / usual < _MANY else "a million"
+        return (
+            f"its gradient is {factor} times as large, which an optimizer with running averages "
+            "(Adam) remembers for many steps"
+        )
+    layers = [
+        each.layer for each in seen.norms if each.training and _is_fed(seen, each.layer, step)
+    ]
+    if layers:
+        return f"the running statistics of {listed(layers)} hold it, which evaluation uses"
+    return ""
+
+
+def _is_fed(seen: Observation, layer: str, step: int) -> bool:
+    """Whether what comes to a layer in a step, from the layer before it, is far larger than usual.
+
+    The first layer gets the data themselves.
+    """
+    containers = {name.rpartition(".")[0] for name in seen.structure.kinds if name}
+    order = [name for name in seen.order if name not in containers]
+    names = seen.trace.names("activations")
+    place = order.index(layer) if layer in order else -1
+    if place <= 0:
+        return place == 0
+    if order[place - 1] not in names:
+        return False
+    sizes = seen.trace.matrix("activations", "rms")[:, list(names).index(order[place - 1])]
+    found = sizes[seen.trace.steps == step]
+    return bool(len(found) and found[0] > cuts.ODD_BATCH.value * median(sizes))
 
 
 def odd_data(seen: Observation) -> Iterator[OddBatch]:

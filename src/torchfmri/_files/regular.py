@@ -44,7 +44,7 @@ def list_names(folder: Path, limit: int = 1_000_000) -> list[str]:
         raise
     except (OSError, ValueError) as error:
         raise FileFormatError(
-            str(folder), f"it is not a folder that can be read: {_words(error)}"
+            str(folder), f"give a folder that can be read; this is none: {_words(error)}"
         ) from error
     return sorted(names)
 

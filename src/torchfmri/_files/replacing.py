@@ -118,11 +118,12 @@ def recover(path: Path) -> None:
 
 def _beside(target: Path, ending: str | None = None) -> Path:
     ending = target.suffix if ending is None else ending
-    return target.with_name(f".torchfmri-{secrets.token_hex(8)}{ending}")
+    return target.absolute().parent / f".torchfmri-{secrets.token_hex(8)}{ending}"
 
 
 def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+    whole = target.absolute()  # "." has no name of its own
+    return whole.parent / f".{whole.name}.replaced"
 
 
 def _put(new: Path, target: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchfmri._incidents.content import readable
+from torchfmri._model import kept_whole
 from torchfmri._torch import copy_into
 
 LARGE = 1 << 20
@@ -115,6 +116,7 @@ class Buffers:
         )
 
 
+@kept_whole
 def _put_back(kept: list[_Kept]) -> None:
     for owner, name, _, buffer, copy in kept:
         if copy is None:

@@ -22,6 +22,7 @@ from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
 from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
+from torchfmri._model import kept_whole
 from torchfmri._records import Finding
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import NonFiniteWarning
@@ -57,7 +58,7 @@ class Hold:
             subject.model, subject.loss, subject.scaler, self._entered, subject.failed
         )
         self._number = 0
-        self._was_bad = self._stepped = False
+        self._was_bad = self._stepped = self._is_known = False
         self._skips = 0
         self._spared: list[tuple[Tensor, Tensor]] = []
         self._pending: deque[_Pending] = deque()
@@ -90,7 +91,7 @@ class Hold:
     def begin(self, number: int) -> None:
         """A step begins."""
         self._restore()
-        self._number, self._stepped = number, False
+        self._number, self._stepped, self._is_known = number, False, False
         self._watch.begin()
 
     def tell_loss(self, loss: Any) -> None:
@@ -180,8 +181,9 @@ class Hold:
         return self._skips >= SKIPS
 
     def _happened(self, seen: SeenStep) -> None:
-        goes_on = self._was_bad and self.action == "continue"
-        self._was_bad = True
+        # A second optimizer of the same step finds the same loss.
+        goes_on = self._is_known or (self._was_bad and self.action == "continue")
+        self._was_bad = self._is_known = True
         if goes_on:
             return
         put_back, spoilt = self._take_back_buffers()
@@ -212,6 +214,7 @@ class Hold:
 
     # -- leaving a step out ------------------------------------------------------------------
 
+    @kept_whole
     def _spare(self, optimizer: Optimizer) -> None:
         """Take the gradients away until the optimizer has passed: it skips what has none."""
         for group in optimizer.param_groups:
@@ -221,6 +224,11 @@ class Hold:
                     parameter.grad = None
 
     def _restore(self) -> None:
+        if self._spared:
+            self._give_back()
+
+    @kept_whole
+    def _give_back(self) -> None:
         while self._spared:
             parameter, gradient = self._spared.pop()
             parameter.grad = gradient

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from torchfmri._arguments import check_flag, check_number, check_path
+from torchfmri._arguments import check_flag, check_folder, check_number
 from torchfmri.exceptions import InspectionError
 
 Action: TypeAlias = Literal["raise", "skip", "continue"]
@@ -36,7 +36,7 @@ class Incidents:
 
     def __post_init__(self) -> None:
         if self.folder is not None:
-            check_path("folder", self.folder)
+            check_folder("folder", self.folder)
         check_flag("weights", self.weights)
         check_flag("origin", self.origin)
         check_number("steps", self.steps, 1, "give a number from 1 upwards")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
 from torchfmri._incidents.incident import Part, read_part
 from torchfmri._incidents.model_call import ModelCall
@@ -20,7 +21,7 @@ from torchfmri._incidents.redone_step import BadStep, redo_call
 from torchfmri._incidents.stored_data import omissions
 from torchfmri._model import Subject, unwrap
 from torchfmri._records import Finding
-from torchfmri._torch import map_tensors
+from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
 
 
@@ -79,7 +80,7 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         FileFormatError: It is damaged, or is not what was written.
         InspectionError: There is none, or it cannot be run.
     """
-    part = read_part(Path(folder), rank, with_data=subject is not None)
+    part = read_part(check_path("folder", folder), rank, with_data=subject is not None)
     if subject is None:
         note = "Name your model and loss to run it again: --factory module:factory."
         return Replay(part.step, part.rank, part.finding, False, (note,))
@@ -151,15 +152,52 @@ def _loss_for(
     loss = subject.loss
     if loss is None or call.loss_arguments is not None:
         return loss if callable(loss) else None
-    target = told[1] if isinstance(told, (list, tuple)) and len(told) == 2 else None
+    target = _target_in(told, call)
     needs_target = _takes_two(loss)
     if needs_target and target is None:
         notes.append(
             "The targets were not written, so the loss was not run. Hand the loss module to the "
-            "Monitor (loss=criterion), or tell it the batch: step.batch((x, y))."
+            "Monitor (loss=criterion), or tell it the batch: step.batch((x, y)), or a dict with "
+            "'target' or 'labels'."
         )
         return None
-    return _OfOutput(loss, target if needs_target else None)
+    if not needs_target:
+        return _OfOutput(loss, None)
+    device = _device_of(subject.model)
+    return _OfOutput(loss, map_tensors(target, lambda tensor: tensor.to(device)))
+
+
+_TARGETS = ("target", "targets", "label", "labels", "y")
+
+
+def _target_in(told: Any, call: ModelCall) -> Any:
+    """The target in a batch: the second of two, or what the model was not called with."""
+    if isinstance(told, (list, tuple)) and len(told) == 2:
+        return told[1]
+    if not isinstance(told, (list, tuple, Mapping)):
+        return None
+    named = dict(told) if isinstance(told, Mapping) else dict(enumerate(told))
+    fed = [each.tensor for each in flatten([call.arguments, dict(call.keywords)])]
+    left = {key: value for key, value in named.items() if not _is_among(value, fed)}
+    if len(left) == 1 or (left and not isinstance(told, Mapping)):
+        return list(left.values())[-1]
+    # Of several the one with a usual name; where the input is the target, all were fed.
+    known = [value for key, value in (left or named).items() if str(key).lower() in _TARGETS]
+    return known[0] if len(known) == 1 else None
+
+
+def _is_among(value: Any, tensors: list[Tensor]) -> bool:
+    """Whether the tensors of a value are all among these; what has none is no target."""
+    own = [each.tensor for each in flatten(value)]
+    return all(any(_same_values(each, other) for other in tensors) for each in own)
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.to(one.device)
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class _OfOutput:
@@ -184,8 +222,12 @@ def _takes_two(loss: Any) -> bool:
     return False
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
+
+
 def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
 
     def move(value: Any) -> Any:
         return map_tensors(value, lambda tensor: tensor.to(device))

@@ -19,7 +19,7 @@ from torchfmri._torch import (
     is_compiled_in_place,
     scaler_went_on,
 )
-from torchfmri.exceptions import GuardError, NonFiniteError
+from torchfmri.exceptions import MEANT_FOR_THE_USER
 
 MOST_CALLS = 64
 """Of a step with more micro-batches the latest are remembered."""
@@ -136,7 +136,7 @@ class StepWatch:
         self.step.told_call = call_of(self._model, arguments, keywords)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, (NonFiniteError, GuardError)):
+        if isinstance(error, MEANT_FOR_THE_USER):
             raise error
         self._stop(error)
 

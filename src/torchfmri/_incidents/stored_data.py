@@ -203,7 +203,7 @@ class _Decoder:
         if not isinstance(name, str) or name not in self._arrays:
             raise self._damage(f"there is no tensor {str(name)[:40]!r}, or it is taken twice")
         content = self._arrays.pop(name)
-        if dtype not in _DTYPES or _WITHOUT_BYTES.fullmatch(dtype):
+        if not isinstance(dtype, str) or dtype not in _DTYPES or _WITHOUT_BYTES.fullmatch(dtype):
             raise self._damage(f"{str(dtype)[:40]!r} is no dtype of a tensor")
         if not isinstance(shape, list) or len(shape) > 64:
             raise self._damage("a tensor's shape is not a list of at most 64 numbers")

@@ -15,9 +15,9 @@ from torchfmri._model.backward_pass import (
     spared_grad,
 )
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
-from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
+from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, refuse_meta, thawed
 from torchfmri._model.generators import RandomState, random_state
-from torchfmri._model.interruption import ending_by_signals, whole_restorations
+from torchfmri._model.interruption import ending_by_signals, kept_whole, whole_restorations
 from torchfmri._model.layers import (
     Pattern,
     check_pattern,
@@ -56,6 +56,7 @@ __all__ = [
     "find_factory",
     "find_layers",
     "generators_restored",
+    "kept_whole",
     "leaf_layers",
     "load_model",
     "load_subject",
@@ -66,6 +67,7 @@ __all__ = [
     "own_turn",
     "prepare_backward",
     "random_state",
+    "refuse_meta",
     "resting",
     "run_backward",
     "runnable",

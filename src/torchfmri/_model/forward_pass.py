@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_scalar
+from torchfmri._arguments import check_scalar, shown
 from torchfmri._model.layers import runnable
 from torchfmri._torch import Hook, flatten
 from torchfmri.exceptions import InspectionError
@@ -18,7 +18,17 @@ Loss: TypeAlias = "Callable[..., Tensor] | str | None"
 
 
 def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to call the model with `data`."""
+    """How to call the model with `data`.
+
+    Raises:
+        InspectionError: They do not fit, or have no values.
+    """
+    if data is None or isinstance(data, (str, bytes, int, float)):
+        raise InspectionError(
+            f"data={shown(data)} holds no tensor. Pass what the model is called with: a tensor, a "
+            "tuple of positional arguments, such as (None,), or a dict of keyword arguments."
+        )
+    refuse_meta(model, data)
     if isinstance(data, Mapping):
         return (), data
     if isinstance(data, list):
@@ -39,6 +49,29 @@ def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping
     except ValueError:  # a forward without a signature: let the model judge
         pass
     return data, {}
+
+
+def refuse_meta(model: nn.Module, data: Any = None) -> None:
+    """Raise where something is on the meta device: it has a shape and no values.
+
+    Raises:
+        InspectionError: A parameter, a buffer or a tensor of the data is.
+    """
+    for what, tensors in (
+        ("Parameter", model.named_parameters()),
+        ("Buffer", model.named_buffers()),
+    ):
+        empty = next((name for name, each in tensors if each.is_meta), None)
+        if empty is not None:
+            raise InspectionError(
+                f"{what} {empty!r} is on the meta device and has no values. Load the weights "
+                "first: from_pretrained, or model.to_empty(device='cpu') and load_state_dict."
+            )
+    for path, tensor in flatten(data, "data"):
+        if tensor.is_meta:
+            raise InspectionError(
+                f"{path} is on the meta device and has no values. Make it on the model's device."
+            )
 
 
 @contextmanager

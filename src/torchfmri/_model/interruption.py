@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import _thread
+import _weakrefset
 import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _AGAIN_SECONDS = 0.005
-_CONTEXTLIB = contextlib.ExitStack.__exit__.__code__.co_filename
-_KEPT_WHOLE = tuple(
+_WHOLE_FILES = (
+    contextlib.ExitStack.__exit__.__code__.co_filename,
+    weakref.WeakValueDictionary.__init__.__code__.co_filename,
+    _weakrefset.WeakSet.__init__.__code__.co_filename,
+    torch.set_grad_enabled.__init__.__code__.co_filename,  # changes the mode when it is made
+    torch.autograd.set_detect_anomaly.__init__.__code__.co_filename,
+)
+"""Files of which nothing is interrupted."""
+_WHOLE_FOLDERS = tuple(
     f"{Path(each).parent}{os.sep}" for each in (torch.__file__, Path(__file__).parent)
 )
-"""Folders of which no `__enter__` and no `__exit__` is interrupted: torch's and ours."""
-_CHANGES = ("__enter__", "__exit__")
+"""Folders of which none of these is interrupted: torch's and ours."""
+# Our callbacks of weak references are called `forget`; Python drops what they raise.
+_CHANGES = ("__enter__", "__exit__", "forget")
+_whole_codes: set[CodeType] = set()
+"""Those that `kept_whole` was given."""
 
 
 class _Handler:
@@ -55,6 +71,18 @@ def whole_restorations() -> Iterator[None]:
         yield
 
 
+def kept_whole(function: Callable[P, T]) -> Callable[P, T]:
+    """Let Ctrl-C wait until a function is over that attaches something or puts something back."""
+
+    @wraps(function)
+    def run(*arguments: P.args, **keywords: P.kwargs) -> T:
+        with whole_restorations():
+            return function(*arguments, **keywords)
+
+    _whole_codes.update((run.__code__, function.__code__))  # type: ignore[attr-defined]
+    return run
+
+
 @contextlib.contextmanager
 def ending_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit in the block, so that what is open is closed.
@@ -82,8 +110,10 @@ def _handled(number: int, default: Callable[[int, FrameType | None], Any] | None
         yield
     finally:
         handler.users -= 1
-        # The user may have put another handler there in the meantime.
-        if not handler.users and signal.getsignal(number) is handler:
+        # The user may have put another handler there in the meantime. And the garbage collector may
+        # end the block in a thread that cannot set one; the next block of the main thread does.
+        here = threading.current_thread() is threading.main_thread()
+        if here and not handler.users and signal.getsignal(number) is handler:
             signal.signal(number, before)
 
 
@@ -110,14 +140,19 @@ def _is_changing_state(frame: FrameType | None) -> bool:
     if frame is not None and frame.f_code is threading.Condition.wait.__code__:
         free |= {"__enter__", "enter_context"}  # waiting for a turn may take long
     while frame is not None:
-        code = frame.f_code
-        if code.co_name not in free and (
-            code.co_filename == _CONTEXTLIB
-            or (code.co_name in _CHANGES and code.co_filename.startswith(_KEPT_WHOLE))
-        ):
+        if frame.f_code.co_name not in free and _keeps_whole(frame.f_code):
             return True
         frame = frame.f_back
     return False
+
+
+def _keeps_whole(code: CodeType) -> bool:
+    return (
+        code in _whole_codes
+        or code.co_filename in _WHOLE_FILES
+        or (code.co_name in _CHANGES and code.co_filename.startswith(_WHOLE_FOLDERS))
+        or code.co_name == "__del__"  # Python drops what it raises
+    )
 
 
 def _send_again(number: int) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchfmri.exceptions import GuardError, InspectionError, NonFiniteError
+from torchfmri.exceptions import MEANT_FOR_THE_USER, InspectionError
 
 Concerns = Callable[[Tensor], bool]
 """Whether a parameter is to be looked at when this optimizer steps."""
@@ -72,7 +72,7 @@ class OptimizerSteps:
             if len(args) > 1:
                 return (args[0], watched, *args[2:]), kwargs
             return args, {**kwargs, "closure": watched}
-        except (NonFiniteError, GuardError):  # meant for the user: the optimizer is not to step
+        except MEANT_FOR_THE_USER:  # meant for the user: the optimizer is not to step
             raise
         except Exception as error:
             self._listener.failed(error)
@@ -98,7 +98,7 @@ class OptimizerSteps:
         try:
             if self._is_ours(optimizer):
                 self._listener.after_update(self._is_last(optimizer))
-        except (NonFiniteError, GuardError):
+        except MEANT_FOR_THE_USER:
             raise
         except Exception as error:
             self._listener.failed(error)

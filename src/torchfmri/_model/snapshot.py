@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -40,7 +41,9 @@ def unchanged(model: nn.Module, written: Callable[[str], None] | None = None) ->
 @contextmanager
 def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterator[None]:
     _reshard(model)
-    restore = [random_state().restore, *_save_modules(model)]
+    # An optimizer's step changes the mode in a function of its own: Ctrl-C may leave it changed.
+    grad_mode: Callable[[], object] = partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    restore = [random_state().restore, grad_mode, *_save_modules(model)]
     spared = {id(each) for each in _renormalised(model)}
     versions = [
         (name, parameter, parameter._version)

@@ -25,6 +25,7 @@ from torchfmri._model import (
     TrainedModel,
     check_optimizers,
     find_layers,
+    kept_whole,
     leaf_layers,
     named_layers,
     switched_off,
@@ -36,7 +37,7 @@ from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, Series, Step
-from torchfmri.exceptions import GuardError, InspectionError, NonFiniteError
+from torchfmri.exceptions import MEANT_FOR_THE_USER, GuardError, InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
 
@@ -159,6 +160,7 @@ class Monitor:
 
     # -- following the loop ------------------------------------------------------------------
 
+    @kept_whole
     def attach(self) -> Monitor:
         """Follow the loop by the optimizer's steps, until `detach`; returns the monitor itself.
 
@@ -182,6 +184,7 @@ class Monitor:
         self._take_off()
         self._drain(wait=True)
 
+    @kept_whole
     def _take_off(self) -> None:
         self._attached = False
         self._trained.release()
@@ -321,7 +324,7 @@ class Monitor:
             return
         try:
             act()
-        except (NonFiniteError, GuardError):  # these the user asked for
+        except MEANT_FOR_THE_USER:
             raise
         except Exception as error:
             self._stop_guard(error)

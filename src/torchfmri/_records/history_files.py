@@ -46,8 +46,11 @@ def _write_csv(records: Iterable[Record], columns: Mapping[str, type], path: Pat
 
 
 def _write_jsonl(records: Iterable[Record], columns: Mapping[str, type], path: Path) -> None:
-    def plain(value: Any) -> Any:  # JSON has neither NaN nor infinity
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+    def plain(value: Any) -> Any:
+        # JSON has neither NaN nor infinity; null would say that there was no value at all.
+        if isinstance(value, float) and not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return value
 
     with path.open("w", encoding="utf-8") as file:
         for record in records:

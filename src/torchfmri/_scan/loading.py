@@ -5,13 +5,14 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
+from torchfmri._arguments import check_path, shown
 from torchfmri._files import find_replaced, list_names
 from torchfmri._scan.scan_record import Scan
 from torchfmri._scan.store.folder import META
 from torchfmri._scan.store.meta import read_meta
 from torchfmri._scan.store.stored_sequences import StoredSequences
 from torchfmri._text import printable
-from torchfmri.exceptions import FileFormatError
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 _SHOWN = 5
 
@@ -29,7 +30,11 @@ def load(path: str | PathLike[str]) -> Scan:
     Raises:
         FileFormatError: It is no scan, or its meta.json is damaged.
     """
-    folder = find_replaced(Path(path).absolute())
+    try:
+        place = check_path("path", path)
+    except InspectionError as error:
+        raise FileFormatError(shown(path), str(error)) from error
+    folder = find_replaced(place.absolute())
     _require_meta(folder, list_names(folder))
     anatomy, meta = read_meta(folder)
     return Scan(anatomy, StoredSequences(folder, anatomy), meta)

@@ -23,7 +23,7 @@ from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.store.folder import META
 from torchfmri._scan.store.manifest import read_committed
 from torchfmri._scan.store.meta import read_meta, require_same
-from torchfmri._scan.store.writer import ScanWriter
+from torchfmri._scan.store.writer import ScanWriter, commit_finished
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 _GIVE_UP = 3
@@ -108,7 +108,7 @@ def scan_rows(
         refuse_shared_work(scanner.model)
     pending = _list_pending(rows, Path(path), rank, world)
     found = len(rows) - len(pending)
-    job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, found, strict)
+    job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, found, strict, samples)
     anatomy, meta = job.describe(rows)
     if samples and batch > 1:  # what is drawn for a row depends on those beside it
         meta["batch"] = batch
@@ -146,6 +146,7 @@ class _Job:
     generate: Mapping[str, Any]
     found: int
     strict: bool = False
+    samples: bool = False
     scanned: int = 0
     tried_in_vain: int = 0
     failed: dict[str, str] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class _Job:
     def scan(self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter) -> None:
         """Scan a batch and write the rows that are wanted.
 
-        Where the batch fails, the wanted ones are scanned one by one, to name the one that fails.
+        Where the batch fails, its rows are scanned one by one, to name the one that fails.
         """
         for row in rows:
             if row.problem and row.name in wanted:
@@ -192,7 +193,23 @@ class _Job:
         rows = [row for row in rows if not row.problem]
         if not wanted & {row.name for row in rows}:
             return
-        failure: Exception | None = None
+        failure = self._scan_together(rows, wanted, writer)
+        if failure is None:
+            return
+        if len(rows) == 1:
+            self._note_failure(rows[0], failure)
+            return
+        failure = None  # and with it what its frames hold, should memory have run out
+        if self.samples:
+            self._scan_again(rows, wanted, writer)
+        else:
+            for row in rows:
+                self.scan([row], wanted, writer)
+
+    def _scan_together(
+        self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter
+    ) -> Exception | None:
+        """Scan rows as one batch and write those that are wanted; returns why that failed."""
         try:
             found = self.scanner.scan(
                 [row.prompt for row in rows],
@@ -204,17 +221,44 @@ class _Job:
                 generate=self.generate,
             )
         except Exception as error:
-            failure = error
-        if failure is None:
-            for row, sequence in zip(rows, found, strict=True):
-                if row.name in wanted:
-                    self._write(row, sequence, writer)
-        elif len(rows) == 1:
-            self._note_failure(rows[0], failure)
-        else:
-            failure = None  # and with it what its frames hold, should memory have run out
-            for row in rows:
-                self.scan([row], wanted, writer)
+            return error
+        for row, sequence in zip(rows, found, strict=True):
+            if row.name in wanted:
+                self._write(row, sequence, writer)
+        return None
+
+    def _scan_again(
+        self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter
+    ) -> None:
+        """Scan a batch again that failed, if need be without the rows that fail by themselves.
+
+        What is drawn for a row depends on those beside it. So nothing is written of a row that was
+        run alone, and a row is left out only if it fails alone twice.
+        """
+        if self._scan_together(rows, wanted, writer) is None:
+            return
+        failures = {row.name: self._failure_of(row, writer) for row in rows}
+        for row in rows:
+            failure = failures[row.name]
+            if failure is not None and row.name in wanted:
+                self._note_failure(row, failure)
+        rest = [row for row in rows if failures[row.name] is None]
+        failure = self._scan_together(rest, wanted, writer) if rest else None
+        for row in rest if failure is not None else ():
+            if row.name in wanted:
+                reason = (
+                    f"{len(rest)} rows fail together and not alone: {type(failure).__name__}: "
+                    f"{failure} What is drawn depends on the batch: scan with a smaller batch, "
+                    "into another folder."
+                )
+                self._note_failure(row, InspectionError(reason))
+
+    def _failure_of(self, row: Row, writer: ScanWriter) -> Exception | None:
+        """Why a row cannot be scanned alone, not even when it is tried again."""
+        if self._scan_together([row], frozenset(), writer) is None:
+            return None
+        failure = self._scan_together([row], frozenset(), writer)
+        return failure and failure.with_traceback(None)  # whose frames hold what they saw
 
     def _write(self, row: Row, sequence: ScannedSequence, writer: ScanWriter) -> None:
         try:
@@ -288,6 +332,7 @@ def _batches(pending: Sequence[int], batch: int) -> list[list[int]]:
 def _pending(rows: Sequence[Row], path: Path) -> list[int]:
     done: set[str] = set()
     if (path / META).exists():
+        commit_finished(path)  # before anybody takes a share
         committed, _ = read_committed(path)
         done = {each.name for segment in committed for each in segment.sequences}
     return [number for number in range(len(rows)) if rows[number].name not in done]

@@ -6,11 +6,15 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from traceback import extract_tb
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import is_whole, require, shown
 from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.model_call import call_model, logits_of
@@ -37,6 +41,22 @@ _HARMLESS = frozenset(
     | {"return_dict_in_generate", "generation_config", "num_return_sequences"}
     | {"temperature", "top_k", "top_p", "cache_implementation", "prefill_chunk_size"}
 )
+_READ_HERE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_beams": (is_whole, "give a whole number, such as 4"),
+    "eos_token_id": (
+        lambda value: isinstance(value, Tensor) or all(map(is_whole, _several(value))),
+        "give the id of a token, or a list of ids",
+    ),
+    "stop_strings": (
+        lambda value: all(isinstance(each, str) for each in _several(value)),
+        "give a text, or a list of texts",
+    ),
+    "stopping_criteria": (
+        lambda value: all(map(callable, _several(value))),
+        "give a StoppingCriteriaList, or a list of functions of ids and scores",
+    ),
+}
+"""Options of `generate` that are read before it is called: what they may be, in code and words."""
 _OWN_OPTIONS = ("do_sample", "temperature", "eos_token_id")
 
 
@@ -55,6 +75,16 @@ class Decoding:
     options: Mapping[str, Any]
     decode: Decode | None = None
     tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        """Raise for values of options that are read here and that cannot be meant.
+
+        Raises:
+            InspectionError: There is one.
+        """
+        for name, (is_right, meaning) in _READ_HERE.items():
+            value = self.options.get(name)
+            require(value is None or is_right(value), name, value, meaning)
 
     def pass_only(self, model: nn.Module) -> str:
         """Why the activations cannot be taken while it generates, or "": by the method's name."""
@@ -154,8 +184,29 @@ class Decoding:
             if not self.pass_only(model):
                 options.pop("stop_strings", None)
                 options["stopping_criteria"] = [endings]
-        found = generate(prompt.ids, **options)
+        try:
+            found = generate(prompt.ids, **options)
+        except Exception as error:
+            self._explain(error)
+            raise
         return found if isinstance(found, Tensor) else found.sequences
+
+    def _explain(self, error: Exception) -> None:
+        """Raise with the options where transformers' own code failed, and not the model's.
+
+        Raises:
+            InspectionError: It did.
+        """
+        files = [Path(each.filename).parts for each in extract_tb(error.__traceback__)]
+        while "torch" in files[-1]:
+            files.pop()
+        # Models are in transformers/models/NAME/, and everything else no deeper than this.
+        if self.options and "transformers" in files[-1][-3:]:
+            given = ", ".join(f"{name}={shown(value)}" for name, value in self.options.items())
+            raise InspectionError(
+                f"generate() cannot work with {given}: {type(error).__name__}: "
+                f"{shorten(str(error), 300)} Correct the option, or leave it out."
+            ) from error
 
     def _plain(self, model: nn.Module, prompt: EncodedPrompt, endings: Endings) -> Tensor:
         """Greedy or sampled, the whole sequence fed at each step: the module has no cache."""
@@ -205,6 +256,10 @@ def _run_own(decode: Decode, model: nn.Module, ids: Tensor) -> Any:
             "generate() does. Write `with torch.enable_grad():` around what you differentiate; the "
             "model's .grad is put back afterwards."
         ) from error
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple, set)) else [value]
 
 
 def _generates(model: nn.Module) -> bool:

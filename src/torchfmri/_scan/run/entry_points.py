@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchfmri._arguments import check_callable, check_flag, check_number, check_path
+from torchfmri._arguments import check_callable, check_flag, check_folder, check_number
 from torchfmri._model import Pattern
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import rows_of
@@ -177,7 +177,7 @@ def scan_dataset(
             f"{name}= is one of the options of a scan: write "
             f"options=torchfmri.ScanOptions({name}={generate[name]!r})."
         )
-    check_path("out", out)
+    check_folder("out", out)
     check_callable("on_row", on_row, "give a function of done, total and name")
     for name, value in (("strict", strict), ("chat", chat)):
         check_flag(name, value)

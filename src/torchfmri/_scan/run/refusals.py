@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import unwrap
+from torchfmri._model import refuse_meta, unwrap
 from torchfmri._scan.run.model_call import takes
 from torchfmri._scan.run.prompt import EncodedPrompt
 from torchfmri.exceptions import InspectionError
@@ -42,12 +42,7 @@ def refuse_unrunnable(model: nn.Module) -> None:
             f"The model is TorchScript ({type(model).__name__}): its layers run without Python, "
             "and no hook sees them. Scan the nn.Module that it was traced or scripted from."
         )
-    empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
-    if empty is not None:
-        raise InspectionError(
-            f"Parameter {empty!r} is on the meta device and has no values. Load the weights first: "
-            "from_pretrained, or model.to_empty(device='cpu') and load_state_dict."
-        )
+    refuse_meta(model)
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 
+from torchfmri._model import kept_whole, whole_restorations
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.scan_record import Scan
 from torchfmri.exceptions import InspectionError
@@ -19,11 +21,74 @@ class _Stopped(BaseException):
     """The reader has gone."""
 
 
+class _Worker:
+    """Scans in a thread of its own, which waits where the reader is too far behind.
+
+    Only queues written in C stand between the two: Ctrl-C in `queue.Queue.get` can leave its lock
+    in a state that raises a RuntimeError of its own.
+    """
+
+    def __init__(self, run: Callable[[Callable[[LiveToken], None]], Scan]) -> None:
+        self.scan: Scan | None = None
+        self.error: BaseException | None = None
+        self._run = run
+        self._tokens: queue.SimpleQueue[LiveToken | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def read(self) -> Generator[LiveToken, None, None]:
+        """The tokens; leaving the iterator, by Ctrl-C too, waits until the model is as it was."""
+        if self._is_stopped:
+            return
+        with whole_restorations():
+            try:
+                self._start()
+                while (token := self._tokens.get()) is not None and not self._is_stopped:
+                    self._room.put(None)
+                    yield token
+            finally:
+                self.close()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    @kept_whole
+    def _start(self) -> None:
+        for _ in range(_WAITING):
+            self._room.put(None)
+        self._thread.start()
+
+    @kept_whole
+    def close(self) -> None:
+        """Stop scanning, and wait until the model is as it was."""
+        self._is_stopped = True
+        self._room.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self.scan = self._run(self._put)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._tokens.put(None)
+
+    def _put(self, token: LiveToken) -> None:
+        self._room.get()
+        if self._is_stopped:
+            raise _Stopped
+        self._tokens.put(token)
+
+
 class ScanStream:
     """Tokens one by one while the model generates; the scan itself at the end.
 
     The model runs in a thread of its own. Leaving the loop early stops it, and puts it back as it
-    was: use `with`, or call `close`.
+    was: use `with`, or call `close`. An error or Ctrl-C that ends the loop waits for the same.
 
     Args:
         run: Scans, and calls what it is given with each token.
@@ -38,61 +103,15 @@ class ScanStream:
     """
 
     def __init__(self, run: Callable[[Callable[[LiveToken], None]], Scan]) -> None:
-        self._queue: queue.Queue[LiveToken | None] = queue.Queue(_WAITING)
-        self._stop = threading.Event()
-        self._scan: Scan | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
-        self._started = False
-        self._tokens = self._read()
+        self._worker = _Worker(run)
+        self._tokens = self._worker.read()
 
-    def _work(self, run: Callable[[Callable[[LiveToken], None]], Scan]) -> None:
-        try:
-            self._scan = run(self._put)
-        except _Stopped:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._put_last()
-
-    def _put(self, token: LiveToken) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(token, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-        raise _Stopped
-
-    def _put_last(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(None, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
-    def __iter__(self) -> ScanStream:
-        return self
+    def __iter__(self) -> Iterator[LiveToken]:
+        # The generator itself, so that a loop over a stream without a name ends it in any case.
+        return self._tokens
 
     def __next__(self) -> LiveToken:
         return next(self._tokens)
-
-    def _read(self) -> Iterator[LiveToken]:
-        if not self._started:
-            self._started = True
-            self._thread.start()
-        while not self._stop.is_set():
-            token = self._queue.get()
-            if token is None:
-                self._thread.join()
-                self._stop.set()
-                break
-            yield token
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
     @property
     def scan(self) -> Scan:
@@ -101,18 +120,19 @@ class ScanStream:
         Raises:
             InspectionError: The tokens have not all been read yet, or the stream was closed.
         """
-        if self._scan is None:
+        if self._worker.scan is None:
             raise InspectionError(
                 "The scan is there when all tokens have been read: for token in stream: ..., "
                 "then stream.scan."
             )
-        return self._scan
+        return self._worker.scan
 
     def close(self) -> None:
         """Stop the model, if it still runs, and wait until it is as it was."""
-        self._stop.set()
-        if self._started:
-            self._thread.join()
+        self._worker.close()
+        # If another thread is reading, it has come to the end.
+        if inspect.getgeneratorstate(self._tokens) != inspect.GEN_RUNNING:
+            self._tokens.close()
 
     def __enter__(self) -> ScanStream:
         return self

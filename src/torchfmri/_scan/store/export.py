@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import check_target
 from torchfmri._files import make_folder, new_file, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import METRICS, Floats, ScannedSequence
@@ -33,10 +34,10 @@ def export(
     overwrite: bool = False,
 ) -> None:
     """Write a scan as Zarr or Parquet; see `Scan.export`."""
-    target = Path(path)
+    target = check_target("path", path)
     if target.suffix not in (".zarr", ".parquet"):
         raise InspectionError(
-            f"Cannot export to {target.name!r}: the ending is one of .zarr, .parquet. "
+            f"Cannot export to {str(target)!r}: the ending is one of .zarr, .parquet. "
             "To keep the scan itself, use scan.save."
         )
 

@@ -45,6 +45,11 @@ def pending_name(segment: str) -> str:
     return segment.removesuffix(".safetensors") + ".pending"
 
 
+def final_name(segment: str) -> str:
+    """The name of a segment, pending or not, once the manifest names it."""
+    return segment.replace(".pending", ".safetensors")
+
+
 def read_segment_file(folder: Path, name: str, read: Callable[[Path], T]) -> T:
     """What `read` makes of a segment that the manifest names; a crash may have left it pending.
 

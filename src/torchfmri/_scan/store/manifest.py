@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import re
+import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchfmri._files import (
+    is_intact,
     list_names,
+    map_file,
     open_limited,
     parse,
+    parse_tensors,
     plain,
     seal,
     size_of,
     to_json,
     unseal,
 )
-from torchfmri._scan.store.folder import MANIFEST, SEGMENT, rank_of, read_segment_file
+from torchfmri._scan.store.folder import (
+    MANIFEST,
+    PENDING,
+    SEGMENT,
+    final_name,
+    rank_of,
+    read_segment_file,
+)
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 MANIFEST_BYTES = 1 << 30
@@ -29,6 +41,8 @@ DAMAGED_LINES = 1_000
 """After so many damaged lines the rest of a manifest is not read."""
 PROBLEMS = 2_000
 """So many problems of a scan are told apart; further ones are counted."""
+WRITING_SECONDS = 0.05
+"""A line of which no more arrives for so long is not being written."""
 LARGEST = 1 << 40
 """No count in a manifest is larger."""
 
@@ -128,12 +142,14 @@ class Manifest:
         problems: Lines that are damaged.
         size: The bytes up to the end of the last whole line; what follows was never committed.
         ended: Whether these end with the end of a line.
+        torn: How many bytes of a line follow that is not whole: it is being written, or was cut.
     """
 
     segments: tuple[SegmentEntry, ...]
     problems: tuple[str, ...]
     size: int
     ended: bool
+    torn: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -149,7 +165,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     segments: list[SegmentEntry] = []
     problems: list[str] = []
-    size, ended = 0, True
+    size, ended, torn = 0, True, 0
     for number, line in enumerate(_lines(path), start=1):
         where = f"{path.name}, line {number}"
         whole = line.endswith(b"\n")
@@ -157,6 +173,7 @@ def read_manifest(path: Path) -> Manifest:
             segments.append(_parse_line(line.removesuffix(b"\n"), path.name, where))
         except FileFormatError as error:
             if not whole and len(line) <= LINE_BYTES:
+                torn = len(line)
                 break
             problems.append(str(error))
             if len(problems) == DAMAGED_LINES:
@@ -164,7 +181,20 @@ def read_manifest(path: Path) -> Manifest:
                 problems.append(str(FileFormatError(path.name, reason)))
                 break
         size, ended = size + len(line), whole
-    return Manifest(tuple(segments), tuple(problems), size, ended)
+    return Manifest(tuple(segments), tuple(problems), size, ended, torn)
+
+
+def _read_settled(path: Path) -> Manifest:
+    """A manifest; should a line be on its way into it, a moment later.
+
+    Raises:
+        FileFormatError: As `read_manifest` does.
+    """
+    manifest = read_manifest(path)
+    if manifest.torn:
+        time.sleep(WRITING_SECONDS)
+        manifest = read_manifest(path)
+    return manifest
 
 
 def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
@@ -182,7 +212,7 @@ def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
     damaged: dict[str, Sequence[str]] = {}
     for name in filter(MANIFEST.fullmatch, names):
         try:
-            manifest = read_manifest(folder / name)
+            manifest = _read_settled(folder / name)
         except FileFormatError as error:
             damaged[name] = [str(error)]
             continue
@@ -195,8 +225,52 @@ def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
                 problems.append(problem)
             else:
                 found[segment.name] = segment
+        if manifest.torn:
+            begun, problem = _read_begun(folder, names, name, manifest)
+            found |= {segment.name: segment for segment in begun}
+            if problem:
+                damaged[name] = [*manifest.problems, problem]
     unnamed = [name for name in names if SEGMENT.fullmatch(name) and name not in named]
     return list(found.values()), limited([*_lost_lines(damaged, unnamed), *problems])
+
+
+def _read_begun(
+    folder: Path, names: Sequence[str], name: str, manifest: Manifest
+) -> tuple[list[SegmentEntry], str]:
+    """The segments whose line was begun, and what is wrong if there is none.
+
+    A segment is on the disk before its line is begun, so that it counts from that moment on.
+    """
+    lines = {each.name for each in manifest.segments}
+    own = [each for each in names if PENDING.fullmatch(each) and rank_of(each) == rank_of(name)]
+    begun, reasons = [], [f"its last line is cut off after {manifest.torn:,} bytes"]
+    for pending in own:
+        if final_name(pending) not in lines:
+            try:
+                begun.append(describe_segment(folder / pending))
+            except FileFormatError as error:
+                reasons.append(str(error))
+    return begun, "" if begun else str(FileFormatError(name, ". ".join(reasons)))
+
+
+def describe_segment(path: Path) -> SegmentEntry:
+    """The line of a segment, final or pending, that its own header makes.
+
+    Raises:
+        FileFormatError: It is damaged, or of a version that wrote no such header.
+    """
+    data = map_file(path, size_of(path))
+    _, metadata = parse_tensors(data, path.name)
+    if "sequences" not in metadata:
+        reason = (
+            "it does not list its sequences. If torchfmri 0.1 was interrupted when it wrote it, it "
+            "was never part of the scan and can be deleted"
+        )
+        raise FileFormatError(path.name, reason)
+    if not is_intact(data, metadata):
+        raise FileFormatError(path.name, "its checksum is wrong: the file was changed or damaged")
+    sequences = parse_description(metadata["sequences"], path.name)
+    return SegmentEntry(final_name(path.name), len(data), zlib.crc32(data), sequences)
 
 
 def _lost_lines(damaged: Mapping[str, Sequence[str]], unnamed: Sequence[str]) -> list[str]:

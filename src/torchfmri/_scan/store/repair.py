@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchfmri._arguments import check_path
 from torchfmri._files import (
     held_alone,
-    is_intact,
     list_names,
     map_file,
     new_file,
     parse_tensors,
     read_regular,
     recover,
-    size_of,
 )
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.store.folder import MANIFEST, SEGMENT, manifest_name, number_of, rank_of
+from torchfmri._scan.store.folder import (
+    MANIFEST,
+    PENDING,
+    SEGMENT,
+    final_name,
+    manifest_name,
+    number_of,
+    rank_of,
+)
 from torchfmri._scan.store.manifest import (
     MANIFEST_BYTES,
     Manifest,
     SegmentEntry,
-    parse_description,
+    describe_segment,
     read_manifest,
 )
 from torchfmri._scan.store.meta import read_meta
@@ -61,7 +67,7 @@ def repair(path: str | os.PathLike[str]) -> Repair:
         FileFormatError: It is no scan, or its meta.json is damaged.
         InspectionError: Somebody is writing it.
     """
-    folder = Path(path)
+    folder = check_path("path", path)
     recover(folder)
     list_names(folder)  # raises where there is no folder
     with held_alone(folder):
@@ -79,18 +85,21 @@ def _repair(folder: Path, anatomy: Anatomy) -> Repair:
     spare: list[str] = []
     lost: dict[str, str] = {}
     for name in names:
-        if not SEGMENT.fullmatch(name) or name in named:
+        if not (SEGMENT.fullmatch(name) or PENDING.fullmatch(name)) or final_name(name) in named:
             continue
         try:
-            segment = _describe_segment(folder / name, anatomy)
+            segment = describe_checked(folder / name, anatomy)
         except FileFormatError as error:
-            lost[name] = error.reason
-            continue
+            manifest = manifests.get(manifest_name(int(rank_of(name))))
+            if SEGMENT.fullmatch(name) or manifest is None or manifest.problems or manifest.torn:
+                lost[name] = error.reason
+            continue  # a pending one was being written: no line has ever named it
         if known.issuperset(new := [each.name for each in segment.sequences]):
             (folder / name).rename((folder / name).with_suffix(".spare"))
             spare.append(name)
         else:
-            added[name] = segment
+            (folder / name).rename(folder / segment.name)
+            added[segment.name] = segment
             known.update(new)
     return Repair(
         {name: tuple(each.name for each in one.sequences) for name, one in added.items()},
@@ -100,25 +109,16 @@ def _repair(folder: Path, anatomy: Anatomy) -> Repair:
     )
 
 
-def _describe_segment(path: Path, anatomy: Anatomy) -> SegmentEntry:
-    """The line that a segment's own header makes.
+def describe_checked(path: Path, anatomy: Anatomy) -> SegmentEntry:
+    """The line of a segment, whose tensors are those of its sequences.
 
     Raises:
-        FileFormatError: It is damaged, or of a version that wrote no such header.
+        FileFormatError: They are not, or as `describe_segment` does.
     """
-    data = map_file(path, size_of(path))
-    tensors, metadata = parse_tensors(data, path.name)
-    if "sequences" not in metadata:
-        reason = (
-            "it does not list its sequences. If torchfmri 0.1 was interrupted when it wrote it, it "
-            "was never part of the scan and can be deleted"
-        )
-        raise FileFormatError(path.name, reason)
-    if not is_intact(data, metadata):
-        raise FileFormatError(path.name, "its checksum is wrong: the file was changed or damaged")
-    sequences = parse_description(metadata["sequences"], path.name)
-    PackedSegment(tensors, sequences, anatomy, path.name)
-    return SegmentEntry(path.name, len(data), zlib.crc32(data), sequences)
+    segment = describe_segment(path)
+    tensors, _ = parse_tensors(map_file(path, segment.size), path.name)
+    PackedSegment(tensors, segment.sequences, anatomy, path.name)
+    return segment
 
 
 def _write_manifests(
@@ -130,7 +130,7 @@ def _write_manifests(
         name = manifest_name(int(rank))
         manifest = manifests.get(name, Manifest((), (), 0, True))
         own = [each for each in added if rank_of(each.name) == rank]
-        if not own and not manifest.problems:
+        if not own and not manifest.problems and not manifest.torn:
             continue
         if name in manifests:
             _keep(folder / name)

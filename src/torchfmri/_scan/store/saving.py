@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchfmri._arguments import check_path
+from torchfmri._arguments import check_target
 from torchfmri._files import list_names, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -39,7 +39,7 @@ def save(
         InspectionError: There is something already, and neither was asked for; or it is no scan.
         OSError: The disk is full, or the like.
     """
-    target = check_path("path", path)
+    target = check_target("path", path)
     if overwrite and append:
         raise InspectionError(
             f"overwrite=True replaces the scan in {str(target)!r}, append=True adds to it. Choose "

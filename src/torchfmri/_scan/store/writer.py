@@ -27,6 +27,7 @@ from torchfmri._scan.store.folder import (
     META,
     PENDING,
     SEGMENT,
+    final_name,
     is_ours,
     manifest_name,
     number_of,
@@ -46,6 +47,7 @@ from torchfmri._scan.store.manifest import (
 )
 from torchfmri._scan.store.meta import read_meta, require_same, sealed_meta, write_meta
 from torchfmri._scan.store.packing import Packed, join, pack, signature
+from torchfmri._scan.store.repair import describe_checked
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 SEGMENT_SEQUENCES = 1024
@@ -124,12 +126,18 @@ class ScanWriter:
             if not write_meta_once(self.path, anatomy, meta, rank):
                 require_same(read_meta(self.path), anatomy, meta, self.path)
             committed, _ = read_committed(self.path)
-            self.names = frozenset(e.name for segment in committed for e in segment.sequences)
-            self._names = set(self.names)
             own = read_manifest(self.path / name)
+            lines = {each.name for each in own.segments}
+            self._names = {
+                sequence.name
+                for segment in committed
+                if segment.name in lines or rank_of(segment.name) != rank_of(name)
+                for sequence in segment.sequences
+            }
             if not own.is_whole:
                 raise FileFormatError(name, f"{own.problems[-1]} Repair it first: torchfmri repair")
             self._number, self._size = self._tidy(own)
+            self.names = frozenset(self._names)
             sync_folder(self.path)
         except BaseException:
             self._release()
@@ -282,14 +290,20 @@ class ScanWriter:
         manifest = self._require_open()
         committed = {each.name for each in own.segments}
         names = [name for name in list_names(self.path) if _number(name, self.rank) >= 0]
-        for name in filter(PENDING.fullmatch, names):
-            final = name.removesuffix(".pending") + ".safetensors"
-            if final in committed and final not in names:
+        unnamed = [name for name in names if SEGMENT.fullmatch(name) and name not in committed]
+        finished: list[SegmentEntry] = []
+        for name in sorted(filter(PENDING.fullmatch, names), key=number_of):
+            final = final_name(name)
+            if final not in committed:
+                found = self._look_at(name, own)
+                finished += [found] if isinstance(found, SegmentEntry) else []
+                unnamed += [name] if found == "unclear" else []
+            elif final not in names:
                 (self.path / name).rename(self.path / final)
-            elif not own.problems:  # else a damaged line may have named it
+            else:
                 (self.path / name).unlink()
         size, end = own.size, os.fstat(manifest).st_size
-        if any(SEGMENT.fullmatch(name) and name not in committed for name in names):
+        if unnamed:
             size = end  # the rest may be what is left of its line
         else:
             os.ftruncate(manifest, size)
@@ -297,9 +311,45 @@ class ScanWriter:
             write_all(manifest, b"\n", size)
             size += 1
         os.fsync(manifest)
-        return 1 + max(
-            (_number(name, self.rank) for name in {*names, *committed}), default=-1
-        ), size
+        for segment in finished:
+            size += self._adopt(segment, manifest, size)
+        numbers = (_number(name, self.rank) for name in {*names, *committed})
+        return 1 + max(numbers, default=-1), size
+
+    def _look_at(self, name: str, own: Manifest) -> SegmentEntry | str:
+        """What to add of a segment that no line names; else "gone" or "unclear"."""
+        try:
+            segment = describe_checked(self.path / name, self.anatomy)
+        except FileFormatError:
+            # It was not finished, unless a line that is damaged or cut off has named it.
+            if own.problems or own.torn:
+                return "unclear"
+        else:
+            sequences = {each.name for each in segment.sequences}
+            if sequences.isdisjoint(self._names):
+                self._names |= sequences
+                return segment
+            if not sequences <= self._names:
+                return "unclear"
+        (self.path / name).unlink()
+        return "gone"
+
+    def _adopt(self, segment: SegmentEntry, manifest: int, size: int) -> int:
+        """Commit a segment that is whole but has no line; returns how long its line is."""
+        line = segment.line()
+        write_all(manifest, line, size)
+        (self.path / pending_name(segment.name)).rename(self.path / segment.name)
+        return len(line)
+
+
+def commit_finished(path: Path) -> None:
+    """Commit the segments that writers had finished when they were killed.
+
+    Where somebody writes, or something is damaged, that is left to others.
+    """
+    for rank in sorted({rank_of(name) for name in list_names(path) if PENDING.fullmatch(name)}):
+        with contextlib.suppress(InspectionError):
+            ScanWriter(path, *read_meta(path), rank=int(rank)).close()
 
 
 def _number(name: str, rank: int) -> int:

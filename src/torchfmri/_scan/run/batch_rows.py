@@ -52,16 +52,20 @@ class BatchRow:
     tensors: dict[str, NDArray[Any]]
     padding: int
     checks: dict[str, Any]
+    vectors: dict[str, dict[str, NDArray[np.float32]]]
 
     @property
     def fingerprint(self) -> str:
         """A few digits that stand for its tokens."""
         return hashlib.sha256(self.tokens.ids.tobytes()).hexdigest()[:12]
 
-    def sequence(self, name: str, condition: str) -> ScannedSequence:
+    def sequence(
+        self, name: str, condition: str, fields: Mapping[str, Any] | None = None
+    ) -> ScannedSequence:
+        """The sequence by that name, with its label and the row that it comes from."""
         return ScannedSequence(
             name, self.tokens, self.layers, self.voxels, self.statistics, self.tensors,
-            condition, self.padding, self.checks,
+            condition, self.padding, self.checks, fields or {}, self.vectors,
         )  # fmt: skip
 
 
@@ -87,6 +91,7 @@ def cut_rows(
             by_layer["learning_cost"] = found.layer_cost.masked_fill(~keep, torch.nan)
     surprisal, entropy = _surprisal(found, live, width)
     greedy = _greedy_agrees(frame, found, sequences)
+    vectors = found.vectors if found is not None else live.vectors if live is not None else None
     rows = []
     for row in range(len(sequences.ids)):
         where = sequences.mask[row].bool()
@@ -107,6 +112,7 @@ def cut_rows(
                 {name: _array(each[row, :width][where]) for name, each in tensors.items()},
                 int((sequences.mask[row] == 0).sum()),
                 own,
+                {} if vectors is None else vectors.of_row(row),
             )
         )
     return rows

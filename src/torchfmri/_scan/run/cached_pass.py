@@ -25,6 +25,7 @@ from torchfmri._scan.run.gradient_pass import (
     trainable,
 )
 from torchfmri._scan.run.live import surprisal_and_entropy
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import like_parameters, logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
@@ -39,6 +40,7 @@ def run_cached(
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
+    vectors: VectorPlan | None = None,
 ) -> Pass:
     """Run the sequences token by token with a cache, each step with its own backward pass.
 
@@ -53,6 +55,7 @@ def run_cached(
     found.notes.append(
         "per='cached' holds the KV cache constant: these gradients do not add up to .grad"
     )
+    found.vectors = None if vectors is None else MeanVectors(vectors, b)
     sink = PassSink(subject, sequences, found, like, tensors, loss, own_step=True)
     what = frozenset({"activations", "gradients"})
     taps = Taps(

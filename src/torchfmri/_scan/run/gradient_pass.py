@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchfmri._capture import CallKey, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
 from torchfmri._scan.run.live import surprisal_and_entropy
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
@@ -37,6 +38,7 @@ class Pass:
         surprisal: (b, s), and `entropy`.
         statistics: "activations" and "gradients" -> for each row, for each layer.
         tensors: Layer -> (b, s, w).
+        vectors: Mean vectors, where some are kept.
         residual: The largest difference between what the tokens add up to and the gradient that
             autograd found, relative; None where nothing was compared.
         missed: Layer -> why something is missing.
@@ -53,6 +55,7 @@ class Pass:
     entropy: Tensor | None = None
     statistics: dict[str, list[list[Statistics]]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    vectors: MeanVectors | None = None
     residual: float | None = None
     missed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -84,6 +87,7 @@ def run_pass(
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
+    vectors: VectorPlan | None = None,
 ) -> Pass:
     """Run the sequences once, with a backward pass if there is a loss.
 
@@ -93,11 +97,13 @@ def run_pass(
         loss: What to differentiate; None for activations alone.
         voxel: Units of a voxel, for the parameters.
         tensors: Layers whose activations are kept in full.
+        vectors: Layers whose mean vectors are kept.
     """
     model = subject.model
     like = like_parameters(model)
     b, s = sequences.ids.shape
     found = Pass(Measurements(subject, b, s, like))
+    found.vectors = None if vectors is None else MeanVectors(vectors, b)
     sink = PassSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
     targets = [
@@ -191,6 +197,7 @@ class PassSink:
         self._layers = {each.name: each for each in subject.layers}
         self._found, self._tensors = found, tensors
         self._b, self._s = sequences.ids.shape
+        self._sequences = sequences
         self._kept = {"activations": sequences.mask.bool()}
         if loss is not None:
             found.gradient_positions = gradient_positions(
@@ -207,11 +214,20 @@ class PassSink:
         }
         if loss is not None:
             found.gradient = Measurements(subject, self._b, self._s, like)
+        self._choose_tokens()
 
     def window(self, first: int, count: int) -> None:
         """Expect `count` positions from `first` on in the passes that follow."""
         self._first, self._s = first, count
         self._paths.clear()
+        self._choose_tokens()
+
+    def _choose_tokens(self) -> None:
+        """Tell the mean vectors which tokens come next."""
+        where = slice(self._first, self._first + self._s)
+        if self._found.vectors is not None:
+            ids, generated = self._sequences.ids[:, where], self._sequences.generated[:, where]
+            self._found.vectors.begin(ids, self._kept["activations"][:, where], generated)
 
     def _rows(self, layer: ScannedLayer, tensor: Tensor) -> Tensor | None:
         assert layer.axis is not None
@@ -243,6 +259,8 @@ class PassSink:
         self._reduce(layer, rows, "activations", self._found.activation)
         if layer.name in self._tensors:
             self._keep(layer, rows.detach())
+        if self._found.vectors is not None:
+            self._found.vectors.add(layer, rows.detach())
 
     def _keep(self, layer: ScannedLayer, rows: Tensor) -> None:
         kept = self._found.tensors

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from torchfmri._model import unwrap
 from torchfmri._scan.run.endings import Endings
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.measurements import Measurements
 from torchfmri._scan.run.model_call import like_parameters, logits_of
 from torchfmri._scan.run.subject import ScannedLayer, Subject
@@ -56,6 +57,7 @@ class LiveRecording:
         length: How many positions there will be at most.
         statistics: Also take statistics of each layer, one per row of the batch.
         tensors: Layers of which the activations are kept in full.
+        vectors: Layers of which mean vectors are kept.
         on_step: Told of each step.
     """
 
@@ -69,6 +71,7 @@ class LiveRecording:
         endings: Endings,
         statistics: bool = False,
         tensors: frozenset[str] = frozenset(),
+        vectors: VectorPlan | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self._subject, self._on_step = subject, on_step
@@ -82,6 +85,8 @@ class LiveRecording:
         self.tensors: dict[str, Tensor] = {}
         self.missed: dict[str, str] = {}
         self._wants_tensors = tensors
+        self.vectors = None if vectors is None else MeanVectors(vectors, self._b)
+        self._kept = tensors if vectors is None else tensors | vectors.layers
         self._buffer = _StepBuffer(subject, self._b, like)
         self.statistics = (
             [[Statistics.empty() for _ in subject.layers] for _ in range(self._b)]
@@ -163,6 +168,8 @@ class LiveRecording:
         self._first = max(self.seen, start)
         self._new = start + self._fed - self._first
         self._ids = ids[:, self._fed - self._new :]
+        if self.vectors is not None and self._new > 0:
+            self._choose_tokens(self.vectors)
         self.is_step = self._fed == self._new == 1
         if self.is_step:
             self._buffer.begin()
@@ -217,11 +224,23 @@ class LiveRecording:
                     parts[layer.index] += calculate_statistics(own, histogram=False)
 
     def _keep(self, layer: ScannedLayer, rows: Tensor, first: int) -> None:
+        if self.vectors is not None:
+            self.vectors.add(layer, rows)
         if layer.name in self._wants_tensors:
             if layer.name not in self.tensors:
                 shape = (self._b, self._length, rows.shape[-1])
                 self.tensors[layer.name] = rows.new_full(shape, torch.nan)
             self.tensors[layer.name][:, first : first + rows.shape[1]] = rows
+
+    def _choose_tokens(self, vectors: MeanVectors) -> None:
+        """Tell the mean vectors which of the new positions are tokens, and who wrote them."""
+        first, new = self._first, self._new
+        kept = self._mask[:, first : first + new].bool()
+        kept = F.pad(kept, (0, new - kept.shape[1]), value=True)  # no padding after the prompt
+        ended = [self._endings.has_ended(row, first) for row in range(self._b)]
+        kept = kept & ~torch.tensor(ended, device=kept.device)[:, None]
+        generated = torch.arange(first, first + new, device=kept.device) >= self._prompt.shape[1]
+        vectors.begin(self._fed_ids[:, first : first + new], kept, generated.expand_as(kept))
 
     def _ends_pass(self, model: nn.Module, arguments: object, output: object) -> None:
         self._passes += 1
@@ -242,8 +261,8 @@ class LiveRecording:
         buffer = self._buffer
         columns, norms = buffer.norms()
         self.activation.norms[:, first, columns] = norms
-        for layer in self._subject.layers if self._wants_tensors else ():
-            if layer.name in self._wants_tensors and layer.index in buffer.taken:
+        for layer in self._subject.layers if self._kept else ():
+            if layer.name in self._kept and layer.index in buffer.taken:
                 self._keep(layer, buffer.rows(layer.index)[:, None], first)
         if self.statistics is not None:
             buffer.remember([not self._endings.has_ended(row, first) for row in range(self._b)])

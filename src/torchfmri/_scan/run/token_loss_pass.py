@@ -24,6 +24,7 @@ from torchfmri._scan.run.gradient_pass import (
     read_logits,
     trainable,
 )
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.measurements import Measurements, voxel_norms
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
@@ -39,6 +40,7 @@ def run_token_losses(
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
+    vectors: VectorPlan | None = None,
 ) -> Pass:
     """Run the sequences once forward, and backward once for each token that has a loss.
 
@@ -49,6 +51,7 @@ def run_token_losses(
     b, s = sequences.ids.shape
     like = like_parameters(model)
     found = Pass(Measurements(subject, b, s, like))
+    found.vectors = None if vectors is None else MeanVectors(vectors, b)
     sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"})
     targets = [

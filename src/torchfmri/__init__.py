@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfmri._checkup import diagnose
+    from torchfmri._contrast import Contrast, ContrastReport, Direction, Peak, load_contrast
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
     from torchfmri._explain import Explanation, explain, explained
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         ScanOptions,
         ScanStream,
         Tokens,
+        contrast,
         load,
         scan,
         scan_dataset,
@@ -71,12 +73,15 @@ __all__ = [
     "Anatomy",
     "Call",
     "ChannelStatistics",
+    "Contrast",
+    "ContrastReport",
     "Cost",
     "Coverage",
     "CoverageRow",
     "DatasetScan",
     "Diagnosis",
     "Difference",
+    "Direction",
     "ExplainedError",
     "Explanation",
     "FileFormatError",
@@ -102,6 +107,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWarning",
     "Option",
+    "Peak",
     "Record",
     "Scan",
     "ScanFormatError",
@@ -123,12 +129,14 @@ __all__ = [
     "Verification",
     "advise",
     "calculate_statistics",
+    "contrast",
     "cost",
     "diagnose",
     "explain",
     "explained",
     "first_difference",
     "load",
+    "load_contrast",
     "load_model",
     "scan",
     "scan_dataset",
@@ -141,6 +149,7 @@ __all__ = [
 
 _NAMES = {
     "_checkup": ("diagnose",),
+    "_contrast": ("Contrast", "ContrastReport", "Direction", "Peak", "load_contrast"),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
     "_explain": ("Explanation", "explain", "explained"),
@@ -159,6 +168,7 @@ _NAMES = {
         "ScannedSequence",
         "Scanner",
         "Tokens",
+        "contrast",
         "load",
         "scan",
         "scan_dataset",

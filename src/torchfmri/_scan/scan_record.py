@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torchfmri._arguments import check_file, is_whole, require
+from torchfmri._contrast import Contrast, TestOptions, compare
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
+from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
+from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import FROM_LOSS, Reading, Values, merged_statistics
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
@@ -276,6 +279,70 @@ class Scan:
             return self._grid(0, None).html()
         shown = list(islice(self, _SEQUENCES_SHOWN))
         return sequences_grid(shown, len(self), repr(self)[1:-1], self.problems).html()
+
+    # -- contrasts -------------------------------------------------------------------------------
+
+    @property
+    def conditions(self) -> dict[str, int]:
+        """The conditions of the sequences -> how many have each; those without one are ""."""
+        found: dict[str, int] = {}
+        for sequence in self:
+            found[sequence.condition] = found.get(sequence.condition, 0) + 1
+        return found
+
+    def contrast(
+        self,
+        a: str | Mapping[str, float] | Sequence[Any],
+        b: str | None = None,
+        *,
+        by: str = "condition",
+        paired: str | None = None,
+        metric: str = "activation",
+        level: str = "voxel",
+        layers: Pattern = "*",
+        tokens: TokenChoice = "all",
+        alpha: float = 0.05,
+        height_control: str | None = "fdr",
+        two_sided: bool = True,
+        test: str = "t",
+        permutations: int | None = None,
+        seed: int = 0,
+    ) -> Contrast:
+        """What differs between conditions, with a test over prompts; see docs/contrast.md.
+
+        Args:
+            a: A condition, with `b` the one to compare it with; or a whole contrast: "a - b",
+                {"a": 1, "b": -0.5, "c": -0.5}, or a list of such for an F-test.
+            b: The other condition.
+            by: The field of the rows that holds the condition.
+            paired: The field that says which prompts are pairs.
+            metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed".
+            level: "layer", "voxel", "head", or "unit" for the signed activation.
+            layers: A pattern, or several.
+            tokens: Which tokens count: "all", "prompt", "generated", "last", "prompt_last", a
+                position, (first, end), a compiled regular expression, {"characters": (first, end)},
+                {"field": name} or {"role": name}.
+            alpha: The threshold.
+            height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None.
+            two_sided: Whether the other direction counts.
+            test: Where p comes from: "t", or "permutation".
+            permutations: How many relabellings; by default 1,000 where they are needed.
+            seed: Of the relabellings.
+
+        Raises:
+            LayerNotFoundError: No layer matches.
+            InspectionError: Nothing can be compared; the message says why.
+        """
+        options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
+        question = Question(metric, level, layers, tokens, by, paired)
+        table = tabulate([self._source()], question)
+        definition = a if b is None else {str(a): 1.0, str(b): -1.0}
+        found = compare(table, definition, is_paired=paired is not None, options=options)
+        self._warn_of_problems()
+        return found
+
+    def _source(self) -> Source:
+        return Source(self.anatomy, self._sequences, self.meta)
 
     # -- pictures --------------------------------------------------------------------------------
 

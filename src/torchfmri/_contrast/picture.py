@@ -78,7 +78,8 @@ def _bands(contrast: Contrast) -> tuple[list[_Band], int]:
     prefix = _common_prefix(list(kinds))
     bands = []
     for kind, members in kinds.items():
-        label = kind.removeprefix(prefix) or kind
+        label = kind.removeprefix(f"{prefix}*.").removeprefix(prefix)
+        label = "block" if label == "*" else label
         if _depth(members[0]) is None:
             for member in members:
                 bands.append(_Band(label, np.array([own[member]], np.int64)))

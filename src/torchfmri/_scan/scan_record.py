@@ -23,12 +23,14 @@ from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
 from torchfmri._scan.store.stored_sequences import StoredSequences
+from torchfmri._scan.store.tables import to_dataframe
 from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural, printable, shorten
 from torchfmri.exceptions import FileFormatError, InspectionError
 from torchfmri.visualization import check_picture
 
 if TYPE_CHECKING:
+    import pandas
     import xarray
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -523,7 +525,9 @@ class Scan:
         """The scan as a labelled Dataset in memory, all tokens of all sequences in a row.
 
         Metrics are (token, voxel), and (token, layer) with `layer_` before their names; `sequence`
-        and `position` say which token it is. Needs the extra `export`.
+        and `position` say which token it is. The condition and the fields of the rows are
+        coordinates of the tokens, so that `dataset.groupby("condition")` works; those of sequences
+        are along `prompt`. Needs the extra `export`.
 
         Raises:
             InspectionError: xarray is not installed.
@@ -532,16 +536,39 @@ class Scan:
         self._warn_of_problems()
         return dataset
 
+    def to_dataframe(self, by: str = "token") -> pandas.DataFrame:
+        """The scan as a long table in memory: conditions and fields of the rows are columns.
+
+        Texts that repeat are categories. A field whose name is that of a column of the scan is
+        called `field_` and its name. Needs the extra `tables`.
+
+        Args:
+            by: What has a row: each "token", or each "layer", "voxel" or "head" at each token.
+
+        Raises:
+            InspectionError: pandas is not installed, or no layer has heads.
+        """
+        table = to_dataframe(self.anatomy, self, by)
+        self._warn_of_problems()
+        return table
+
     def export(
-        self, path: str | PathLike[str], *, exact: bool = False, overwrite: bool = False
+        self,
+        path: str | PathLike[str],
+        *,
+        by: str = "layer",
+        exact: bool = False,
+        overwrite: bool = False,
     ) -> None:
         """Write the scan for other programs; the ending of the path says how.
 
-        `.zarr` is what `to_xarray` gives, as a sharded Zarr v3 store (`xarray.open_zarr`).
-        `.parquet` is the table of layers: a row for each token and layer.
+        `.zarr` is what `to_xarray` gives, as a sharded Zarr v3 store (`xarray.open_zarr`), `.nc`
+        the same as NetCDF (`xarray.open_dataset`). `.parquet` and `.csv` are the long table that
+        `to_dataframe` gives.
 
         Args:
             path: Where to.
+            by: What has a row in `.parquet` and `.csv`: "token", "layer", "voxel" or "head".
             exact: Keep every bit in `.zarr` too. By default float32 metrics and tensors are rounded
                 there to 10 bits after the leading one, a relative error of at most 4.9e-4, which
                 halves the size.
@@ -551,7 +578,7 @@ class Scan:
             InspectionError: The ending is none of these, a package is missing (extras `export` and
                 `parquet`), or there is something already.
         """
-        export(path, self.anatomy, self, self.meta, exact=exact, overwrite=overwrite)
+        export(path, self.anatomy, self, self.meta, by=by, exact=exact, overwrite=overwrite)
         self._warn_of_problems()
 
     def _warn_of_problems(self) -> None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfmri._checkup import diagnose
-    from torchfmri._contrast import Contrast, ContrastReport, Direction, Peak, load_contrast
+    from torchfmri._contrast import (
+        GLM,
+        Classification,
+        Contrast,
+        ContrastReport,
+        Direction,
+        LayerAccuracy,
+        Peak,
+        load_contrast,
+    )
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
     from torchfmri._explain import Explanation, explain, explained
@@ -73,6 +82,7 @@ __all__ = [
     "Anatomy",
     "Call",
     "ChannelStatistics",
+    "Classification",
     "Contrast",
     "ContrastReport",
     "Cost",
@@ -87,6 +97,7 @@ __all__ = [
     "FileFormatError",
     "Finding",
     "FindingWarning",
+    "GLM",
     "GradientCheck",
     "Growth",
     "GuardError",
@@ -96,6 +107,7 @@ __all__ = [
     "Inspection",
     "InspectionError",
     "Inspector",
+    "LayerAccuracy",
     "LayerCost",
     "LayerNotFoundError",
     "LiveToken",
@@ -149,7 +161,16 @@ __all__ = [
 
 _NAMES = {
     "_checkup": ("diagnose",),
-    "_contrast": ("Contrast", "ContrastReport", "Direction", "Peak", "load_contrast"),
+    "_contrast": (
+        "GLM",
+        "Classification",
+        "Contrast",
+        "ContrastReport",
+        "Direction",
+        "LayerAccuracy",
+        "Peak",
+        "load_contrast",
+    ),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
     "_explain": ("Explanation", "explain", "explained"),

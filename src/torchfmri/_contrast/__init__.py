@@ -6,20 +6,28 @@ columns at once; `comparison` puts them together into a `Contrast`, the record t
 its `picture`, its `report` and its file. `linear_model` and `classification` ask in other ways.
 """
 
+from torchfmri._contrast.classification import Classification, LayerAccuracy, classify
 from torchfmri._contrast.comparison import TestOptions, compare
+from torchfmri._contrast.linear_model import GLM, Level, first_level
 from torchfmri._contrast.loading import load_contrast
 from torchfmri._contrast.prompt_table import Columns, PromptTable
 from torchfmri._contrast.record import Contrast, Direction, Peak
 from torchfmri._contrast.report import ContrastReport
 
 __all__ = [
+    "GLM",
+    "Classification",
     "Columns",
     "Contrast",
     "ContrastReport",
     "Direction",
+    "LayerAccuracy",
+    "Level",
     "Peak",
     "PromptTable",
     "TestOptions",
+    "classify",
     "compare",
+    "first_level",
     "load_contrast",
 ]

@@ -97,26 +97,8 @@ def compare(
         InspectionError: The contrast names no groups of the table, or nothing can be paired.
     """
     options = options or TestOptions()
-    conditions = list(dict.fromkeys(str(each) for each in table.groups))
-    if len(conditions) < 2:
-        raise InspectionError(
-            f"All {len(table.names)} prompts are of one condition, {conditions[0]!r}: there is "
-            "nothing to compare it with. Choose the field that tells them apart (by=, --by)."
-            if conditions
-            else "There are no prompts to compare."
-        )
-    weights = read_weights(contrast, conditions)
-    used = [k for k in range(len(conditions)) if weights[:, k].any()]
-    used.sort(key=lambda k: weights[0, k] <= 0)  # what is compared first, then with what
-    conditions, weights = [conditions[k] for k in used], weights[:, used]
-    weights = weights / np.where(weights > 0, weights, 0.0).sum(1)[:, None]
-    rows = np.flatnonzero(np.isin(table.groups.astype(str), conditions))
-    table = table.rows(rows) if len(rows) < len(table.names) else table
-    if is_paired:
-        table = _matched(table, conditions)
-    number = {condition: k for k, condition in enumerate(conditions)}
-    labels = np.array([number[str(each)] for each in table.groups], dtype=np.int64)
-    trial = Trial(table, labels, weights, options, is_paired)
+    trial = replace(labelled(table, contrast, is_paired=is_paired), options=options)
+    table, conditions, weights = trial.table, trial.conditions, trial.weights
     tested, permuted, p, q, survives = trial.decide()
     questions = [words(row, conditions) for row in weights]
     return Contrast(
@@ -153,6 +135,34 @@ def compare(
         notes=tuple(remarks_of(table, conditions, tested, permuted, options.alpha, is_paired)),
         trial=trial,
     )
+
+
+def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Trial:
+    """The prompts of a contrast with the number of their group, ready to be tested.
+
+    Raises:
+        InspectionError: The contrast names no groups of the table, or nothing can be paired.
+    """
+    conditions = list(dict.fromkeys(str(each) for each in table.groups))
+    if len(conditions) < 2:
+        raise InspectionError(
+            f"All {len(table.names)} prompts are of one condition, {conditions[0]!r}: there is "
+            "nothing to compare it with. Choose the field that tells them apart (by=, --by)."
+            if conditions
+            else "There are no prompts to compare."
+        )
+    weights = read_weights(contrast, conditions)
+    used = [k for k in range(len(conditions)) if weights[:, k].any()]
+    used.sort(key=lambda k: weights[0, k] <= 0)  # what is compared first, then with what
+    conditions, weights = [conditions[k] for k in used], weights[:, used]
+    weights = weights / np.where(weights > 0, weights, 0.0).sum(1)[:, None]
+    rows = np.flatnonzero(np.isin(table.groups.astype(str), conditions))
+    table = table.rows(rows) if len(rows) < len(table.names) else table
+    if is_paired:
+        table = _matched(table, conditions)
+    number = {condition: k for k, condition in enumerate(conditions)}
+    labels = np.array([number[str(each)] for each in table.groups], dtype=np.int64)
+    return Trial(table, conditions, labels, weights, TestOptions(), is_paired)
 
 
 def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
@@ -198,6 +208,7 @@ class Trial:
 
     Attributes:
         table: The prompts; of pairs, those of the first condition, then their partners.
+        conditions: What is compared.
         labels: (n,) the group of each prompt.
         weights: (q, k).
         options: How to test.
@@ -206,6 +217,7 @@ class Trial:
     """
 
     table: PromptTable
+    conditions: list[str]
     labels: NDArray[np.int64]
     weights: Doubles
     options: TestOptions
@@ -281,7 +293,7 @@ class Trial:
         tested, permuted = self.run()
         use = self.options.test == "permutation" and permuted is not None
         p = permuted.p if use and permuted is not None else tested.p
-        return (tested, permuted, p, *_threshold(p, permuted, self.options))
+        return (tested, permuted, p, *threshold(p, permuted, self.options))
 
     def calibrate(self, draws: int, seed: int) -> int:
         """In how many of so many relabellings anything survives: a share of alpha, if it is right."""
@@ -305,7 +317,7 @@ def _joined(parts: Sequence[Tested]) -> Tested:
     return Tested(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in names})
 
 
-def _threshold(
+def threshold(
     p: Doubles, permuted: Permuted | None, options: TestOptions
 ) -> tuple[Doubles, NDArray[np.bool_]]:
     """The adjusted p-values, and what survives."""

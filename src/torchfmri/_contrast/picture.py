@@ -108,7 +108,7 @@ def _common_prefix(kinds: Sequence[str]) -> str:
 def _colours(contrast: Contrast) -> tuple[NDArray[np.float64], str, float]:
     """(v,) what the colours follow, what that is, and the value of the strongest colour."""
     values, label = contrast.g, "Hedges g"
-    if contrast.test == "F":
+    if contrast.test.endswith("F"):
         values, label = np.sqrt(contrast.t), "square root of F"
     elif np.isnan(values).all():
         values, label = contrast.effect, "difference of means"

@@ -312,7 +312,7 @@ class Contrast:
                 [_interval(peak.ci_low, peak.ci_high) for peak in peaks],
                 2,
             ),
-            Column("F" if self.test == "F" else "t", [number_text(peak.t) for peak in peaks], 6),
+            Column("F" if self.test.endswith("F") else "t", [number_text(peak.t) for peak in peaks], 6),
             Column("p", [number_text(peak.p) for peak in peaks], 3),
             Column("q", [number_text(peak.q) for peak in peaks], 7),
             Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
@@ -326,6 +326,8 @@ class Contrast:
         groups = " and ".join(
             f"{plural(len(self.prompts[each]), 'prompt')} of {each!r}" for each in self.conditions
         )
+        if self.test.startswith("GLM"):
+            groups = plural(len(self.prompts[self.conditions[0]]), "prompt")
         of = f"{_NAMES.get(self.metric, self.metric)} by {self.level}, {self.tokens}"
         tested = int((~np.isnan(self.p)).sum())
         if not tested:

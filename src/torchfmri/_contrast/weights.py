@@ -39,7 +39,27 @@ def read_weights(contrast: Definition, conditions: Sequence[str]) -> Doubles:
     return rows
 
 
+def read_terms(term: Definition, names: Sequence[str]) -> Doubles:
+    """(q, k) the weights of coefficients, which need not add up to 0.
+
+    Raises:
+        InspectionError: It names something else.
+    """
+    several = list(term) if is_list(term) else [term]
+    return np.array([_weights(each, names) for each in several]).reshape(len(several), -1)
+
+
 def _row(contrast: Any, conditions: Sequence[str]) -> Doubles:
+    weights = _weights(contrast, conditions)
+    if abs(weights.sum()) > 1e-9 or not (weights > 0).any():
+        raise InspectionError(
+            f"The weights of {contrast!r} add up to {weights.sum():g}. A contrast compares: weights "
+            f"above 0 against others below, 0 in all, as in 'a - b'. {_there_are(conditions)}"
+        )
+    return weights
+
+
+def _weights(contrast: Any, conditions: Sequence[str]) -> Doubles:
     if isinstance(contrast, str):
         found = _parse(contrast, conditions)
     elif isinstance(contrast, Mapping):
@@ -49,13 +69,7 @@ def _row(contrast: Any, conditions: Sequence[str]) -> Doubles:
             f"A contrast is a text such as 'true - false', or a mapping from conditions to weights, "
             f"not {contrast!r}. {_there_are(conditions)}"
         )
-    weights = np.array([found.get(condition, 0.0) for condition in conditions])
-    if abs(weights.sum()) > 1e-9 or not (weights > 0).any():
-        raise InspectionError(
-            f"The weights of {contrast!r} add up to {weights.sum():g}. A contrast compares: weights "
-            f"above 0 against others below, 0 in all, as in 'a - b'. {_there_are(conditions)}"
-        )
-    return weights
+    return np.array([found.get(condition, 0.0) for condition in conditions])
 
 
 def _read_mapping(contrast: Mapping[Any, Any], conditions: Sequence[str]) -> dict[str, float]:

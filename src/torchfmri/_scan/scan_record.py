@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torchfmri._arguments import check_file, is_whole, require
-from torchfmri._contrast import Contrast, TestOptions, compare
+from torchfmri._contrast import GLM, Classification, Contrast, TestOptions, classify, compare
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
-from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
+from torchfmri._scan.prompts.first_level import fit_glm
+from torchfmri._scan.prompts.prompt_values import Question, Source, has_vectors, tabulate
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import FROM_LOSS, Reading, Values, merged_statistics
@@ -340,6 +341,84 @@ class Scan:
         table = tabulate([self._source()], question)
         definition = a if b is None else {str(a): 1.0, str(b): -1.0}
         found = compare(table, definition, is_paired=paired is not None, options=options)
+        self._warn_of_problems()
+        return found
+
+    def glm(
+        self,
+        formula: str,
+        *,
+        metric: str = "activation",
+        level: str = "voxel",
+        layers: Pattern = "*",
+        tokens: TokenChoice = "all",
+    ) -> GLM:
+        """A linear model of the scan, in two levels: tokens within prompts, then prompts.
+
+        Args:
+            formula: What explains the values, such as "surprisal + position + condition": of tokens
+                `position`, `surprisal`, `entropy` and `generated`; of prompts `condition`, `tokens`
+                (how many) and every field of the rows; products of both. formulaic reads it.
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            level: "layer", "voxel" or "head".
+            layers: A pattern, or several.
+            tokens: Which tokens count, as for `contrast`.
+
+        Returns:
+            The fitted model; `glm.contrast("surprisal")` tests a term.
+
+        Raises:
+            InspectionError: The extra `glm` is not installed, or the formula cannot be fitted; the
+                message says why.
+        """
+        found = fit_glm(self._source(), formula, Question(metric, level, layers, tokens))
+        self._warn_of_problems()
+        return found
+
+    def classify(
+        self,
+        a: str,
+        b: str,
+        *,
+        by: str = "condition",
+        paired: str | None = None,
+        layers: Pattern = "*",
+        tokens: TokenChoice = "all",
+        folds: int = 5,
+        permutations: int = 1_000,
+        seed: int = 0,
+    ) -> Classification:
+        """Whether a condition can be read from each layer, for prompts that were not trained on.
+
+        A ridge probe on each layer's mean vectors, and beside it one on the rms of its voxels;
+        accuracy is cross-validated over prompts and compared with shuffled labels.
+
+        Args:
+            a: A condition.
+            b: The other.
+            by: The field of the rows that holds the condition.
+            paired: The field that says which prompts are pairs; they stay in one fold.
+            layers: A pattern, or several.
+            tokens: Which tokens count, as for `contrast`.
+            folds: Into how many parts the prompts are divided.
+            permutations: How many relabellings.
+            seed: Of folds and relabellings.
+
+        Raises:
+            InspectionError: There are too few prompts, or no values.
+        """
+        questions = [
+            Question(metric, level, layers, tokens, by, paired)
+            for metric, level in (("signed", "unit"), ("activation", "voxel"))
+            if metric == "activation" or has_vectors(self._source(), tokens)
+        ]
+        tables = [tabulate([self._source()], each) for each in questions]
+        if len(tables) == 1:
+            tables[0].notes.append("no mean vectors of these tokens: probes of rms voxels alone")
+        found = classify(
+            tables, {str(a): 1.0, str(b): -1.0}, is_paired=paired is not None,
+            folds=folds, permutations=permutations, seed=seed,
+        )  # fmt: skip
         self._warn_of_problems()
         return found
 

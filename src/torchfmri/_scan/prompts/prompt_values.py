@@ -197,7 +197,7 @@ class _Shared:
     def __init__(self, sources: Sequence[Source], question: Question) -> None:
         self._question = question
         self.notes: list[str] = []
-        found = [_columns(source, question) for source in sources]
+        found = [chosen_columns(source, question) for source in sources]
         keys = [
             dict.fromkeys(zip(each.layer, each.kind, each.start, each.count, strict=True))
             for each, _ in found
@@ -262,7 +262,7 @@ def mean_of(rows: NDArray[np.floating]) -> NDArray[np.float64]:
     return found
 
 
-def _columns(source: Source, question: Question) -> tuple[Columns, NDArray[np.int64]]:
+def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray[np.int64]]:
     """What a source can give, and where that stands in its tables."""
     anatomy = source.anatomy
     chosen = _matching(question.layers, anatomy.layers)
@@ -354,6 +354,14 @@ def vectors_of(
         f"{kept}. Scan with ScanOptions(vectors=...) ({possible}), or keep layers in full with "
         "tensors=, for any other choice."
     )
+
+
+def has_vectors(source: Source, tokens: TokenChoice) -> bool:
+    """Whether the first sequence has mean vectors over these tokens."""
+    first = next(iter(source.sequences), None)
+    if first is None:
+        return False
+    return bool(first.tensors) or (isinstance(tokens, str) and tokens in first.vectors)
 
 
 def mean_vectors(

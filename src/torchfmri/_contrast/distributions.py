@@ -56,20 +56,25 @@ def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
 
 
 def t_quantile(share: float, dof: float) -> float:
-    """The t below which so large a share lies, by bisection.
+    """The t below which so large a share lies, by Newton's method.
 
     Example:
         >>> round(t_quantile(0.975, 10.0), 6)
         2.228139
     """
-    low, high = -1e6, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        if float(t_tail(middle, dof, two_sided=False)) > 1 - share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    if dof == 1:
+        return math.tan(math.pi * (share - 0.5))
+    z = normal_quantile(share)
+    t = z + (z**3 + z) / (4 * dof)  # the first terms of an expansion around the normal
+    log_scale = math.lgamma((dof + 1) / 2) - math.lgamma(dof / 2) - 0.5 * math.log(dof * math.pi)
+    for _ in range(100):
+        density = math.exp(log_scale - (dof + 1) / 2 * math.log1p(t * t / dof))
+        gap = float(t_tail(t, dof, two_sided=False)) - (1 - share)
+        step = gap / density
+        t += max(min(step, 1 + abs(t)), -1 - abs(t))
+        if abs(step) <= 1e-14 * (1 + abs(t)):
+            break
+    return t
 
 
 def normal_quantile(share: float) -> float:

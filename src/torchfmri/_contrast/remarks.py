@@ -123,7 +123,6 @@ def _about_columns(table: PromptTable, tested: Tested, permuted: Permuted | None
     none = total == 0
     partly = (total > 0) & (total < known)
     constant = ~none & np.isnan(tested.t) & (total == known) & (known > 2)
-    names = table.columns.names
     said = []
     for what, which in (
         ("have no value and are not tested", none),
@@ -131,8 +130,8 @@ def _about_columns(table: PromptTable, tested: Tested, permuted: Permuted | None
         ("do not vary within the conditions: an effect, but no test", constant),
     ):
         if which.any():
-            shown = ", ".join(names[column] for column in np.flatnonzero(which)[:2])
-            said.append(f"{int(which.sum()):,} of {len(names):,} columns {what}: {shown}, ...")
+            shown = ", ".join(table.columns[np.flatnonzero(which)[:2]].names)
+            said.append(f"{int(which.sum()):,} of {len(which):,} columns {what}: {shown}, ...")
     if permuted is not None and partly.any():
         said.append("columns that lack values have no p-value by relabelling")
     return said

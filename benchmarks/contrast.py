@@ -68,7 +68,7 @@ def scan_questions(name: str, folder: Path) -> Scan:
         started = time.perf_counter()
         chat = bool(getattr(tokenizer, "chat_template", None))
         torchfmri.scan_dataset(
-            model, tokenizer, rows(), folder, 12, id_field="id", chat=chat, batch=4,
+            model, tokenizer, rows(), folder, 16, id_field="id", chat=chat, batch=4,
             options=ScanOptions(per=None), do_sample=False,
         )  # fmt: skip
         report(f"scanned in {time.perf_counter() - started:.0f} s")
@@ -145,14 +145,15 @@ def paths(scan: Scan) -> dict[str, Callable[[np.random.Generator], bool]]:
         "F of three conditions, voxels, fdr": asks(voxels, ["a - b", "a - c"], kinds=3),
         "GLM: condition with surprisal and position, voxels, fdr": ask_glm,
         "probe, attention and MLP, largest accuracy": ask_probe,
-        "NAIVE t over tokens, voxels, fdr (for comparison)": naive(scan),
+        "NAIVE t over tokens, voxels, fdr (must not be done)": naive(scan),
     }
 
 
 def naive(scan: Scan) -> Callable[[np.random.Generator], bool]:
     """A t-test over tokens, as if they were independent: what must not be done."""
     parts = [sequence.voxels["activation"] for sequence in scan]
-    finite = [np.isfinite(part).all(1) for part in parts]
+    usable = [~sequence.tokens.special for sequence in scan]
+    finite = [np.isfinite(part).any(1) & own for part, own in zip(parts, usable, strict=True)]
     values = np.concatenate([part[kept] for part, kept in zip(parts, finite, strict=True)])
     owner = np.concatenate([np.full(int(kept.sum()), k) for k, kept in enumerate(finite)])
 
@@ -297,11 +298,10 @@ def speed(folder: Path, prompts: int = 1_000, voxels: int = 5_296, tokens: int =
 
 def real(scan: Scan, picture: Path | None) -> dict[str, list[str]]:
     started = time.perf_counter()
-    voxels = scan.contrast("capital", "arithmetic", tokens="prompt_last", paired="pair")
-    units = scan.contrast(
-        "capital", "arithmetic", metric="signed", level="unit", tokens="last", paired="pair"
-    )
-    probe = scan.classify("capital", "arithmetic", tokens="last", paired="pair")
+    voxels = scan.contrast("capital", "arithmetic", tokens="prompt_last", height_control="max")
+    units = scan.contrast("capital", "arithmetic", metric="signed", level="unit", tokens="last")
+    probe = scan.classify("capital", "arithmetic", tokens="last")
+    wording = scan.contrast(["0 - 1", "0 - 2", "0 - 3"], by="wording", tokens="prompt_last")
     report(f"contrasts and probes in {time.perf_counter() - started:.1f} s")
     if picture is not None:
         figure = voxels.plot_contrast().figure
@@ -310,5 +310,6 @@ def real(scan: Scan, picture: Path | None) -> dict[str, list[str]]:
     return {
         "voxels": voxels.table(8, 110).splitlines(),
         "units": [units.summary],
+        "wording": [wording.summary],
         "probe": [f"{best.layer} ({best.features}): accuracy {best.accuracy:.3f}, p {best.p:.3g}"],
     }

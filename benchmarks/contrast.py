@@ -1,7 +1,7 @@
 """Contrasts: how often they find something in nothing, what they find, and how long they take.
 
 `--part calibration` shuffles the labels of real prompts, so that there is nothing to be found, and
-counts the draws in which each path finds anything at q = 0.05; a test over tokens stands beside them.
+counts the draws in which each path finds anything at q = 0.05, with a test over tokens beside them.
 `--part power` plants effects of known size in known voxels. `--part speed` contrasts 1,000 stored
 prompts. `--part real` compares questions about capitals with sums, and draws the map. The scan is
 kept in --scan, so that draws are cheap.
@@ -49,7 +49,9 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
         if set(parts) - {"speed"}:
             scan = scan_questions(arguments.model, arguments.scan or Path(folder) / "scan.fmri")
         if "real" in parts:
-            found |= {f"real {name}": lines for name, lines in real(scan, arguments.picture).items()}
+            found |= {
+                f"real {name}": lines for name, lines in real(scan, arguments.picture).items()
+            }
         if "calibration" in parts:
             found["calibration: draws that found anything"] = calibrate(scan, arguments.draws)
             found["calibration: uniformity"] = uniformity(scan, arguments.draws)
@@ -230,9 +232,7 @@ def planted(
     for repeat in range(repeats):
         random = np.random.default_rng(repeat)
         null = shuffled(table, random)
-        rows = np.concatenate(
-            [np.flatnonzero(null.groups == each)[:count] for each in ("a", "b")]
-        )
+        rows = np.concatenate([np.flatnonzero(null.groups == each)[:count] for each in ("a", "b")])
         null = null.rows(rows)
         values = null.values.copy()
         chosen = random.choice(usable, 10, replace=False)
@@ -266,7 +266,9 @@ def large_sequences(anatomy: Anatomy, prompts: int, tokens: int) -> Iterable[Sca
         )  # fmt: skip
 
 
-def speed(folder: Path, prompts: int = 1_000, voxels: int = 5_296, tokens: int = 8) -> dict[str, Any]:
+def speed(
+    folder: Path, prompts: int = 1_000, voxels: int = 5_296, tokens: int = 8
+) -> dict[str, Any]:
     """Seconds and bytes of a contrast of a stored scan."""
     layers = [f"layers.{number}" for number in range(voxels // 16)]
     count = len(layers)

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GLM",
     "Advice",
     "Anatomy",
     "Call",
@@ -97,7 +98,6 @@ __all__ = [
     "FileFormatError",
     "Finding",
     "FindingWarning",
-    "GLM",
     "GradientCheck",
     "Growth",
     "GuardError",

@@ -139,7 +139,10 @@ def test_all_flips_of_few_pairs_are_counted_one_by_one() -> None:
     table = make_table(["a"] * 6 + ["b"] * 6, 3, pairs=[str(k) for k in range(6)] * 2)
     table.values[:6, 0] += 5.0
     found = compare(
-        table, "a - b", is_paired=True, options=TestOptions(test="permutation", height_control="max")
+        table,
+        "a - b",
+        is_paired=True,
+        options=TestOptions(test="permutation", height_control="max"),
     )
     gaps = table.values[:6] - table.values[6:]
     signs = 1 - 2 * ((np.arange(64)[:, None] >> np.arange(6)) & 1)

@@ -1,9 +1,9 @@
 """What differs between groups of prompts, and whether it can be believed.
 
 Works on tables with a row per prompt, which `_scan` makes of its scans. `weights` reads a contrast
-such as "true - false"; `group_tests` and `permutations` test it over prompts, `corrections` for many
-columns at once; `comparison` puts them together into a `Contrast`, the record that users hold, with
-its `picture`, its `report` and its file. `linear_model` and `classification` ask in other ways.
+such as "true - false"; `group_tests` and `permutations` test it, `corrections` for many columns at
+once; `comparison` puts them together into a `Contrast`, the record that users hold, with its
+`picture`, its `report` and its file. `linear_model` and `classification` ask in other ways.
 """
 
 from torchfmri._contrast.classification import Classification, LayerAccuracy, classify

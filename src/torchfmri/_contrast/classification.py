@@ -1,7 +1,7 @@
 """A second opinion: can the condition of a prompt be read from a layer, for prompts not seen?
 
-A ridge probe is trained on some prompts and tried on the others. Nothing of the others is looked at:
-scaling, too, is learnt from the prompts for training, and the penalty is fixed in advance. The folds
+A ridge probe is trained on some prompts and tried on the others, of which nothing is looked at:
+scaling, too, is learnt from the prompts for training, and the penalty is fixed in advance. Folds
 are drawn without regard to the labels, so that shuffled labels go through exactly the same.
 Index letters: n prompts, w features, m relabellings (the true labels first).
 """
@@ -94,9 +94,9 @@ class Classification:
             Column("p_max", [number_text(row.p_max) for row in best], 7),
             Column("q", [number_text(row.q) for row in best], 8),
         ]
-        return Grid(repr(self)[1:-1], "layer", [row.layer for row in best], columns, self.notes).text(
-            width
-        )
+        return Grid(
+            repr(self)[1:-1], "layer", [row.layer for row in best], columns, self.notes
+        ).text(width)
 
     def to_dataframe(self) -> pandas.DataFrame:
         """All rows. Needs pandas.
@@ -160,7 +160,9 @@ def classify(
                 found.append((layer, trial.table.metric, values.shape[1]))
                 null.append(accuracies(values, drawn, fold))
     if not null:
-        raise InspectionError("No layer has values of every prompt: there is nothing to learn from.")
+        raise InspectionError(
+            "No layer has values of every prompt: there is nothing to learn from."
+        )
     rows = _rows(found, np.stack(null))
     question = f"{conditions[0]} against {conditions[1]}"
     counts = (int((labels == 0).sum()), int((labels == 1).sum()))
@@ -224,8 +226,15 @@ def _rows(found: list[tuple[Any, ...]], null: Doubles) -> tuple[LayerAccuracy, .
     q = adjust_fdr(p)
     return tuple(
         LayerAccuracy(
-            layer, features, width, float(null[row, 0]), float(null[row, 1:].mean()),
-            float(np.quantile(null[row, 1:], 0.95)), float(p[row]), float(p_max[row]), float(q[row]),
+            layer=layer,
+            features=features,
+            width=width,
+            accuracy=float(null[row, 0]),
+            null_mean=float(null[row, 1:].mean()),
+            null_high=float(np.quantile(null[row, 1:], 0.95)),
+            p=float(p[row]),
+            p_max=float(p_max[row]),
+            q=float(q[row]),
         )
         for row, (layer, features, width) in enumerate(found)
-    )  # fmt: skip
+    )

@@ -131,7 +131,7 @@ def compare(
         q=q,
         p_max=None if permuted is None else permuted.p_max,
         survives=survives,
-        permutations=0 if permuted is None else permuted.count,
+        permutations=0 if permuted is None else permuted.number,
         notes=tuple(remarks_of(table, conditions, tested, permuted, options.alpha, is_paired)),
         trial=trial,
     )
@@ -173,14 +173,16 @@ def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
             f"{', '.join(map(repr, conditions))}. Leave paired= out, or compare two of them."
         )
     if table.pairs is None:
-        raise InspectionError("Nothing says which prompts are pairs: name a field, paired='pair_id'.")
+        raise InspectionError(
+            "Nothing says which prompts are pairs: name a field, paired='pair_id'."
+        )
     sides: list[dict[str, int]] = []
     for condition in conditions:
         side: dict[str, int] = {}
         for row in np.flatnonzero(table.groups.astype(str) == condition):
             key = str(table.pairs[row])
             if key in side:
-                names = f"{table.names[side[key]]!r} and {table.names[row]!r}"
+                names = f"{table.names[side[key]]!r} and {table.names[int(row)]!r}"
                 raise InspectionError(
                     f"{names} are both {condition!r} in pair {key!r}: a pair has one prompt of "
                     "each condition. Name another field, or leave paired= out."
@@ -296,7 +298,7 @@ class Trial:
         return (tested, permuted, p, *threshold(p, permuted, self.options))
 
     def calibrate(self, draws: int, seed: int) -> int:
-        """In how many of so many relabellings anything survives: a share of alpha, if it is right."""
+        """In how many relabellings anything survives: a share of alpha, if the test is right."""
         random = np.random.default_rng(seed)
         half = len(self.labels) // 2
         found = 0
@@ -314,7 +316,9 @@ class Trial:
 
 def _joined(parts: Sequence[Tested]) -> Tested:
     names = Tested.__dataclass_fields__
-    return Tested(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in names})
+    return Tested(
+        **{name: np.concatenate([getattr(each, name) for each in parts]) for name in names}
+    )
 
 
 def threshold(
@@ -325,9 +329,8 @@ def threshold(
     if control == "max":
         q = np.full(p.shape, np.nan) if permuted is None else permuted.p_max
     else:
-        q = {"bonferroni": adjust_bonferroni, "fpr": lambda each: each}.get(
-            str(control), adjust_fdr
-        )(p)
+        q = adjust_bonferroni(p) if control == "bonferroni" else adjust_fdr(p)
+        q = p.copy() if control == "fpr" else q
     with np.errstate(invalid="ignore"):
         survives: NDArray[np.bool_] = q <= options.alpha
     return q, survives if control is not None else np.zeros(p.shape, bool)

@@ -45,7 +45,7 @@ class Tested:
 
 
 class Moments:
-    """Counts, means and variances of the groups, by column; values that are not finite are left out.
+    """Counts, means and variances of the groups, by column; only finite values count.
 
     Args:
         values: (n, v).

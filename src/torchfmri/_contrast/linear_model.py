@@ -21,8 +21,8 @@ from torchfmri._contrast.group_tests import hedges
 from torchfmri._contrast.prompt_table import Columns
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.weights import Definition, read_terms, words
-from torchfmri._text import Grid, plural
 from torchfmri._text import Column as TextColumn
+from torchfmri._text import Grid, plural
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import axes_or_new, escape
 
@@ -118,7 +118,7 @@ class GLM:
         level, weights = self._level(weights, term)
         fitted = fit(level, weights, options)
         q, survives = threshold(fitted["p"], None, options)
-        used = {name: weight for name, weight in zip(level.names, weights.T, strict=True)}
+        used = dict(zip(level.names, weights.T, strict=True))
         kept = tuple(name for name in level.names if used[name].any())
         return Contrast(
             question="; ".join(words(row, level.names) for row in weights),
@@ -132,7 +132,7 @@ class GLM:
             level=self.level,
             tokens=self.tokens,
             model=self.model,
-            prompts={name: self.prompts for name in kept},
+            prompts=dict.fromkeys(kept, self.prompts),
             columns=self.columns,
             q=q,
             survives=survives,
@@ -192,7 +192,7 @@ class GLM:
         )
 
 
-def fit(level: Level, weights: Doubles, options: TestOptions) -> dict[str, NDArray[Any]]:
+def fit(level: Level, weights: Doubles, options: TestOptions) -> dict[str, Any]:
     """Ordinary least squares over prompts, and the test of weights (q, k), for every column.
 
     Raises:
@@ -263,5 +263,3 @@ def first_level(
         return None
     found: Doubles = np.linalg.lstsq(design, values, rcond=None)[0]
     return found[0], found[1:]
-
-

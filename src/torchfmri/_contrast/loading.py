@@ -61,8 +61,9 @@ def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     lengths = {len(arrays[name]) for name in (*FLOATS, "n_a", "n_b", "survives", "column/start")}
     if lengths != {len(columns)}:
         raise ValueError(f"lengths {sorted(lengths)}")
-    plain = {name: record[name] for name in PLAIN}
+    plain: dict[str, Any] = {name: record[name] for name in PLAIN}
     calibration = plain.pop("calibration")
+    floats: dict[str, Any] = {name: arrays[name] for name in FLOATS}
     return Contrast(
         **plain
         | {
@@ -82,5 +83,5 @@ def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             for name, values in arrays.items()
             if name.startswith("difference/")
         },
-        **{name: arrays[name] for name in FLOATS},
+        **floats,
     )

@@ -8,7 +8,7 @@ for the whole family.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from math import comb
 from typing import NamedTuple
@@ -31,13 +31,13 @@ class Permuted(NamedTuple):
     Attributes:
         p: (v,) by each column's own distribution; nan where it was not tested.
         p_max: (v,) by that of the largest statistic of all columns.
-        count: How many relabellings there are, the true one among them.
+        number: How many relabellings there are, the true one among them.
         exact: Whether these are all that there are.
     """
 
     p: Doubles
     p_max: Doubles
-    count: int
+    number: int
     exact: bool
 
 
@@ -126,7 +126,7 @@ def welch_statistic(labels: NDArray[np.int64], weights: Doubles) -> Statistic:
     """Welch's t of weighted groups, for labels (m, n)."""
 
     def statistic(values: NDArray[np.floating]) -> Doubles:
-        effect, squared = 0.0, 0.0
+        effect = squared = np.zeros(values.shape[1])
         for mean, variance, count, weight in _by_group(values, labels, weights):
             effect = effect + weight * mean
             squared = squared + weight**2 * variance / count
@@ -154,12 +154,14 @@ def f_statistic(labels: NDArray[np.int64], contrasts: Doubles) -> Statistic:
     return statistic
 
 
-def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], weights: Doubles):  # type: ignore[no-untyped-def]
+def _by_group(
+    values: NDArray[np.floating], labels: NDArray[np.int64], weights: Doubles
+) -> Iterator[tuple[Doubles, Doubles, int, float]]:
     """(mean, variance, count, weight) of each group: (m, v), (m, v), a number, a number."""
     centred = values - values.mean(0)  # squares of values far from 0 would lose the variance
     squares, total = centred * centred, centred.sum(0)
     total_squares = squares.sum(0)
-    sums = sum_squares = 0.0
+    sums, sum_squares = np.zeros_like(total), np.zeros_like(total)
     for k, weight in enumerate(weights):
         last = k == len(weights) - 1
         mine = (labels == k).astype(np.float64)
@@ -168,7 +170,7 @@ def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], weights: 
         sums, sum_squares = sums + own, sum_squares + own_squares
         count = int(mine[0].sum())
         variance = (own_squares - own * own / count) / max(count - 1, 1)
-        yield own / count, np.maximum(variance, 0.0), count, weight
+        yield own / count, np.maximum(variance, 0.0), count, float(weight)
 
 
 def paired_statistic(signs: Doubles) -> Statistic:

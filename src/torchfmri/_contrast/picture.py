@@ -81,8 +81,7 @@ def _bands(contrast: Contrast) -> tuple[list[_Band], int]:
         label = kind.removeprefix(f"{prefix}*.").removeprefix(prefix)
         label = "block" if label == "*" else label
         if _depth(members[0]) is None:
-            for member in members:
-                bands.append(_Band(label, np.array([own[member]], np.int64)))
+            bands += [_Band(label, np.array([own[member]], np.int64)) for member in members]
             continue
         rows = max(len(own[member]) for member in members)
         places = np.full((rows, depth), -1, np.int64)
@@ -146,7 +145,10 @@ def _draw_band(
     alpha, kept = np.where(there, size[places], 0.0), there & survives[places]
     values, alpha, kept = _pool(values, alpha, kept)
     colours = mpl.colormaps[_MAP](Normalize(-top, top)(values).filled(0.5))
-    colours[..., 3] = np.where(np.isfinite(values), alpha, 0.0)
+    # Faint cells are mixed with the background here, so that hatching is not seen through them.
+    back = np.array(mpl.colors.to_rgb(ax.get_facecolor()))
+    colours[..., :3] = alpha[..., None] * colours[..., :3] + (1 - alpha[..., None]) * back
+    colours[..., 3] = np.isfinite(values)
     whole = (-0.5, depth - 0.5, span[1], span[0])
     if (there & ~np.isfinite(shown[places])).any():
         ax.add_patch(

@@ -111,7 +111,8 @@ class Direction:
         """(number, w) random directions of the same length: the control of what steering does."""
         check_number("number", number, 1, "how many directions, such as 10")
         drawn = np.random.default_rng(seed).normal(size=(number, len(self.vector)))
-        return drawn * (self.norm / np.linalg.norm(drawn, axis=1, keepdims=True))
+        found: Doubles = drawn * (self.norm / np.linalg.norm(drawn, axis=1, keepdims=True))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +313,9 @@ class Contrast:
                 [_interval(peak.ci_low, peak.ci_high) for peak in peaks],
                 2,
             ),
-            Column("F" if self.test.endswith("F") else "t", [number_text(peak.t) for peak in peaks], 6),
+            Column(
+                "F" if self.test.endswith("F") else "t", [number_text(peak.t) for peak in peaks], 6
+            ),
             Column("p", [number_text(peak.p) for peak in peaks], 3),
             Column("q", [number_text(peak.q) for peak in peaks], 7),
             Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),

@@ -52,42 +52,39 @@ def remarks_of(
     ]
 
 
-def _about_power(
-    counts: dict[str, int], tests: int, alpha: float, is_paired: bool
-) -> list[str]:
+def _about_power(counts: dict[str, int], tests: int, alpha: float, is_paired: bool) -> list[str]:
     single = [condition for condition, count in counts.items() if count < 2]
     if single:
-        return [
+        said = (
             f"effects only, no p-values: {' and '.join(map(repr, single))} has one prompt, and one "
             "prompt does not say how much prompts of its kind differ among themselves"
-        ]
+        )
+        return [said]
     first, *others = counts.values()
-    second = min(others)
     alone, corrected = (
-        detectable(first, second, each, is_paired=is_paired) for each in (alpha, alpha / tests)
+        detectable(first, min(others), each, is_paired=is_paired)
+        for each in (alpha, alpha / max(tests, 1))
     )
-    if min(counts.values()) < FEW:
-        least = min(counts.values())
-        return [
-            f"little power: with {plural(least, 'prompt')} in a group, only effects of about g = "
-            f"{alone:.1f} are found in four of five experiments ({corrected:.1f} after Bonferroni "
-            f"for {plural(tests, 'test')}); nothing found does not mean nothing there"
-        ]
-    return [
-        f"power: effects of g = {alone:.2f} are found in four of five experiments by a single "
-        f"test, of g = {corrected:.2f} after Bonferroni for {plural(tests, 'test')}"
-    ]
+    least = min(counts.values())
+    said = (
+        f"effects of g = {alone:.2f} are found in four of five experiments by a single test, of "
+        f"g = {corrected:.2f} after Bonferroni for {plural(tests, 'test')}"
+    )
+    if least < FEW:
+        few = f"little power: with {plural(least, 'prompt')} in a group, only "
+        return [f"{few}{said}; nothing found does not mean nothing there"]
+    return [f"power: {said}"]
 
 
 def _about_permutations(permuted: Permuted | None, alpha: float) -> list[str]:
-    if permuted is None or not permuted.count:
+    if permuted is None or not permuted.number:
         return []
-    least = 1 / permuted.count
+    least = 1 / permuted.number
     which = "all" if permuted.exact else "drawn at random, the true one among them"
-    said = [f"{plural(permuted.count, 'relabelling')} ({which}): no p is below {least:.2g}"]
+    said = [f"{plural(permuted.number, 'relabelling')} ({which}): no p is below {least:.2g}"]
     if least > alpha:
         said.append(
-            f"nothing can survive at alpha = {alpha:g}: there are only {permuted.count} ways to "
+            f"nothing can survive at alpha = {alpha:g}: there are only {permuted.number} ways to "
             "label these prompts. Scan more prompts."
         )
     return said

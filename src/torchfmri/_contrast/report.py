@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchfmri._arguments import check_file
 from torchfmri._files import new_file
@@ -74,7 +74,7 @@ class ContrastReport:
 
     def _map(self) -> str:
         try:
-            figure = self.contrast.plot_contrast().figure
+            figure: Any = self.contrast.plot_contrast().figure
         except ImportError as error:  # no matplotlib: the page says how to get the map
             return f"<p>{escape(str(error))}</p>"
         data = io.BytesIO()

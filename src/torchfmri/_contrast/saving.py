@@ -44,7 +44,9 @@ def write_contrast(contrast: Contrast, path: Path) -> None:
     columns = contrast.columns
     layers = list(dict.fromkeys(columns.layer.tolist()))
     place = {layer: index for index, layer in enumerate(layers)}
-    modules = {str(layer): str(kind) for layer, kind in zip(columns.layer, columns.module, strict=True)}
+    modules = {
+        str(layer): str(kind) for layer, kind in zip(columns.layer, columns.module, strict=True)
+    }
     kinds = sorted(set(columns.kind.tolist()))
     tensors: dict[str, NDArray[Any]] = {
         **{name: getattr(contrast, name).astype("<f8") for name in FLOATS},

@@ -53,8 +53,8 @@ def _row(contrast: Any, conditions: Sequence[str]) -> Doubles:
     weights = _weights(contrast, conditions)
     if abs(weights.sum()) > 1e-9 or not (weights > 0).any():
         raise InspectionError(
-            f"The weights of {contrast!r} add up to {weights.sum():g}. A contrast compares: weights "
-            f"above 0 against others below, 0 in all, as in 'a - b'. {_there_are(conditions)}"
+            f"The weights of {contrast!r} add up to {weights.sum():g}. A contrast compares: its "
+            f"weights add up to 0, as in 'a - b'. {_there_are(conditions)}"
         )
     return weights
 
@@ -66,8 +66,8 @@ def _weights(contrast: Any, conditions: Sequence[str]) -> Doubles:
         found = _read_mapping(contrast, conditions)
     else:
         raise InspectionError(
-            f"A contrast is a text such as 'true - false', or a mapping from conditions to weights, "
-            f"not {contrast!r}. {_there_are(conditions)}"
+            "A contrast is a text such as 'true - false', or a mapping from conditions to "
+            f"weights, not {contrast!r}. {_there_are(conditions)}"
         )
     return np.array([found.get(condition, 0.0) for condition in conditions])
 

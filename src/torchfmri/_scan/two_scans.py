@@ -136,9 +136,7 @@ def _matched(
 ) -> tuple[list[Source], list[str]]:
     """The prompts of both sides, paired by name or text, with the tokens that both have."""
     first, second = ([(scan, k) for scan in side for k in range(len(scan))] for side in sides)
-    by_name = [
-        {scan.names[k]: (scan, k) for scan, k in each} for each in (first, second)
-    ]
+    by_name = [{scan.names[k]: (scan, k) for scan, k in each} for each in (first, second)]
     keys = [name for name in by_name[0] if name in by_name[1]]
     found = by_name
     if not keys:
@@ -204,15 +202,14 @@ class _Partners(Sequence[ScannedSequence]):
 
 _TOKENS = ("ids", "spelling", "surprisal", "entropy", "generated")
 _KEPT = (
-    "name", "layers", "voxels", "statistics", "tensors", "condition", "padding", "checks", "vectors",
+    "name", "layers", "voxels", "statistics", "tensors", "condition", "padding", "checks",
+    "vectors",
 )  # fmt: skip
 
 
 def shared_tokens(sequence: ScannedSequence, partner: ScannedSequence) -> NDArray[np.bool_]:
     """(s,) which tokens stand for the same bytes at the same place as one of the partner's."""
-    spans = [
-        np.cumsum([0, *map(len, each.tokens.spelling)]) for each in (sequence, partner)
-    ]
+    spans = [np.cumsum([0, *map(len, each.tokens.spelling)]) for each in (sequence, partner)]
     other = {
         (int(first), int(last)): spelling
         for first, last, spelling in zip(

@@ -20,7 +20,9 @@ _WORDS = ("all", "prompt", "generated", "last", "prompt_last")
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri contrast`."""
     parser.add_argument("scan", type=Path, help="a scan: NAME.fmri")
-    parser.add_argument("with_scan", type=Path, nargs="?", metavar="OTHER", help="compare with this")
+    parser.add_argument(
+        "with_scan", type=Path, nargs="?", metavar="OTHER", help="compare with this"
+    )
     parser.add_argument("--by", default="condition", help="the field with the condition")
     parser.add_argument(
         "--contrast",
@@ -158,7 +160,9 @@ def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
         if value is not None and value != "":
             found[str(value)] = found.get(str(value), 0) + 1
     if len(found) != 2:
-        said = ", ".join(f"{name!r} ({count})" for name, count in list(found.items())[:20]) or "none"
+        said = (
+            ", ".join(f"{name!r} ({count})" for name, count in list(found.items())[:20]) or "none"
+        )
         fields = ", ".join(map(repr, scan[0].fields)) if len(scan) else ""
         raise InspectionError(
             f"The conditions in {by!r} are {said}. Say which to compare: --contrast 'A - B'"
@@ -198,7 +202,8 @@ def _write(options: Namespace, found: Contrast) -> list[Path]:
     if options.table is not None:
         found.export(options.table)
     if options.picture is not None:
-        save_figure(found.plot_contrast().figure, options.picture, dpi=150)
+        figure: Any = found.plot_contrast().figure
+        save_figure(figure, options.picture, dpi=150)
     if options.report is not None:
         found.report(options.peaks).save_as_html(options.report)
     files = (options.out, options.table, options.picture, options.report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,10 @@ def fit_glm(source: Source, formula: str, question: Question) -> GLM:
         names.append(sequence.name)
         if found is None:
             short.append(sequence.name)
-            found = np.full(len(places), np.nan), np.full((regressors.shape[1], len(places)), np.nan)
+            found = (
+                np.full(len(places), np.nan),
+                np.full((regressors.shape[1], len(places)), np.nan),
+            )
         means.append(np.where(gone, np.nan, found[0]))
         slopes.append(np.where(gone, np.nan, found[1]))
     if len(short) == len(names):
@@ -202,7 +206,7 @@ class _Formula:
         whole = self._tokens.to_numpy(dtype=np.float64)
         known = np.isfinite(whole).all(1)
         whole = whole - whole[known].mean(0) if known.any() else whole
-        for first, last in zip(ends[:-1], ends[1:], strict=True):
+        for first, last in pairwise(ends):
             yield whole[first:last]
 
     def prompt_design(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:

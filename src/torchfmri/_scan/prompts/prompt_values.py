@@ -1,4 +1,4 @@
-"""A table of prompts made of scans: the mean of each layer, voxel or unit over the chosen tokens."""
+"""A table of prompts made of scans: means of layers, voxels or units over the chosen tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchfmri._scan.prompts.token_choice import (
     token_words,
 )
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
-from torchfmri._scan.record.reading import DELTA, Reading, metrics_of
+from torchfmri._scan.record.reading import DELTA, Reading
 from torchfmri._scan.record.sequence import METRICS, VECTORS, ScannedSequence
 from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
@@ -212,7 +212,7 @@ class _Shared:
                 )
             )
         self._index: dict[int, NDArray[np.int64]] = {}
-        for source, (each, places), own in zip(sources, found, keys, strict=True):
+        for source, (_, places), own in zip(sources, found, keys, strict=True):
             order = {key: place for place, key in enumerate(own)}
             chosen = np.array([order[key] for key in shared], np.int64)
             self._index[id(source)] = places[chosen]
@@ -227,7 +227,9 @@ class _Shared:
         each, _ = found[0]
         place = {
             key: index
-            for index, key in enumerate(zip(each.layer, each.kind, each.start, each.count, strict=True))
+            for index, key in enumerate(
+                zip(each.layer, each.kind, each.start, each.count, strict=True)
+            )
         }
         self.columns = each[np.array([place[key] for key in shared], np.int64)]
 
@@ -255,7 +257,7 @@ def mean_of(rows: NDArray[np.floating]) -> NDArray[np.float64]:
     """(v,) the mean over tokens of what is finite; nan where nothing is."""
     finite = np.isfinite(rows)
     if finite.all() and len(rows):
-        return rows.mean(0, dtype=np.float64)
+        return np.asarray(rows.mean(0, dtype=np.float64))
     count = finite.sum(0)
     total = np.where(finite, rows, 0.0).sum(0, dtype=np.float64)
     found: NDArray[np.float64] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
@@ -342,9 +344,7 @@ def vectors_of(
         return sequence.vectors[tokens]
     if sequence.tensors:
         return {
-            layer: mean_of(
-                tensor[choose_tokens(sequence, tokens, np.isfinite(tensor).any(1))]
-            )
+            layer: mean_of(tensor[choose_tokens(sequence, tokens, np.isfinite(tensor).any(1))])
             for layer, tensor in sequence.tensors.items()
         }
     kept = ", ".join(map(repr, sequence.vectors)) or "none"

@@ -94,7 +94,9 @@ def choose_tokens(
         kept = {"all": usable, "prompt": ~said.generated, "generated": said.generated}[tokens]
         return usable & kept
     if isinstance(tokens, int):
-        return _only(len(said), tokens) if -len(said) <= tokens < len(said) else _only(len(said), [])
+        return (
+            _only(len(said), tokens) if -len(said) <= tokens < len(said) else _only(len(said), [])
+        )
     if isinstance(tokens, slice):
         return _only(len(said), tokens)
     if isinstance(tokens, (tuple, list)):
@@ -168,16 +170,14 @@ def _role_spans(sequence: ScannedSequence, role: str, text: str) -> Iterator[tup
 
 def _messages(sequence: ScannedSequence) -> Sequence[Mapping[str, Any]]:
     for value in sequence.fields.values():
-        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            if all("role" in each for each in value):
-                return value
+        listed = isinstance(value, list) and bool(value)
+        if listed and all(isinstance(each, dict) and "role" in each for each in value):
+            return list(value)
     prompt = sequence.fields.get("prompt", sequence.fields.get("text"))
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
 
 
-def _spelling(
-    sequence: ScannedSequence, spans: Iterator[tuple[int, int]]
-) -> NDArray[np.bool_]:
+def _spelling(sequence: ScannedSequence, spans: Iterator[tuple[int, int]]) -> NDArray[np.bool_]:
     """(s,) the tokens with a byte in one of the spans of characters."""
     text = _text(sequence)
     ends = np.cumsum([0, *map(len, sequence.tokens.spelling)])

@@ -51,9 +51,7 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else to_json(plain(value, "A field"))
 
 
-def field_columns(
-    sequences: Iterable[ScannedSequence], taken: Iterable[str]
-) -> list[FieldColumn]:
+def field_columns(sequences: Iterable[ScannedSequence], taken: Iterable[str]) -> list[FieldColumn]:
     """The columns of all fields that rows have, in the order in which they first come.
 
     Args:

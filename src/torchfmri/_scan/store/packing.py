@@ -65,9 +65,9 @@ def pack(sequence: ScannedSequence, anatomy: Anatomy) -> Packed:
     for layer, each in sequence.tensors.items():
         packed[f"tensors/{layer}"] = _pack_tensor(each, s, f"The tensor {layer!r}")
     for choice, vectors in sequence.vectors.items():
-        for layer, each in vectors.items():
+        for layer, vector in vectors.items():
             name = f"vectors/{choice}/{layer}"
-            packed[name] = ("F32", _contiguous(each, "F32", np.shape(each)[:1], name)[None])
+            packed[name] = ("F32", _contiguous(vector, "F32", np.shape(vector)[:1], name)[None])
     return packed | _pack_fields(sequence)
 
 

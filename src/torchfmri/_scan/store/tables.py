@@ -153,7 +153,9 @@ def to_dataframe(
     try:
         import pandas
     except ImportError as error:
-        raise InspectionError("A DataFrame needs pandas: pip install 'torchfmri[tables]'.") from error
+        raise InspectionError(
+            "A DataFrame needs pandas: pip install 'torchfmri[tables]'."
+        ) from error
     table = LongTable(anatomy, sequences, by)
     parts = list(table.parts()) or [table.empty()]
     data = {name: _joined([part[name] for part in parts]) for name in parts[0]}
@@ -180,9 +182,7 @@ def _joined(parts: Sequence[Cells]) -> Cells:
     return Words(list(number), np.concatenate(codes))
 
 
-def write_csv(
-    path: Path, anatomy: Anatomy, sequences: Iterable[ScannedSequence], by: str
-) -> None:
+def write_csv(path: Path, anatomy: Anatomy, sequences: Iterable[ScannedSequence], by: str) -> None:
     """Write the table with a heading; what has no value is an empty cell."""
     table = LongTable(anatomy, sequences, by)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -195,9 +195,9 @@ def write_csv(
 
 def _cells(cells: Cells) -> list[Any]:
     if isinstance(cells, Words):
-        return cells.texts().tolist()
+        return list(cells.texts())
     if cells.dtype.kind != "f":
-        return cells.tolist()
+        return list(cells.tolist())
     # The shortest text that is read back as the same float32.
     texts = [str(each) for each in cells] if cells.dtype == np.float32 else cells.tolist()
     return ["" if gone else each for each, gone in zip(texts, np.isnan(cells), strict=True)]

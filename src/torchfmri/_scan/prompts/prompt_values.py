@@ -155,8 +155,8 @@ def _walk(sources: Sequence[Source]) -> Iterator[tuple[Source, ScannedSequence]]
 def _room(rows: int, columns: int) -> NDArray[Any]:
     if rows * columns * 8 <= _IN_MEMORY:
         return np.empty((rows, columns), np.float64)
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the map holds it open
-    return np.memmap(file, np.float32, "w+", shape=(rows, columns))
+    with tempfile.TemporaryFile() as file:  # the map holds it open
+        return np.memmap(file, np.float32, "w+", shape=(rows, columns))
 
 
 def _label(source: Source, sequence: ScannedSequence, by: str) -> str | None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchfmri._files import plain, to_json
+from torchfmri._files import parse, plain, to_json
 from torchfmri.exceptions import InspectionError
 
 FIELD_BYTES = 1 << 16
@@ -303,15 +303,13 @@ def _kept(value: Any) -> Any:
     if hasattr(value, "isoformat"):
         return value.isoformat()
     try:
-        found = plain(value, "A field")
-        size = len(to_json(found).encode())
-    except InspectionError:
-        found = str(value)
-        size = len(found)
-    except UnicodeEncodeError:
-        found = str(value).encode(errors="replace").decode()
-        size = len(found)
-    return found if size <= FIELD_BYTES else f"<{type(value).__name__}, {size:,} bytes, not kept>"
+        text = to_json(plain(value, "A field")).encode()
+    except (InspectionError, UnicodeEncodeError):
+        value = str(value).encode(errors="replace").decode()
+        text = to_json(value).encode()
+    if len(text) > FIELD_BYTES:
+        return f"<{type(value).__name__}, {len(text):,} bytes, not kept>"
+    return parse(text, "A field")  # as it will be read again: lists for tuples, NaN as NaN
 
 
 def _prompt_of(value: Any, place: str) -> Any:

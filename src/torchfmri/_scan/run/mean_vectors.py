@@ -6,14 +6,14 @@ mean itself. It is summed up while the model runs, so that no activation is kept
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchfmri._arguments import check_each
-from torchfmri._scan.record.blocks import outline_of
+from torchfmri._scan.record.blocks import block_of, outline_of
 from torchfmri._scan.record.sequence import VECTORS, Floats
 from torchfmri._scan.run.subject import ScannedLayer, Subject
 from torchfmri._text import bytes_text, plural
@@ -63,8 +63,9 @@ def plan_vectors(
 ) -> VectorPlan:
     """Choose the layers whose mean vectors take at most `limit` bytes of a sequence.
 
-    All of them if they fit; otherwise those that give an overview (blocks, attention, MLP), and of
-    these the widest are left out until they fit.
+    All of them if they fit; otherwise those that give an overview (blocks, attention, MLP), then
+    the same without what is wider than a block (a head of all words), then the blocks alone, of
+    which the last are left out until they fit.
     """
     if not tokens:
         return VectorPlan()
@@ -77,16 +78,28 @@ def plan_vectors(
     kept = {each.name: each.axis.width for each in usable if each.axis is not None}
     whole = _size(kept, tokens)
     if whole > limit:
-        outline = {subject.layers[column].name for column in outline_of(subject.anatomy.layers)}
-        kept = {name: width for name, width in kept.items() if name in outline}
-        while kept and _size(kept, tokens) > limit:
-            kept.pop(max(kept, key=lambda name: kept[name]))
+        kept = _fewer(kept, [subject.anatomy.layers[k] for k in outline_of(subject.anatomy.layers)],
+                      lambda widths: _size(widths, tokens) <= limit)  # fmt: skip
         left_out = [each.name for each in usable if each.name not in kept]
         notes.append(
             f"no mean vectors of {_some(left_out)}: those of all layers take {bytes_text(whole)} "
             f"of a sequence, and vector_bytes is {bytes_text(limit)}"
         )
     return VectorPlan(tokens, frozenset(kept), tuple(special), tuple(notes))
+
+
+def _fewer(
+    widths: Mapping[str, int], outline: Sequence[str], fits: Callable[[Mapping[str, int]], bool]
+) -> dict[str, int]:
+    """The layers that fit, by the rule of `plan_vectors`."""
+    overview = {name: widths[name] for name in outline if name in widths}
+    blocks = {name: width for name, width in overview.items() if name == block_of(name) != ""}
+    widest = max(blocks.values(), default=0)
+    narrow = {name: width for name, width in overview.items() if width <= widest}
+    kept = next((each for each in (overview, narrow) if fits(each)), blocks)
+    while kept and not fits(kept):
+        kept.popitem()
+    return kept
 
 
 def _size(widths: Mapping[str, int], tokens: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny", help="tiny (default) or smollm2")
     parser.add_argument("--scan", type=Path, help="the folder of the scan; made if it is not there")
     parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--only", default="", help="calibrate the paths that have this text")
     parser.add_argument("--picture", type=Path, help="of the real contrast")
 
 
@@ -53,8 +54,9 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"real {name}": lines for name, lines in real(scan, arguments.picture).items()
             }
         if "calibration" in parts:
-            found["calibration: draws that found anything"] = calibrate(scan, arguments.draws)
-            found["calibration: uniformity"] = uniformity(scan, arguments.draws)
+            found["calibration: draws that found anything"] = calibrate(scan, arguments.draws, arguments.only)
+            if not arguments.only:
+                found["calibration: uniformity"] = uniformity(scan, arguments.draws)
         if "power" in parts:
             found["power: share of planted effects found"] = power(scan)
         if "speed" in parts:
@@ -168,9 +170,11 @@ def naive(scan: Scan) -> Callable[[np.random.Generator], bool]:
     return ask
 
 
-def calibrate(scan: Scan, draws: int) -> dict[str, str]:
+def calibrate(scan: Scan, draws: int, only: str = "") -> dict[str, str]:
     found = {}
     for name, ask in paths(scan).items():
+        if only not in name:
+            continue
         started = time.perf_counter()
         seen = sum(ask(np.random.default_rng(draw)) for draw in range(draws))
         found[name] = f"{seen} of {draws}"

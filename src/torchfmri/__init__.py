@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfmri._checkup import diagnose
+    from torchfmri._contrast import (
+        GLM,
+        Classification,
+        Contrast,
+        ContrastReport,
+        Direction,
+        LayerAccuracy,
+        Peak,
+        load_contrast,
+    )
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
     from torchfmri._explain import Explanation, explain, explained
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
         ScanOptions,
         ScanStream,
         Tokens,
+        contrast,
         load,
         scan,
         scan_dataset,
@@ -67,16 +78,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GLM",
     "Advice",
     "Anatomy",
     "Call",
     "ChannelStatistics",
+    "Classification",
+    "Contrast",
+    "ContrastReport",
     "Cost",
     "Coverage",
     "CoverageRow",
     "DatasetScan",
     "Diagnosis",
     "Difference",
+    "Direction",
     "ExplainedError",
     "Explanation",
     "FileFormatError",
@@ -91,6 +107,7 @@ __all__ = [
     "Inspection",
     "InspectionError",
     "Inspector",
+    "LayerAccuracy",
     "LayerCost",
     "LayerNotFoundError",
     "LiveToken",
@@ -102,6 +119,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWarning",
     "Option",
+    "Peak",
     "Record",
     "Scan",
     "ScanFormatError",
@@ -123,12 +141,14 @@ __all__ = [
     "Verification",
     "advise",
     "calculate_statistics",
+    "contrast",
     "cost",
     "diagnose",
     "explain",
     "explained",
     "first_difference",
     "load",
+    "load_contrast",
     "load_model",
     "scan",
     "scan_dataset",
@@ -141,6 +161,16 @@ __all__ = [
 
 _NAMES = {
     "_checkup": ("diagnose",),
+    "_contrast": (
+        "GLM",
+        "Classification",
+        "Contrast",
+        "ContrastReport",
+        "Direction",
+        "LayerAccuracy",
+        "Peak",
+        "load_contrast",
+    ),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
     "_explain": ("Explanation", "explain", "explained"),
@@ -159,6 +189,7 @@ _NAMES = {
         "ScannedSequence",
         "Scanner",
         "Tokens",
+        "contrast",
         "load",
         "scan",
         "scan_dataset",

@@ -29,7 +29,12 @@ from torchfmri._scan.run.dataset_rows import rows_of
 from torchfmri._scan.store.writer import ScanWriter
 
 ROWS = [
-    {"prompt": f"What is {number} plus {number + 1}?", "condition": "even" if number % 2 else "odd"}
+    {
+        "prompt": f"What is {number} plus {number + 1}?",
+        "condition": "even" if number % 2 else "odd",
+        "number": number,
+        "tags": ["sum", None, {"größe": number / 2}],
+    }
     for number in range(6)
 ]
 NEW_TOKENS = 1

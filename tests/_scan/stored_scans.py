@@ -49,6 +49,8 @@ def make_sequence(name: str, length: int = 4, *, anatomy: Anatomy = ANATOMY) -> 
         condition=f"condition of {name}",
         padding=length % 3,
         checks={"residual": 1e-7, "tokens_identical": True, "worst": float("inf")},
+        fields={"größe": length, "share": 0.5, "right": True, "tags": [name, None]},
+        vectors={"all": {"käse": floats(5)}, "last": {"käse": floats(5), "embed": floats(8)}},
     )
 
 
@@ -83,6 +85,10 @@ def assert_same_sequence(found: ScannedSequence, expected: ScannedSequence) -> N
         assert_same_array(getattr(found.tokens, field), getattr(expected.tokens, field))
     for field in ("layers", "voxels", "statistics", "tensors"):
         assert_same_arrays(getattr(found, field), getattr(expected, field))
+    assert found.fields == expected.fields
+    assert set(found.vectors) == set(expected.vectors)
+    for choice, vectors in expected.vectors.items():
+        assert_same_arrays(found.vectors[choice], vectors)
 
 
 def assert_same_anatomy(found: Anatomy, expected: Anatomy) -> None:

@@ -35,14 +35,15 @@ def test_dataset_is_labelled(scan: Scan) -> None:
         "token": 12,
         "layer": 3,
         "voxel": 8,
-        "name": 3,
+        "prompt": 3,
         "statistic": 8,
         "unit_käse": 5,
     }
     assert dataset["sequence"].values.tolist() == [0] * 5 + [2] * 7
     assert dataset["position"].values.tolist() == [*range(5), *range(7)]
     assert dataset["name"].values.tolist() == ["first", "empty", "last"]
-    assert dataset["condition"].values.tolist() == [each.condition for each in scan]
+    assert dataset["prompt_condition"].values.tolist() == [each.condition for each in scan]
+    assert dataset["condition"].values.tolist() == [c.condition for c in scan for _ in c.tokens.ids]
     assert dataset["text"].values.tolist() == [*scan[0].tokens.pieces, *scan[2].tokens.pieces]
     assert dataset["voxel_layer"].values.tolist() == [ANATOMY.layers[i] for i in ANATOMY.layer]
     assert dataset["voxel_kind"].values.tolist().count("expert") == 2
@@ -94,7 +95,7 @@ def test_an_empty_scan_can_be_exported(tmp_path: Path) -> None:
     for number, sequences in enumerate([[], [make_sequence("empty", 0)]]):
         Scan(ANATOMY, sequences, META).export(tmp_path / f"{number}.zarr")
         dataset = xarray.open_zarr(tmp_path / f"{number}.zarr", chunks=None)
-        assert (dataset.sizes["token"], dataset.sizes["name"]) == (0, number)
+        assert (dataset.sizes["token"], dataset.sizes["prompt"]) == (0, number)
 
 
 def test_half_the_size(tmp_path: Path) -> None:
@@ -153,8 +154,8 @@ def test_parquet_is_the_table_of_layers(scan: Scan, tmp_path: Path) -> None:
 
 
 def test_choices_are_named(scan: Scan, tmp_path: Path) -> None:
-    for name in ("x.csv", "x", "x.h5"):
-        with pytest.raises(InspectionError, match=r"one of \.zarr, \.parquet"):
+    for name in ("x.tsv", "x", "x.h5"):
+        with pytest.raises(InspectionError, match=r"one of \.zarr, \.nc, \.parquet, \.csv"):
             scan.export(tmp_path / name)
 
 

@@ -1,9 +1,9 @@
 """`scan`: a language model watched token by token, and the record that is left of it.
 
 `run` lets the model answer and measures it; `record` is one scanned sequence and what can be read
-from it; `store` keeps scans on disk; `pictures` makes tables, figures and the page. `scan_record`
-is the `Scan` that users hold. Something new to keep per sequence is a tensor in `store/packing.py`,
-written and read there.
+from it; `store` keeps scans on disk; `pictures` makes tables, figures and the page; `prompts` makes
+tables by prompt, for contrasts. `scan_record` is the `Scan` that users hold; `two_scans` compares
+two. Something new to keep per sequence is a tensor in `store/packing.py`, written and read there.
 """
 
 from torchfmri._scan.loading import load
@@ -20,6 +20,7 @@ from torchfmri._scan.run.stream import ScanStream
 from torchfmri._scan.scan_record import Scan
 from torchfmri._scan.store.repair import Repair, repair
 from torchfmri._scan.store.saving import require_replaceable
+from torchfmri._scan.two_scans import contrast
 
 __all__ = [
     "Anatomy",
@@ -34,6 +35,7 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Tokens",
+    "contrast",
     "load",
     "repair",
     "require_replaceable",

@@ -10,22 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torchfmri._arguments import check_file, is_whole, require
+from torchfmri._contrast import GLM, Classification, Contrast, TestOptions, classify, compare
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
+from torchfmri._scan.prompts.first_level import fit_glm
+from torchfmri._scan.prompts.prompt_values import Question, Source, has_vectors, tabulate
+from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import FROM_LOSS, Reading, Values, merged_statistics
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
 from torchfmri._scan.store.stored_sequences import StoredSequences
+from torchfmri._scan.store.tables import to_dataframe
 from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural, printable, shorten
 from torchfmri.exceptions import FileFormatError, InspectionError
 from torchfmri.visualization import check_picture
 
 if TYPE_CHECKING:
+    import pandas
     import xarray
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -277,6 +283,148 @@ class Scan:
         shown = list(islice(self, _SEQUENCES_SHOWN))
         return sequences_grid(shown, len(self), repr(self)[1:-1], self.problems).html()
 
+    # -- contrasts -------------------------------------------------------------------------------
+
+    @property
+    def conditions(self) -> dict[str, int]:
+        """The conditions of the sequences -> how many have each; those without one are ""."""
+        found: dict[str, int] = {}
+        for sequence in self:
+            found[sequence.condition] = found.get(sequence.condition, 0) + 1
+        return found
+
+    def contrast(
+        self,
+        a: str | Mapping[str, float] | Sequence[Any],
+        b: str | None = None,
+        *,
+        by: str = "condition",
+        paired: str | None = None,
+        metric: str = "activation",
+        level: str = "voxel",
+        layers: Pattern = "*",
+        tokens: TokenChoice = "all",
+        alpha: float = 0.05,
+        height_control: str | None = "fdr",
+        two_sided: bool = True,
+        test: str = "t",
+        permutations: int | None = None,
+        seed: int = 0,
+    ) -> Contrast:
+        """What differs between conditions, with a test over prompts; see docs/contrast.md.
+
+        Args:
+            a: A condition, with `b` the one to compare it with; or a whole contrast: "a - b",
+                {"a": 1, "b": -0.5, "c": -0.5}, or a list of such for an F-test.
+            b: The other condition.
+            by: The field of the rows that holds the condition.
+            paired: The field that says which prompts are pairs.
+            metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed".
+            level: "layer", "voxel", "head", or "unit" for the signed activation.
+            layers: A pattern, or several.
+            tokens: Which tokens count: "all", "prompt", "generated", "last", "prompt_last", a
+                position, (first, end), a compiled regular expression, {"characters": (first, end)},
+                {"field": name} or {"role": name}.
+            alpha: The threshold.
+            height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None.
+            two_sided: Whether the other direction counts.
+            test: Where p comes from: "t", or "permutation".
+            permutations: How many relabellings; by default 1,000 where they are needed.
+            seed: Of the relabellings.
+
+        Raises:
+            LayerNotFoundError: No layer matches.
+            InspectionError: Nothing can be compared; the message says why.
+        """
+        options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
+        question = Question(metric, level, layers, tokens, by, paired)
+        table = tabulate([self._source()], question)
+        definition = a if b is None else {str(a): 1.0, str(b): -1.0}
+        found = compare(table, definition, is_paired=paired is not None, options=options)
+        self._warn_of_problems()
+        return found
+
+    def glm(
+        self,
+        formula: str,
+        *,
+        metric: str = "activation",
+        level: str = "voxel",
+        layers: Pattern = "*",
+        tokens: TokenChoice = "all",
+    ) -> GLM:
+        """A linear model of the scan, in two levels: tokens within prompts, then prompts.
+
+        Args:
+            formula: What explains the values, such as "surprisal + position + condition": of tokens
+                `position`, `surprisal`, `entropy` and `generated`; of prompts `condition`, `tokens`
+                (how many) and every field of the rows; products of both. formulaic reads it.
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            level: "layer", "voxel" or "head".
+            layers: A pattern, or several.
+            tokens: Which tokens count, as for `contrast`.
+
+        Returns:
+            The fitted model; `glm.contrast("surprisal")` tests a term.
+
+        Raises:
+            InspectionError: The extra `glm` is not installed, or the formula cannot be fitted; the
+                message says why.
+        """
+        found = fit_glm(self._source(), formula, Question(metric, level, layers, tokens))
+        self._warn_of_problems()
+        return found
+
+    def classify(
+        self,
+        a: str,
+        b: str,
+        *,
+        by: str = "condition",
+        paired: str | None = None,
+        layers: Pattern = "*",
+        tokens: TokenChoice = "all",
+        folds: int = 5,
+        permutations: int = 1_000,
+        seed: int = 0,
+    ) -> Classification:
+        """Whether a condition can be read from each layer, for prompts that were not trained on.
+
+        A ridge probe on each layer's mean vectors, and beside it one on the rms of its voxels;
+        accuracy is cross-validated over prompts and compared with shuffled labels.
+
+        Args:
+            a: A condition.
+            b: The other.
+            by: The field of the rows that holds the condition.
+            paired: The field that says which prompts are pairs; they stay in one fold.
+            layers: A pattern, or several.
+            tokens: Which tokens count, as for `contrast`.
+            folds: Into how many parts the prompts are divided.
+            permutations: How many relabellings.
+            seed: Of folds and relabellings.
+
+        Raises:
+            InspectionError: There are too few prompts, or no values.
+        """
+        questions = [
+            Question(metric, level, layers, tokens, by, paired)
+            for metric, level in (("signed", "unit"), ("activation", "voxel"))
+            if metric == "activation" or has_vectors(self._source(), tokens)
+        ]
+        tables = [tabulate([self._source()], each) for each in questions]
+        if len(tables) == 1:
+            tables[0].notes.append("no mean vectors of these tokens: probes of rms voxels alone")
+        found = classify(
+            tables, {str(a): 1.0, str(b): -1.0}, is_paired=paired is not None,
+            folds=folds, permutations=permutations, seed=seed,
+        )  # fmt: skip
+        self._warn_of_problems()
+        return found
+
+    def _source(self) -> Source:
+        return Source(self.anatomy, self._sequences, self.meta)
+
     # -- pictures --------------------------------------------------------------------------------
 
     def plot_brain(
@@ -456,7 +604,9 @@ class Scan:
         """The scan as a labelled Dataset in memory, all tokens of all sequences in a row.
 
         Metrics are (token, voxel), and (token, layer) with `layer_` before their names; `sequence`
-        and `position` say which token it is. Needs the extra `export`.
+        and `position` say which token it is. The condition and the fields of the rows are
+        coordinates of the tokens, so that `dataset.groupby("condition")` works; those of sequences
+        are along `prompt`. Needs the extra `export`.
 
         Raises:
             InspectionError: xarray is not installed.
@@ -465,16 +615,39 @@ class Scan:
         self._warn_of_problems()
         return dataset
 
+    def to_dataframe(self, by: str = "token") -> pandas.DataFrame:
+        """The scan as a long table in memory: conditions and fields of the rows are columns.
+
+        Texts that repeat are categories. A field whose name is that of a column of the scan is
+        called `field_` and its name. Needs the extra `tables`.
+
+        Args:
+            by: What has a row: each "token", or each "layer", "voxel" or "head" at each token.
+
+        Raises:
+            InspectionError: pandas is not installed, or no layer has heads.
+        """
+        table = to_dataframe(self.anatomy, self, by)
+        self._warn_of_problems()
+        return table
+
     def export(
-        self, path: str | PathLike[str], *, exact: bool = False, overwrite: bool = False
+        self,
+        path: str | PathLike[str],
+        *,
+        by: str = "layer",
+        exact: bool = False,
+        overwrite: bool = False,
     ) -> None:
         """Write the scan for other programs; the ending of the path says how.
 
-        `.zarr` is what `to_xarray` gives, as a sharded Zarr v3 store (`xarray.open_zarr`).
-        `.parquet` is the table of layers: a row for each token and layer.
+        `.zarr` is what `to_xarray` gives, as a sharded Zarr v3 store (`xarray.open_zarr`), `.nc`
+        the same as NetCDF (`xarray.open_dataset`). `.parquet` and `.csv` are the long table that
+        `to_dataframe` gives.
 
         Args:
             path: Where to.
+            by: What has a row in `.parquet` and `.csv`: "token", "layer", "voxel" or "head".
             exact: Keep every bit in `.zarr` too. By default float32 metrics and tensors are rounded
                 there to 10 bits after the leading one, a relative error of at most 4.9e-4, which
                 halves the size.
@@ -484,7 +657,7 @@ class Scan:
             InspectionError: The ending is none of these, a package is missing (extras `export` and
                 `parquet`), or there is something already.
         """
-        export(path, self.anatomy, self, self.meta, exact=exact, overwrite=overwrite)
+        export(path, self.anatomy, self, self.meta, by=by, exact=exact, overwrite=overwrite)
         self._warn_of_problems()
 
     def _warn_of_problems(self) -> None:

@@ -34,7 +34,7 @@ from torchfmri.visualization import check_picture
 
 Result = tuple[dict[str, Any], str, int]
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite")
-_DATASET_ONLY = ("--field", "--condition-field", "--batch", "--strict")
+_DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--strict")
 _LOG_SECONDS = 30.0
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -61,8 +61,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     rows = parser.add_argument_group("datasets")
     rows.add_argument("--field", metavar="NAME", help="the prompt: prompt, messages, text or ids")
     rows.add_argument(
-        "--condition-field", metavar="NAME", help="the label for contrasts (default: condition)"
+        "--condition-field",
+        metavar="NAME",
+        help="the label for `torchfmri contrast` (default: condition); all fields are kept",
     )
+    rows.add_argument("--id-field", metavar="NAME", help="what names a row (default: its place)")
     rows.add_argument("--batch", type=int, metavar="N", help="rows at once (default: 1)")
     rows.add_argument(
         "--strict", action="store_true", help="stop at the first row that cannot be scanned"
@@ -95,6 +98,13 @@ def _add_measurement(parser: ArgumentParser) -> None:
     group.add_argument("--loss", choices=("generated", "all"), help="over which tokens")
     group.add_argument("--tensors", metavar="PATTERN", help="layers to keep in full")
     group.add_argument(
+        "--vectors",
+        action="append",
+        choices=("all", "prompt", "generated", "last", "none"),
+        help="tokens whose mean vector is kept per layer; may be repeated (default: all, generated "
+        "and last for a dataset)",
+    )
+    group.add_argument(
         "--verify", action="store_true", help="generate once more without hooks and compare"
     )
     group.add_argument("--device", help="such as cuda; by default where the model is loaded")
@@ -112,11 +122,14 @@ def run(options: Namespace) -> Result:
         options.loss,
         options.tensors,
         verify=options.verify,
+        vectors=_vectors(options.vectors),
     )
     rows = None
     if options.dataset is not None:
         label = "condition" if options.condition_field is None else options.condition_field
-        rows = rows_of(options.dataset, options.field, label, strict=options.strict)
+        rows = rows_of(
+            options.dataset, options.field, label, id_field=options.id_field, strict=options.strict
+        )
     _say(f"loading {options.model}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     named = load_model(options.model, dtype=dtype, device=_device(options.device))
@@ -129,6 +142,13 @@ def run(options: Namespace) -> Result:
     if rows is not None:
         return _run_dataset(options, scanner, rows, generate)
     return _run_prompt(options, scanner, generate)
+
+
+def _vectors(given: list[str] | None) -> str | list[str] | None:
+    if given is None:
+        return "auto"
+    require("none" not in given or given == ["none"], "--vectors", given, "none stands alone")
+    return None if given == ["none"] else given
 
 
 def _check_options(options: Namespace) -> None:

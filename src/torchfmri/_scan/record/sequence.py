@@ -17,6 +17,9 @@ METRICS = ("activation", "gradient", "learning_cost")
 layer's own parameters' gradient."""
 STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf", "zero")
 """The statistics of a layer over all tokens and units."""
+VECTORS = ("all", "prompt", "generated", "last")
+"""The tokens over which mean vectors are kept: all, those given, those written, the last one that
+the model was run on. Special tokens never count."""
 _PASS = " while generating (live=False takes them from a pass over the finished sequence)"
 
 
@@ -97,6 +100,10 @@ class ScannedSequence:
         condition: The label by which scans are contrasted, or "".
         padding: How many padded positions were left out.
         checks: What the scan proved about itself, by name.
+        fields: The row of the dataset that it comes from: name -> text, number, bool, None, or a
+            list or mapping of these.
+        vectors: Some of VECTORS -> layer -> (unit,), the mean of the layer's signed activation over
+            those tokens.
 
     Example:
         >>> one, no = np.zeros(1, np.float32), np.zeros(1, bool)
@@ -115,6 +122,8 @@ class ScannedSequence:
     condition: str = ""
     padding: int = 0
     checks: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    vectors: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -52,16 +52,20 @@ class BatchRow:
     tensors: dict[str, NDArray[Any]]
     padding: int
     checks: dict[str, Any]
+    vectors: dict[str, dict[str, NDArray[np.float32]]]
 
     @property
     def fingerprint(self) -> str:
         """A few digits that stand for its tokens."""
         return hashlib.sha256(self.tokens.ids.tobytes()).hexdigest()[:12]
 
-    def sequence(self, name: str, condition: str) -> ScannedSequence:
+    def sequence(
+        self, name: str, condition: str, fields: Mapping[str, Any] | None = None
+    ) -> ScannedSequence:
+        """The sequence by that name, with its label and the row that it comes from."""
         return ScannedSequence(
             name, self.tokens, self.layers, self.voxels, self.statistics, self.tensors,
-            condition, self.padding, self.checks,
+            condition, self.padding, self.checks, fields or {}, self.vectors,
         )  # fmt: skip
 
 
@@ -92,6 +96,7 @@ def cut_rows(
     # To the host as a whole: each transfer waits for the device.
     layers, voxels, kept = _on_host(by_layer), _on_host(by_voxel), _on_host(tensors)
     tokens = _host_tokens(sequences, surprisal, entropy)
+    vectors = found.vectors if found is not None else live.vectors if live is not None else None
     rows = []
     for row, where in enumerate(tokens.mask):
         own: dict[str, Any] = dict(checks)
@@ -110,6 +115,7 @@ def cut_rows(
                 {name: _cut(each[row, :width], where) for name, each in kept.items()},
                 int((~where).sum()),
                 own,
+                {} if vectors is None else vectors.of_row(row),
             )
         )
     return rows

@@ -18,6 +18,7 @@ from torchfmri._scan.run.first_call import FirstCall
 from torchfmri._scan.run.gradient_pass import Pass, Sequences, run_pass
 from torchfmri._scan.run.live import LiveRecording, Step
 from torchfmri._scan.run.live_token import LiveToken, live_tokens
+from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import is_causal, positions_of
 from torchfmri._scan.run.prompt import EncodedPrompt
 from torchfmri._scan.run.recorded_generation import recorded_inside
@@ -43,6 +44,7 @@ class BatchRun:
         prompt: The batch.
         decoding: How the tokens are chosen.
         loss: What is differentiated; None for activations alone.
+        vectors: Which mean vectors are kept.
         seed: Of sampling.
         on_token: Told of each token as it comes.
         notes: What has to be known about the result.
@@ -57,6 +59,7 @@ class BatchRun:
     prompt: EncodedPrompt
     decoding: Decoding
     loss: ScanLoss | None
+    vectors: VectorPlan | None = None
     seed: int | None = None
     on_token: Callable[[LiveToken], None] | None = None
     notes: list[str] = field(default_factory=list)
@@ -130,6 +133,7 @@ class BatchRun:
                 endings=endings,
                 statistics=options.per is None,
                 tensors=self.tensors if options.per is None else frozenset(),
+                vectors=self.vectors if options.per is None else None,
                 on_step=self._tell(prompt) if self.on_token is not None else None,
             )
             config = self.decoding.setting(model, "compile_config")
@@ -215,7 +219,7 @@ class BatchRun:
         run = runs.get(options.per, run_pass)
         found = run(
             self.subject, sequences, self.loss,
-            voxel=options.voxel, tensors=self.tensors,
+            voxel=options.voxel, tensors=self.tensors, vectors=self.vectors,
         )  # fmt: skip
         self.notes += found.notes
         self.missed |= found.missed

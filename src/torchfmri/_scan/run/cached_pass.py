@@ -24,6 +24,7 @@ from torchfmri._scan.run.gradient_pass import (
     token_gradients_of,
     trainable,
 )
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import like_parameters, logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import Subject
@@ -38,6 +39,7 @@ def run_cached(
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
+    vectors: VectorPlan | None = None,
 ) -> Pass:
     """Run the sequences token by token with a cache, each step with its own backward pass.
 
@@ -52,6 +54,7 @@ def run_cached(
     found.notes.append(
         "per='cached' holds the KV cache constant: these gradients do not add up to .grad"
     )
+    found.vectors = None if vectors is None else MeanVectors(vectors, b)
     sink = PassSink(subject, sequences, found, like, tensors, loss, own_step=True)
     what = frozenset({"activations", "gradients"})
     taps = Taps(

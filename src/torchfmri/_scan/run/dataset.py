@@ -218,6 +218,7 @@ class _Job:
                 seed=self._seed_of(rows[0]),
                 names=[row.name for row in rows],
                 conditions=[row.condition for row in rows],
+                fields=[row.fields for row in rows],
                 generate=self.generate,
             )
         except Exception as error:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchfmri._files import parse, plain, to_json
 from torchfmri.exceptions import InspectionError
 
+FIELD_BYTES = 1 << 16
+"""Larger values of a row are not kept."""
 FIELDS = ("prompt", "messages", "text", "ids")
 """Where the prompt is looked for, in this order, unless a field is named."""
 
@@ -27,6 +30,8 @@ class Row:
         condition: The label by which scans are contrasted.
         place: The same place in words, for messages.
         problem: Why it cannot be scanned, with its place; empty where it can.
+        fields: All that the record has, the prompt too, in the types of JSON.
+        id: What its id field says, if one is named.
     """
 
     number: int
@@ -34,10 +39,14 @@ class Row:
     condition: str = ""
     place: str = field(default="", compare=False)
     problem: str = field(default="", compare=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    id: str = ""
 
     @property
     def name(self) -> str:
-        """Place and content: equal for the same row of the same dataset, and for no other."""
+        """Its id; or place and content: equal for the same row of a dataset, and for no other."""
+        if self.id:
+            return self.id
         if self.problem:
             return f"{self.number:08d}-unreadable"
         return f"{self.number:08d}-{hashlib.sha256(self.content.encode()).hexdigest()[:12]}"
@@ -53,6 +62,7 @@ def rows_of(
     field: str | None = None,
     condition_field: str = "condition",
     *,
+    id_field: str | None = None,
     strict: bool = False,
 ) -> Sequence[Row]:
     """The rows of a dataset.
@@ -62,22 +72,25 @@ def rows_of(
             elements are mappings, texts, messages or ids (a dataset of Hugging Face, for example).
         field: Where the prompt is; by default the first of prompt, messages, text and ids.
         condition_field: Where the condition is.
+        id_field: Where the name of the row is, if it has one; no two rows may share it.
         strict: Raise for a row that cannot be read; otherwise it is a row with a `problem`.
 
     Raises:
         InspectionError: It is none of these, it is empty, or no line of it can be read.
     """
-    for name, value in (("field", field), ("condition_field", condition_field)):
-        if not isinstance(value, str) and not (name == "field" and value is None):
+    named = {"field": field, "condition_field": condition_field, "id_field": id_field}
+    for name, value in named.items():
+        if not isinstance(value, str) and not (name != "condition_field" and value is None):
             raise InspectionError(
                 f"{name}={value!r} is no name of a field: give a text such as 'prompt'."
             )
     rows: _Rows
+    fields = _Fields(field, condition_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if not path.is_file():
             raise InspectionError(f"There is no file {str(path)!r}: a dataset is a .jsonl file.")
-        rows = _JsonLines(path, field, condition_field, strict)
+        rows = _JsonLines(path, fields, strict)
     elif isinstance(source, Mapping) or not (
         hasattr(source, "__len__") and hasattr(source, "__getitem__")
     ):
@@ -86,17 +99,38 @@ def rows_of(
             f"{type(source).__name__}."
         )
     else:
-        rows = _Records(source, field, condition_field, strict)
+        rows = _Records(source, fields, strict)
     if not len(rows):
         raise InspectionError(f"The dataset {str(source)[:200]!r} has no rows.")
+    if id_field is not None:
+        _refuse_shared_ids(rows, id_field)
     return rows
+
+
+def _refuse_shared_ids(rows: Sequence[Row], id_field: str) -> None:
+    """Raise where two rows have one id: the second would be taken for the first."""
+    places: dict[str, str] = {}
+    for row in rows:
+        if row.id and places.setdefault(row.id, row.place) != row.place:
+            raise InspectionError(
+                f"{places[row.id]} and {row.place[0].lower()}{row.place[1:]} have the same "
+                f"{id_field!r}: {row.id!r}. Give each row an id of its own, or name no id field."
+            )
+
+
+class _Fields(NamedTuple):
+    """Which field of a record holds what."""
+
+    prompt: str | None
+    condition: str
+    id: str | None
 
 
 class _Rows(Sequence[Row]):
     """Rows that are read when they are asked for."""
 
-    def __init__(self, field: str | None, condition_field: str, strict: bool) -> None:
-        self._field, self._condition_field, self._strict = field, condition_field, strict
+    def __init__(self, fields: _Fields, strict: bool) -> None:
+        self._fields, self._strict = fields, strict
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -130,7 +164,7 @@ class _Rows(Sequence[Row]):
         """
         if not isinstance(record, Mapping):
             return _complete(Row(number, _prompt_of(record, place), place=place))
-        names = FIELDS if self._field is None else (self._field,)
+        names = FIELDS if self._fields.prompt is None else (self._fields.prompt,)
         found = next((name for name in names if record.get(name) is not None), None)
         if found is None:
             wanted = ", ".join(repr(name) for name in names)
@@ -139,9 +173,30 @@ class _Rows(Sequence[Row]):
                 f"{', '.join(map(repr, record)) or 'none'}. Name the one with the prompt (field=, "
                 "--field)."
             )
-        label = record.get(self._condition_field)
+        label = record.get(self._fields.condition)
         prompt = _prompt_of(record[found], f"{found!r} in {place[0].lower()}{place[1:]}")
-        return _complete(Row(number, prompt, "" if label is None else str(label), place))
+        return _complete(
+            Row(
+                number,
+                prompt,
+                "" if label is None else str(label),
+                place,
+                fields={str(key): _kept(value) for key, value in record.items()},
+                id=self._id_of(record, place),
+            )
+        )
+
+    def _id_of(self, record: Mapping[str, Any], place: str) -> str:
+        name = self._fields.id
+        if name is None:
+            return ""
+        value = record.get(name)
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            raise InspectionError(
+                f"{place} has {value!r} in {name!r}, which is to name the row: a text or a whole "
+                f"number. Its fields are {', '.join(map(repr, record))}."
+            )
+        return str(value)
 
 
 class _JsonLines(_Rows):
@@ -152,8 +207,8 @@ class _JsonLines(_Rows):
             message names the line.
     """
 
-    def __init__(self, path: Path, field: str | None, condition_field: str, strict: bool) -> None:
-        super().__init__(field, condition_field, strict)
+    def __init__(self, path: Path, fields: _Fields, strict: bool) -> None:
+        super().__init__(fields, strict)
         self._path = path
         self._places: list[tuple[int, int]] = []  # offset, and line counted from 1
         problem: str | None = None
@@ -197,8 +252,8 @@ class _JsonLines(_Rows):
 class _Records(_Rows):
     """The rows of a sequence of records."""
 
-    def __init__(self, source: Any, field: str | None, condition_field: str, strict: bool) -> None:
-        super().__init__(field, condition_field, strict)
+    def __init__(self, source: Any, fields: _Fields, strict: bool) -> None:
+        super().__init__(fields, strict)
         self._source = source
 
     def __len__(self) -> int:
@@ -237,6 +292,24 @@ def _complete(row: Row) -> Row:
             "messages or a list of token ids."
         ) from error
     return row
+
+
+def _kept(value: Any) -> Any:
+    """A field in the types of JSON, so that it can be kept; what JSON cannot say becomes a text.
+
+    Of very large ones, such as images, nothing is left but their size.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    try:
+        text = to_json(plain(value, "A field")).encode()
+    except (InspectionError, UnicodeEncodeError):
+        value = str(value).encode(errors="replace").decode()
+        text = to_json(value).encode()
+    if len(text) > FIELD_BYTES:
+        return f"<{type(value).__name__}, {len(text):,} bytes, not kept>"
+    return parse(text, "A field")  # as it will be read again: lists for tuples, NaN as NaN
 
 
 def _prompt_of(value: Any, place: str) -> Any:

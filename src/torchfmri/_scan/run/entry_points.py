@@ -137,11 +137,15 @@ def scan_dataset(
     seed: int | None = None,
     field: str | None = None,
     condition_field: str = "condition",
+    id_field: str | None = None,
     strict: bool = False,
     on_row: Callable[[int, int, str], None] | None = None,
     **generate: Any,
 ) -> DatasetScan:
     """Scan every row of a dataset into a folder, and say how it went; `load` reads the folder.
+
+    Every field of a row is kept with its sequence (`sequence.fields`), and so is the mean vector of
+    each layer (`sequence.vectors`); see `ScanOptions.vectors`.
 
     Sequences are committed as they come. Whatever interrupts it, calling it again goes on with what
     is missing: what was committed stays, nothing is written twice, and tokens that are sampled do
@@ -161,6 +165,8 @@ def scan_dataset(
         seed: Of sampling; each batch has one of its own, made from it.
         field: Where a record has its prompt; by default the first of prompt, messages, text, ids.
         condition_field: Where it has its condition, the label for contrasts.
+        id_field: Where it has its id, which then names its sequence. A row whose id is in the
+            folder is taken as done, even where its text has changed.
         strict: Stop at the first row that cannot be read or scanned.
         on_row: Told how many of how many are done, and the name of the next.
         **generate: For the model's `generate`.
@@ -183,7 +189,7 @@ def scan_dataset(
         check_flag(name, value)
     if seed is not None:
         check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
-    rows = rows_of(dataset, field, condition_field, strict=strict)
+    rows = rows_of(dataset, field, condition_field, id_field=id_field, strict=strict)
     return scan_rows(
         Scanner(model, tokenizer, options),
         rows,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import CallKey, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.readings import Kept, Readings
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
@@ -35,6 +36,7 @@ class Pass:
         cost: Norms of the parameters' gradients by voxel, (b, s, voxel), and `layer_cost` by layer.
         surprisal: (b, s), and `entropy`.
         tensors: Layer -> (b, s, w).
+        vectors: Mean vectors, where some are kept.
         residual: The largest difference between what the tokens add up to and the gradient that
             autograd found, relative; None where nothing was compared.
         missed: Layer -> why something is missing.
@@ -50,6 +52,7 @@ class Pass:
     surprisal: Tensor | None = None
     entropy: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    vectors: MeanVectors | None = None
     residual: float | None = None
     missed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -81,6 +84,7 @@ def run_pass(
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
+    vectors: VectorPlan | None = None,
 ) -> Pass:
     """Run the sequences once, with a backward pass if there is a loss.
 
@@ -90,11 +94,13 @@ def run_pass(
         loss: What to differentiate; None for activations alone.
         voxel: Units of a voxel, for the parameters.
         tensors: Layers whose activations are kept in full.
+        vectors: Layers whose mean vectors are kept.
     """
     model = subject.model
     like = like_parameters(model)
     b, s = sequences.ids.shape
     found = Pass()
+    found.vectors = None if vectors is None else MeanVectors(vectors, b)
     sink = PassSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
     targets = [
@@ -190,6 +196,7 @@ class PassSink:
         self._layers = {each.name: each for each in subject.layers}
         self._found, self._tensors = found, tensors
         self._b, self._s = sequences.ids.shape
+        self._sequences = sequences
         self._shape = (self._b, self._s)
         self._paths: dict[CallKey, str] = {}
         self._first = 0
@@ -202,11 +209,21 @@ class PassSink:
             )
             kept = _slices(found.gradient_positions) if self.gradient_statistics else None
             found.gradient = Readings(*what, kept=kept, missed=tell)
+        self._choose_tokens()
 
     def window(self, first: int, count: int) -> None:
         """Expect `count` positions from `first` on in the passes that follow."""
         self._first, self._s = first, count
         self._paths.clear()
+        self._choose_tokens()
+
+    def _choose_tokens(self) -> None:
+        """Tell the mean vectors which tokens come next."""
+        where = slice(self._first, self._first + self._s)
+        if self._found.vectors is not None:
+            ids, generated = self._sequences.ids[:, where], self._sequences.generated[:, where]
+            kept = self._sequences.mask[:, where].bool()
+            self._found.vectors.begin(ids, kept, generated)
 
     def _rows(self, layer: ScannedLayer, tensor: Tensor) -> Tensor | None:
         assert layer.axis is not None
@@ -230,6 +247,8 @@ class PassSink:
         self._found.activation.take(layer, element.tensor, rows, self._first)
         if layer.name in self._tensors:
             self._keep(layer, rows.detach())
+        if self._found.vectors is not None:
+            self._found.vectors.add(layer, rows.detach())
 
     def _keep(self, layer: ScannedLayer, rows: Tensor) -> None:
         kept = self._found.tensors

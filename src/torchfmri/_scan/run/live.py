@@ -26,6 +26,7 @@ from torchfmri._scan.run.live_hooks import (
     call_with_tensor,
     ids_of,
 )
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import held_positions, like_parameters, logits_of
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
@@ -69,6 +70,7 @@ class LiveRecording:
         endings: Where each row ends.
         statistics: Also take statistics of each layer, one per row of the batch.
         tensors: Layers of which the activations are kept in full.
+        vectors: Layers of which mean vectors are kept.
         on_step: Told of each step.
 
     Attributes:
@@ -91,6 +93,7 @@ class LiveRecording:
         endings: Endings,
         statistics: bool = False,
         tensors: frozenset[str] = frozenset(),
+        vectors: VectorPlan | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.subject, self._on_step = subject, on_step
@@ -99,6 +102,7 @@ class LiveRecording:
         self._padding = int((mask == 0).sum(1).min())  # of the longest row
         like = like_parameters(subject.model)
         self.missed: dict[str, str] = {}
+        self.vectors = None if vectors is None else MeanVectors(vectors, self._b)
         self.activation = Readings(
             subject, self._b, length, like,
             kept=self._kept if statistics else None, missed=self.missed.__setitem__,
@@ -200,6 +204,8 @@ class LiveRecording:
         self._first = max(self.seen, start)
         self._new = start + count - self._first
         self._ids = ids[:, count - self._new :]
+        if self.vectors is not None and self._new > 0:
+            self._choose_tokens(self.vectors)
         self.outputs.begin(is_step=count == self._new == 1)
 
     def _make_room(self, length: int) -> None:
@@ -256,11 +262,20 @@ class LiveRecording:
         self._keep(layer, rows, first)
 
     def _keep(self, layer: ScannedLayer, rows: Tensor, first: int) -> None:
+        if self.vectors is not None:
+            self.vectors.add(layer, rows)
         if layer.name in self._wants_tensors:
             if layer.name not in self.tensors:
                 shape = (self._b, self._length, rows.shape[-1])
                 self.tensors[layer.name] = rows.new_full(shape, torch.nan)
             self.tensors[layer.name][:, first : first + rows.shape[1]] = rows
+
+    def _choose_tokens(self, vectors: MeanVectors) -> None:
+        """Tell the mean vectors which of the new positions are tokens, and who wrote them."""
+        kept = self._kept(self._first, self._new)
+        positions = torch.arange(self._first, self._first + self._new, device=kept.device)
+        generated = positions >= self._prompt.shape[1]
+        vectors.begin(self._ids, kept, generated.expand_as(kept))
 
     def _ends(self, model: nn.Module, arguments: object, output: object) -> None:
         if self.outputs.is_step:
@@ -285,7 +300,7 @@ class LiveRecording:
             self._flush()
             self._first_flat = self._first
         self._flats.append(flat)
-        if self._wants_tensors:
+        if self._wants_tensors or self.vectors is not None:
             for layer, rows in zip(
                 self.outputs.layout.layers, self.outputs.layout.units(flat), strict=True
             ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchfmri._arguments import check_flag, check_number
 from torchfmri._model import Pattern, check_pattern
+from torchfmri._scan.run.mean_vectors import AUTO, check_choices
 from torchfmri._scan.run.scan_loss import OwnLoss
 from torchfmri.exceptions import InspectionError
 
@@ -25,6 +27,11 @@ class ScanOptions:
         tensors: Layers whose activations are kept in full, by pattern.
         live: Take the activations while the model generates; False: from the pass alone.
         verify: Also run `generate` once more without any hook, and compare the tokens.
+        vectors: Over which tokens the mean of each layer's signed activation is kept: some of
+            "all", "prompt", "generated" and "last" (special tokens never count), or None. "auto"
+            is "all", "generated" and "last" in the scan of a dataset, and None otherwise.
+        vector_bytes: How much of a sequence the mean vectors may take. If those of all layers take
+            more, only blocks, attention and MLP have one; the notes of the scan say so.
 
     Example:
         >>> from torchfmri import ScanOptions
@@ -39,12 +46,16 @@ class ScanOptions:
     tensors: Pattern | None = None
     live: bool = True
     verify: bool = False
+    vectors: str | Sequence[str] | None = AUTO
+    vector_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         if self.per not in PER:
             known = "'position', 'token_loss', 'cached' or None"
             raise InspectionError(f"per={self.per!r}: choose {known}.")
         check_number("voxel", self.voxel, 1, "the number of units of a voxel, such as 64")
+        check_choices(self.vectors)
+        check_number("vector_bytes", self.vector_bytes, 0, "how many bytes of a sequence")
         check_flag("live", self.live)
         check_flag("verify", self.verify)
         check_pattern(self.layers)

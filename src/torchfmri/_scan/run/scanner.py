@@ -18,6 +18,7 @@ from torchfmri._scan.run.cached_pass import check_cached
 from torchfmri._scan.run.decoding import Decode, Decoding
 from torchfmri._scan.run.description import scan_meta
 from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.run.mean_vectors import VectorPlan, chosen_tokens, plan_vectors
 from torchfmri._scan.run.model_call import device_of, is_causal, refuse_unknown_ids
 from torchfmri._scan.run.prompt import Prompt, encode
 from torchfmri._scan.run.refusals import (
@@ -104,6 +105,7 @@ class Scanner:
         decode: Decode | None = None,
         names: Sequence[str] | None = None,
         conditions: Sequence[str] | None = None,
+        fields: Sequence[Mapping[str, Any]] | None = None,
         generate: Mapping[str, Any] | None = None,
     ) -> Scan:
         """Let the model answer, and return what it did.
@@ -117,6 +119,8 @@ class Scanner:
             decode: Your own loop, called with the model and (b, s) ids; returns all ids.
             names: What to call the sequences.
             conditions: Their labels, for contrasts.
+            fields: The rows of a dataset that they come from, one mapping each. With them,
+                `vectors="auto"` keeps mean vectors.
             generate: Options for the model's `generate`.
 
         Raises:
@@ -130,7 +134,9 @@ class Scanner:
             check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
         started = time.perf_counter()
         with torch.inference_mode(False):
-            run = self._prepare(prompt, max_new_tokens, chat, generate or {}, decode)
+            run = self._prepare(
+                prompt, max_new_tokens, chat, generate or {}, decode, dataset=fields is not None
+            )
             run.seed, run.on_token = seed, on_token
             samples = max_new_tokens > 0 and self.samples(generate or {})
             refuse_other_prompts(self._model, run.prompt.ids, seed, samples)
@@ -145,12 +151,13 @@ class Scanner:
         _check_labels(len(rows), names, conditions)
         names = names if names is not None else _names(rows)
         conditions = conditions if conditions is not None else [""] * len(rows)
+        known = fields if fields is not None else [{}] * len(rows)
         sequences = [
-            row.sequence(name, condition)
-            for row, name, condition in zip(rows, names, conditions, strict=True)
+            row.sequence(name, condition, own)
+            for row, name, condition, own in zip(rows, names, conditions, known, strict=True)
         ]
         subject = run.subject
-        meta = scan_meta(self._model, subject, self.options, run.loss, run.decoding, chat)
+        meta = self._meta(run, chat)
         if left_out := sorted(self._tensors - {*subject.anatomy.layers, *subject.missed}):
             run.notes.append(
                 f"tensors={self.options.tensors!r} also matches {', '.join(left_out[:3])}"
@@ -171,10 +178,15 @@ class Scanner:
         chat: bool = False,
         generate: Mapping[str, Any] | None = None,
     ) -> tuple[Anatomy, dict[str, Any]]:
-        """The anatomy and the meta that scans of such prompts have, without scanning one."""
-        run = self._prepare(prompt, max_new_tokens, chat, generate or {}, None)
+        """The anatomy and the meta that scans of a dataset of such prompts have."""
+        run = self._prepare(prompt, max_new_tokens, chat, generate or {}, None, dataset=True)
+        return run.subject.anatomy, self._meta(run, chat) | {"notes": list(run.notes)}
+
+    def _meta(self, run: BatchRun, chat: bool) -> dict[str, Any]:
         meta = scan_meta(self._model, run.subject, self.options, run.loss, run.decoding, chat)
-        return run.subject.anatomy, meta
+        if run.vectors is not None:
+            meta["vectors"] = list(run.vectors.tokens)
+        return meta
 
     def _prepare(
         self,
@@ -183,6 +195,7 @@ class Scanner:
         chat: bool,
         generate: Mapping[str, Any],
         decode: Decode | None,
+        dataset: bool,
     ) -> BatchRun:
         """Everything that can be wrong, before the model runs."""
         _check_possible(self._model, max_new_tokens)
@@ -210,9 +223,20 @@ class Scanner:
         subject = self._find_subject(encoded.ids)
         refuse_unknown_ids(self._model, encoded.ids, subject.vocabulary)
         subject.refuse_length(int(encoded.mask.sum(1).max()))
-        return BatchRun(
-            self.options, self._speller, self._tensors, subject, encoded, decoding, loss
+        vectors = self._vectors(subject, chosen_tokens(
+            self.options.vectors, dataset=dataset, generates=max_new_tokens > 0
+        ))  # fmt: skip
+        run = BatchRun(
+            self.options, self._speller, self._tensors, subject, encoded, decoding, loss, vectors
         )
+        run.notes += vectors.notes if vectors is not None else ()
+        return run
+
+    def _vectors(self, subject: Subject, tokens: tuple[str, ...]) -> VectorPlan | None:
+        if not tokens:
+            return None
+        special = sorted(self._speller.special_ids)
+        return plan_vectors(subject, tokens, special, self.options.vector_bytes)
 
     def _loss(self, generates: bool) -> ScanLoss | None:
         if self.options.per is None:

@@ -35,6 +35,11 @@ class Speller:
         """The bytes of each token."""
         return tuple(self._spell(each) for each in ids)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """All tokens that `is_special` calls so."""
+        return self.special | {token for token, (_, special) in self._added.items() if special}
+
     def is_special(self, token: int) -> bool:
         """Whether it is a special token: of the tokenizer, or of its chat template."""
         return token in self.special or self._added.get(token, (b"", False))[1]

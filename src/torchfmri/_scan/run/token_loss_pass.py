@@ -25,6 +25,7 @@ from torchfmri._scan.run.gradient_pass import (
     read_logits,
     trainable,
 )
+from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import ScannedLayer, Subject
@@ -39,6 +40,7 @@ def run_token_losses(
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
+    vectors: VectorPlan | None = None,
 ) -> Pass:
     """Run the sequences once forward, and backward once for each token that has a loss.
 
@@ -48,6 +50,7 @@ def run_token_losses(
     model = subject.model
     like = like_parameters(model)
     found = Pass()
+    found.vectors = None if vectors is None else MeanVectors(vectors, len(sequences.ids))
     sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"})
     targets = [

@@ -1,4 +1,4 @@
-"""A scan in formats that other programs read: Zarr and Parquet."""
+"""A scan in formats that other programs read: Zarr, NetCDF, Parquet and CSV."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from torchfmri._arguments import check_target
 from torchfmri._files import make_folder, new_file, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.record.sequence import METRICS, Floats, ScannedSequence
-from torchfmri._scan.store.variables import Variable, find_variables, labels
+from torchfmri._scan.record.sequence import Floats, ScannedSequence
+from torchfmri._scan.store.tables import write_csv, write_parquet
+from torchfmri._scan.store.variables import Variable, find_variables, labels, to_xarray
 from torchfmri.exceptions import InspectionError
 
+ENDINGS = (".zarr", ".nc", ".parquet", ".csv")
 CHUNK = (128, 1024)
 """Tokens and columns that are compressed together."""
 SHARD_BYTES = 16 << 20
@@ -30,14 +32,15 @@ def export(
     sequences: Iterable[ScannedSequence],
     meta: Mapping[str, Any],
     *,
+    by: str = "layer",
     exact: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a scan as Zarr or Parquet; see `Scan.export`."""
+    """Write a scan for other programs; see `Scan.export`."""
     target = check_target("path", path)
-    if target.suffix not in (".zarr", ".parquet"):
+    if target.suffix not in ENDINGS:
         raise InspectionError(
-            f"Cannot export to {str(target)!r}: the ending is one of .zarr, .parquet. "
+            f"Cannot export to {str(target)!r}: the ending is one of {', '.join(ENDINGS)}. "
             "To keep the scan itself, use scan.save."
         )
 
@@ -51,7 +54,11 @@ def export(
         require_free()
         make_folder(target.parent)
         with new_file(target) as new:
-            _write_parquet(new, anatomy, sequences)
+            if target.suffix == ".nc":
+                _write_netcdf(new, anatomy, sequences, meta)
+            else:
+                write = write_csv if target.suffix == ".csv" else write_parquet
+                write(new, anatomy, sequences, by)
             require_free()
 
 
@@ -67,6 +74,23 @@ def _require_free(path: Path, overwrite: bool) -> None:
         raise InspectionError(
             f"{str(path)!r} is no {path.suffix[1:]} that could be replaced. Choose another name."
         )
+
+
+def _write_netcdf(
+    path: Path,
+    anatomy: Anatomy,
+    sequences: Iterable[ScannedSequence],
+    meta: Mapping[str, Any],
+) -> None:
+    dataset = to_xarray(anatomy, sequences, meta)
+    try:
+        import h5netcdf  # noqa: F401
+        import h5py  # noqa: F401
+    except ImportError as error:
+        raise InspectionError(
+            "NetCDF needs xarray, h5netcdf and h5py: pip install 'torchfmri[export]'."
+        ) from error
+    dataset.reset_index("name").to_netcdf(path, engine="h5netcdf", format="NETCDF4")
 
 
 def bit_round(values: Floats, bits: int = 10) -> Floats:
@@ -97,7 +121,7 @@ def _write_zarr(
         raise InspectionError(
             "Zarr needs xarray and zarr: pip install 'torchfmri[export]'."
         ) from error
-    dataset = labels(anatomy, sequences, meta)
+    dataset = labels(anatomy, sequences, meta).reset_index("name")
     dataset.to_zarr(path, zarr_format=3, consolidated=False)
     group = zarr.open_group(path, mode="r+", use_consolidated=False)
     tokens = dataset.sizes["token"]
@@ -151,57 +175,3 @@ def _fill(array: Any, variable: Variable, rows: int, rounds: bool) -> None:
 def _put(array: Any, at: int, values: NDArray[Any], rounds: bool) -> None:
     if values.size:
         array[at : at + len(values)] = bit_round(values) if rounds else values
-
-
-def _write_parquet(path: Path, anatomy: Anatomy, sequences: Iterable[ScannedSequence]) -> None:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise InspectionError("Parquet needs pyarrow: pip install 'torchfmri[parquet]'.") from error
-    word = pa.dictionary(pa.int32(), pa.string())
-    columns = {
-        "sequence": word,
-        "condition": word,
-        "position": pa.int64(),
-        "id": pa.int64(),
-        "text": word,
-        "surprisal": pa.float32(),
-        "entropy": pa.float32(),
-        "generated": pa.bool_(),
-        "special": pa.bool_(),
-        "layer": word,
-        "type": word,
-    }
-    metrics = [
-        *METRICS,
-        *sorted({m for each in sequences for m in each.layers}.difference(METRICS)),
-    ]
-    schema = pa.schema([*columns.items(), *((metric, pa.float32()) for metric in metrics)])
-    count = len(anatomy.layers)
-
-    def words(values: list[str], indices: NDArray[Any]) -> Any:
-        return pa.DictionaryArray.from_arrays(
-            indices.astype(np.int32), pa.array(values, pa.string())
-        )
-
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for sequence in sequences:
-            tokens, s = sequence.tokens, len(sequence)
-            token, layer = np.repeat(np.arange(s), count), np.tile(np.arange(count), s)
-            row = {
-                "sequence": words([sequence.name], np.zeros_like(token)),
-                "condition": words([sequence.condition], np.zeros_like(token)),
-                "position": token,
-                "id": tokens.ids[token],
-                "text": words(tokens.pieces, token),
-                "layer": words(list(anatomy.layers), layer),
-                "type": words(list(anatomy.types), layer),
-            }
-            for key in ("surprisal", "entropy", "generated", "special"):
-                row[key] = getattr(tokens, key)[token]
-            absent = np.full((s, count), np.nan, np.float32)
-            for metric in metrics:
-                values = sequence.layers.get(metric, absent)
-                row[metric] = np.asarray(values).reshape(-1)
-            writer.write_table(pa.table({name: row[name] for name in schema.names}, schema))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._files import DTYPES, TAGS, Column, Tensor
+from torchfmri._files import DTYPES, TAGS, Column, Tensor, parse, plain, to_json
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence, Tokens
+from torchfmri._scan.record.sequence import METRICS, STATISTICS, VECTORS, ScannedSequence, Tokens
 from torchfmri._scan.store.manifest import SequenceEntry
 from torchfmri.exceptions import FileFormatError, InspectionError
 
@@ -64,7 +64,29 @@ def pack(sequence: ScannedSequence, anatomy: Anatomy) -> Packed:
         packed[f"statistics/{what}"] = (tag, each[None])
     for layer, each in sequence.tensors.items():
         packed[f"tensors/{layer}"] = _pack_tensor(each, s, f"The tensor {layer!r}")
-    return packed
+    for choice, vectors in sequence.vectors.items():
+        for layer, vector in vectors.items():
+            name = f"vectors/{choice}/{layer}"
+            packed[name] = ("F32", _contiguous(vector, "F32", np.shape(vector)[:1], name)[None])
+    return packed | _pack_fields(sequence)
+
+
+def _pack_fields(sequence: ScannedSequence) -> dict[str, tuple[str, NDArray[Any]]]:
+    """The fields as JSON in bytes, and how many these are; nothing where there are none."""
+    if not sequence.fields:
+        return {}
+    where = f"The fields of {sequence.name!r}"
+    try:
+        text = to_json(plain(sequence.fields, where)).encode()
+    except UnicodeEncodeError as error:
+        raise InspectionError(
+            f"{where} have a text that is no Unicode ({error.object[error.start]!r}): they cannot "
+            "be kept. Correct the row."
+        ) from error
+    return {
+        "fields/bytes": ("U8", np.frombuffer(text, np.uint8)),
+        "fields/lengths": ("I64", np.array([len(text)], np.int64)),
+    }
 
 
 def _contiguous(values: Any, tag: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
@@ -133,6 +155,8 @@ class PackedSegment:
             "voxels": {},
             "statistics": {},
             "tensors": {},
+            "fields": {},
+            "vectors": {},
         }
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "layers": ("F32", (tokens, layers)),
@@ -146,6 +170,8 @@ class PackedSegment:
             tag, shape = shapes.get(group, (tensor.tag, tensor.values.shape))
             if group == "tokens" and key in TOKENS:
                 tag, shape = TOKENS[key], (tokens,)
+            if group == "vectors":
+                tag, shape = "F32", (len(sequences), *(tensor.values.shape[1:] or (1,))[:1])
             if group == "tensors":
                 shape = (tokens, *(tensor.values.shape[1:] or (1,))[:1])
             if (tensor.tag, tensor.values.shape) != (tag, shape):
@@ -158,6 +184,7 @@ class PackedSegment:
             if name.startswith("tensors/") and tensor.tag == "BF16"
         }
         self._check_tokens(tensors, where)
+        self.field_ends = self._check_fields(tensors, where)
         self.text_ends = np.concatenate(([0], np.cumsum(self.groups["tokens"]["lengths"])))
 
     def _check_tokens(self, tensors: Mapping[str, Tensor], where: str) -> None:
@@ -175,6 +202,25 @@ class PackedSegment:
         for name in ("generated", "special"):
             if tokens[name].view(np.uint8).max(initial=0) > 1:
                 raise FileFormatError(where, f"tokens/{name} is neither true nor false")
+
+    def _check_fields(self, tensors: Mapping[str, Tensor], where: str) -> NDArray[np.int64]:
+        """Where the fields of each sequence end; an empty array where there are none."""
+        if not self.groups["fields"]:
+            return np.empty(0, np.int64)
+        text, lengths = tensors.get("fields/bytes"), tensors.get("fields/lengths")
+        if text is None or text.tag != "U8" or text.values.ndim != 1:
+            raise FileFormatError(where, "fields/bytes are not bytes in a row")
+        if lengths is None or (lengths.tag, lengths.values.shape) != (
+            "I64",
+            (len(self.sequences),),
+        ):
+            raise FileFormatError(where, "fields/lengths are not a number for each sequence")
+        values = lengths.values
+        if values.min(initial=0) < 0 or values.max(initial=0) > len(text.values):
+            raise FileFormatError(where, "the lengths of the fields are wrong")
+        if int(values.sum()) != len(text.values):
+            raise FileFormatError(where, "the lengths of the fields do not add up to their bytes")
+        return np.concatenate(([0], np.cumsum(values)))
 
     def sequence(self, index: int) -> ScannedSequence:
         """One of the sequences; its arrays are views of the file."""
@@ -197,7 +243,30 @@ class PackedSegment:
             condition=entry.condition,
             padding=entry.padding,
             checks=entry.checks,
+            fields=self._fields(index),
+            vectors=self._vectors(index),
         )
+
+    def _fields(self, index: int) -> Mapping[str, Any]:
+        if not len(self.field_ends):
+            return {}
+        first, last = self.field_ends[index : index + 2].tolist()
+        where = f"the fields of {self.sequences[index].name[:100]!r}"
+        found = parse(self.groups["fields"]["bytes"][first:last].tobytes(), where)
+        if not isinstance(found, dict):
+            raise FileFormatError(where, "they are no JSON object")
+        return found
+
+    def _vectors(self, index: int) -> dict[str, dict[str, NDArray[np.float32]]]:
+        found: dict[str, dict[str, NDArray[np.float32]]] = {}
+        for key, values in self.groups["vectors"].items():
+            choice, _, layer = key.partition("/")
+            found.setdefault(choice, {})[layer] = values[index]
+        layers = self.anatomy.layers
+        return {
+            choice: {layer: found[choice][layer] for layer in _ordered(found[choice], layers)}
+            for choice in _ordered(found, VECTORS)
+        }
 
     def _tokens(self, rows: slice) -> Tokens:
         tokens = self.groups["tokens"]

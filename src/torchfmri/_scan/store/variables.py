@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torchfmri._files import plain
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence
+from torchfmri._scan.store.fields import field_columns
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -144,7 +145,11 @@ def labels(
         "generated": [np.empty(0, bool)],
         "special": [np.empty(0, bool)],
     }
-    name: dict[str, list[Any]] = {"name": [], "condition": [], "padding": []}
+    prompt: dict[str, list[Any]] = {"name": [], "padding": []}
+    names = [*token, *prompt, *_RESERVED, *METRICS]
+    columns = [each for each in field_columns(sequences, names) if each.field != "condition"]
+    rows: dict[str, list[Any]] = {"condition": [], **{each.name: [] for each in columns}}
+    lengths: list[int] = []
     statistics: list[Mapping[str, NDArray[np.float64]]] = []
     for index, sequence in enumerate(sequences):
         tokens = sequence.tokens
@@ -154,22 +159,40 @@ def labels(
         token["text"].append(np.array([*tokens.pieces, None], dtype=object)[:-1])
         for key in ("surprisal", "entropy", "generated", "special"):
             token[key].append(getattr(tokens, key))
-        for key in name:
-            name[key].append(getattr(sequence, key))
+        for key in prompt:
+            prompt[key].append(getattr(sequence, key))
+        rows["condition"].append(sequence.condition)
+        for each in columns:
+            rows[each.name].append(each.value(sequence.fields))
+        lengths.append(len(tokens))
         statistics.append(sequence.statistics)
     coordinates: dict[str, Any] = {
         key: ("token", np.concatenate(parts)) for key, parts in token.items()
     }
     coordinates |= {
-        key: ("name", np.array(values, dtype=np.int64 if key == "padding" else object))
-        for key, values in name.items()
+        key: ("prompt", np.array(values, dtype=np.int64 if key == "padding" else object))
+        for key, values in prompt.items()
+    }
+    # Of tokens, so that dataset.groupby("condition") groups what was measured.
+    texts = np.array([*rows.pop("condition"), None], object)[:-1]
+    coordinates["condition"] = ("token", np.repeat(texts, lengths))
+    coordinates["prompt_condition"] = ("prompt", texts)
+    coordinates |= {
+        each.name: ("token", np.repeat(each.array(rows[each.name]), lengths)) for each in columns
     }
     coordinates |= _anatomy_labels(anatomy)
     return xarray.Dataset(
         _statistics(anatomy, statistics),
         coordinates,
         {"meta": json.dumps(plain(meta, "The meta of the scan"))},
-    )
+    ).set_xindex("name")
+
+
+_RESERVED = (
+    "token", "prompt", "layer", "voxel", "statistic", "layer_type", "voxel_layer", "voxel_start",
+    "voxel_count", "voxel_kind", "prompt_condition", "statistics_activations",
+    "statistics_gradients", "layer_activation", "layer_gradient", "layer_learning_cost",
+)  # fmt: skip
 
 
 def _anatomy_labels(anatomy: Anatomy) -> dict[str, Any]:
@@ -191,7 +214,7 @@ def _statistics(
     absent = np.full((len(anatomy.layers), len(STATISTICS)), np.nan)
     return {
         f"statistics_{what}": (
-            ("name", "layer", "statistic"),
+            ("prompt", "layer", "statistic"),
             np.stack([each.get(what, absent) for each in statistics]),
         )
         for what in sorted({what for each in statistics for what in each})

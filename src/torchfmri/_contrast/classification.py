@@ -1,0 +1,240 @@
+"""A second opinion: can the condition of a prompt be read from a layer, for prompts not seen?
+
+A ridge probe is trained on some prompts and tried on the others, of which nothing is looked at:
+scaling, too, is learnt from the prompts for training, and the penalty is fixed in advance. Folds
+are drawn without regard to the labels, so that shuffled labels go through exactly the same.
+Index letters: n prompts, w features, m relabellings (the true labels first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import check_number
+from torchfmri._contrast.comparison import labelled
+from torchfmri._contrast.corrections import adjust_fdr
+from torchfmri._contrast.distributions import Doubles
+from torchfmri._contrast.permutations import relabel
+from torchfmri._contrast.prompt_table import PromptTable
+from torchfmri._contrast.weights import Definition
+from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri.exceptions import InspectionError
+
+if TYPE_CHECKING:
+    import pandas
+
+_TIE = 1e-12
+
+
+class LayerAccuracy(NamedTuple):
+    """How well one layer tells the conditions apart.
+
+    Attributes:
+        layer: Its name.
+        features: What the probe saw: "signed" (the mean vector), or a metric of its voxels.
+        width: How many features.
+        accuracy: Over prompts not trained on, averaged over the two conditions; 0.5 is chance.
+        null_mean: The mean of the same with shuffled labels.
+        null_high: Its 95th percentile.
+        p: The share of relabellings that are as accurate.
+        p_max: The share in which any row is.
+        q: p adjusted for the false discovery rate over all rows.
+    """
+
+    layer: str
+    features: str
+    width: int
+    accuracy: float
+    null_mean: float
+    null_high: float
+    p: float
+    p_max: float
+    q: float
+
+
+@dataclass(frozen=True, eq=False)
+class Classification:
+    """Which layers tell two conditions apart, by a cross-validated probe.
+
+    Attributes:
+        question: The conditions.
+        rows: One per layer and kind of features, in model order.
+        folds: How many parts the prompts were divided into.
+        prompts: How many there are of each condition.
+        permutations: How many relabellings were compared, the true one among them.
+        tokens: Over which tokens the features are averaged.
+        notes: What has to be known.
+    """
+
+    question: str
+    rows: tuple[LayerAccuracy, ...]
+    folds: int
+    prompts: tuple[int, int]
+    permutations: int
+    tokens: str
+    notes: tuple[str, ...] = ()
+
+    def table(self, number: int = 20, width: int | None = None) -> str:
+        """The most accurate rows as text.
+
+        Args:
+            number: How many.
+            width: In characters; that of the terminal by default.
+        """
+        best = sorted(self.rows, key=lambda row: -row.accuracy)[:number]
+        columns = [
+            Column("features", [row.features for row in best], 5, right=False),
+            Column("accuracy", [f"{row.accuracy:.3f}" for row in best], 9),
+            Column("null 95%", [f"{row.null_high:.3f}" for row in best], 4),
+            Column("p", [number_text(row.p) for row in best], 6),
+            Column("p_max", [number_text(row.p_max) for row in best], 7),
+            Column("q", [number_text(row.q) for row in best], 8),
+        ]
+        return Grid(
+            repr(self)[1:-1], "layer", [row.layer for row in best], columns, self.notes
+        ).text(width)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """All rows. Needs pandas.
+
+        Raises:
+            InspectionError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InspectionError(
+                "A DataFrame needs pandas: pip install 'torchfmri[tables]'."
+            ) from error
+        return pandas.DataFrame([row._asdict() for row in self.rows])
+
+    def __repr__(self) -> str:
+        counts = " and ".join(map(str, self.prompts))
+        return (
+            f"<Classification: {self.question}; {counts} prompts, {self.folds} folds, ridge probe, "
+            f"{plural(self.permutations, 'relabelling')}; {self.tokens}>"
+        )
+
+
+def classify(
+    tables: list[PromptTable],
+    contrast: Definition,
+    *,
+    is_paired: bool,
+    folds: int,
+    permutations: int,
+    seed: int,
+) -> Classification:
+    """Train and try a probe for every layer of the tables, which have the same prompts.
+
+    Raises:
+        InspectionError: There are too few prompts, or not two conditions.
+    """
+    check_number("folds", folds, 2, "how many parts, such as 5")
+    check_number("permutations", permutations, 1, "how many relabellings, such as 1000")
+    random = np.random.default_rng(seed)
+    trials = [labelled(table, contrast, is_paired=is_paired) for table in tables]
+    conditions, labels = trials[0].conditions, trials[0].labels
+    if len(conditions) != 2:
+        raise InspectionError(f"A probe tells two conditions apart, not {len(conditions)}.")
+    blocks = np.arange(len(labels)) % (len(labels) // 2) if is_paired else np.arange(len(labels))
+    count = len(np.unique(blocks))
+    if count < folds or np.bincount(labels).min() < 2:
+        raise InspectionError(
+            f"{plural(count, 'pair' if is_paired else 'prompt')} cannot be divided into {folds} "
+            "folds with both conditions to learn from. Choose fewer folds, or scan more prompts."
+        )
+    fold = _folds(blocks, folds, random)
+    drawn = _relabellings(labels, is_paired, permutations, random)
+    found, null = [], []
+    for trial in trials:
+        layers = trial.table.columns.layer
+        for layer in dict.fromkeys(layers.tolist()):
+            values = np.asarray(trial.table.values[:, layers == layer], np.float64)
+            values = values[:, np.isfinite(values).all(0)]
+            if values.shape[1]:
+                found.append((layer, trial.table.metric, values.shape[1]))
+                null.append(accuracies(values, drawn, fold))
+    if not null:
+        raise InspectionError(
+            "No layer has values of every prompt: there is nothing to learn from."
+        )
+    rows = _rows(found, np.stack(null))
+    question = f"{conditions[0]} against {conditions[1]}"
+    counts = (int((labels == 0).sum()), int((labels == 1).sum()))
+    return Classification(
+        question, rows, folds, counts, len(drawn), trials[0].table.tokens,
+        tuple(trials[0].table.notes),
+    )  # fmt: skip
+
+
+def _folds(blocks: NDArray[np.int64], folds: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """(n,) the fold of each prompt; those of one block stay together."""
+    names = np.unique(blocks)
+    place = random.permutation(len(names)) % folds
+    found: NDArray[np.int64] = place[np.searchsorted(names, blocks)]
+    return found
+
+
+def _relabellings(
+    labels: NDArray[np.int64], is_paired: bool, number: int, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """(m, n) labels, the true ones first; of pairs the two are exchanged."""
+    if not is_paired:
+        return relabel(labels, number, random)[0]
+    half = len(labels) // 2
+    first = (random.random((number, half)) < 0.5).astype(np.int64)
+    return np.concatenate([labels[None], np.concatenate([first, 1 - first], 1)])
+
+
+def accuracies(
+    values: Doubles, labels: NDArray[np.int64], fold: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """(m,) the cross-validated accuracy with each labelling, averaged over the two conditions.
+
+    The prediction of a ridge probe is linear in the labels, so one matrix (n, n) serves them all.
+    """
+    n = len(values)
+    readout = np.zeros((n, n))
+    for part in np.unique(fold):
+        test, train = np.flatnonzero(fold == part), np.flatnonzero(fold != part)
+        mean, spread = values[train].mean(0), values[train].std(0)
+        scaled = (values - mean) / np.where(spread > _TIE * np.abs(mean), spread, np.inf)
+        gram = scaled @ scaled[train].T / max(values.shape[1], 1)
+        inner = gram[train] + np.eye(len(train))  # the mean of the diagonal is 1: so is the penalty
+        centring = np.eye(len(train)) - 1 / len(train)
+        readout[np.ix_(test, train)] = np.linalg.solve(inner, gram[test].T).T @ centring
+    signs = 1.0 - 2.0 * labels  # the first condition is +1
+    score = signs @ readout.T
+    right = np.where(np.abs(score) <= _TIE, 0.5, (score > 0) == (signs > 0))
+    first = labels == 0
+    found: Doubles = (
+        (right * first).sum(1) / first.sum(1) + (right * ~first).sum(1) / (~first).sum(1)
+    ) / 2
+    return found
+
+
+def _rows(found: list[tuple[Any, ...]], null: Doubles) -> tuple[LayerAccuracy, ...]:
+    """The rows of (layer, features, width) and accuracies (row, m)."""
+    seen = null[:, :1] - 1e-9
+    p = (null >= seen).mean(1)
+    p_max = (null.max(0)[None] >= seen).mean(1)
+    q = adjust_fdr(p)
+    return tuple(
+        LayerAccuracy(
+            layer=layer,
+            features=features,
+            width=width,
+            accuracy=float(null[row, 0]),
+            null_mean=float(null[row, 1:].mean()),
+            null_high=float(np.quantile(null[row, 1:], 0.95)),
+            p=float(p[row]),
+            p_max=float(p_max[row]),
+            q=float(q[row]),
+        )
+        for row, (layer, features, width) in enumerate(found)
+    )

@@ -1,0 +1,336 @@
+"""A contrast computed: the groups of a table compared over prompts, for many columns at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import check_flag, check_number, require
+from torchfmri._contrast.corrections import HEIGHT_CONTROLS, adjust_bonferroni, adjust_fdr
+from torchfmri._contrast.distributions import Doubles
+from torchfmri._contrast.group_tests import Tested, f_test, paired, welch
+from torchfmri._contrast.permutations import (
+    Permuted,
+    f_statistic,
+    flip,
+    paired_statistic,
+    permute,
+    relabel,
+    welch_statistic,
+)
+from torchfmri._contrast.prompt_table import PromptTable, blocks
+from torchfmri._contrast.record import Contrast
+from torchfmri._contrast.remarks import remarks_of
+from torchfmri._contrast.weights import Definition, read_weights, words
+from torchfmri.exceptions import InspectionError
+
+TESTS = ("t", "permutation")
+_PERMUTATIONS = 1_000
+
+
+@dataclass(frozen=True)
+class TestOptions:
+    """How a contrast is tested; the words are nilearn's.
+
+    Attributes:
+        alpha: The threshold.
+        height_control: What it bounds: "fdr", "bonferroni", "max", "fpr" or None.
+        two_sided: Whether the other direction counts.
+        test: Where p comes from: "t" (Welch, or paired), or "permutation".
+        permutations: How many relabellings; None takes 1,000 where they are needed.
+        seed: Of the relabellings.
+    """
+
+    __test__ = False  # no test of pytest's
+
+    alpha: float = 0.05
+    height_control: str | None = "fdr"
+    two_sided: bool = True
+    test: str = "t"
+    permutations: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
+        require(number and 0 < self.alpha < 1, "alpha", self.alpha, "give a share, such as 0.05")
+        meaning = f"choose one of {', '.join(map(repr, HEIGHT_CONTROLS))}"
+        known = self.height_control in HEIGHT_CONTROLS
+        require(known, "height_control", self.height_control, meaning)
+        require(self.test in TESTS, "test", self.test, "choose 't' or 'permutation'")
+        check_flag("two_sided", self.two_sided)
+        check_number("seed", self.seed, 0, "a whole number from 0 upwards")
+        if self.permutations is not None:
+            meaning = "how many relabellings, such as 1000; 0 for none"
+            check_number("permutations", self.permutations, 0, meaning)
+        if self.permutations == 0:
+            needs = self.test == "permutation" or self.height_control == "max"
+            require(not needs, "permutations", 0, "this test is made of relabellings; give 1000")
+
+    @property
+    def relabellings(self) -> int:
+        """How many are drawn."""
+        if self.permutations is not None:
+            return self.permutations
+        needed = self.test == "permutation" or self.height_control == "max"
+        return _PERMUTATIONS if needed else 0
+
+
+def compare(
+    table: PromptTable,
+    contrast: Definition,
+    *,
+    is_paired: bool = False,
+    options: TestOptions | None = None,
+) -> Contrast:
+    """Test a contrast of a table's groups; nan marks what could not be tested.
+
+    Args:
+        table: A row for each prompt.
+        contrast: Weights of its groups, as a text or a mapping; a list of these for an F-test.
+        is_paired: Whether the table's `pairs` are compared within.
+        options: How to test.
+
+    Raises:
+        InspectionError: The contrast names no groups of the table, or nothing can be paired.
+    """
+    options = options or TestOptions()
+    trial = replace(labelled(table, contrast, is_paired=is_paired), options=options)
+    table, conditions, weights = trial.table, trial.conditions, trial.weights
+    tested, permuted, p, q, survives = trial.decide()
+    questions = [words(row, conditions) for row in weights]
+    return Contrast(
+        question="; ".join(questions),
+        conditions=tuple(conditions),
+        weights=weights,
+        test=trial.name,
+        alpha=options.alpha,
+        height_control=options.height_control,
+        two_sided=options.two_sided,
+        metric=table.metric,
+        level=table.level,
+        tokens=table.tokens,
+        model=table.model,
+        prompts={
+            condition: tuple(np.array(table.names, object)[table.groups.astype(str) == condition])
+            for condition in conditions
+        },
+        columns=table.columns,
+        n_a=tested.n_a,
+        n_b=tested.n_b,
+        effect=tested.effect,
+        g=tested.g,
+        ci_low=tested.ci_low,
+        ci_high=tested.ci_high,
+        t=tested.t,
+        dof=tested.dof,
+        dof_above=trial.above,
+        p=p,
+        q=q,
+        p_max=None if permuted is None else permuted.p_max,
+        survives=survives,
+        permutations=0 if permuted is None else permuted.number,
+        notes=tuple(remarks_of(table, conditions, tested, permuted, options.alpha, is_paired)),
+        trial=trial,
+    )
+
+
+def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Trial:
+    """The prompts of a contrast with the number of their group, ready to be tested.
+
+    Raises:
+        InspectionError: The contrast names no groups of the table, or nothing can be paired.
+    """
+    conditions = list(dict.fromkeys(str(each) for each in table.groups))
+    if len(conditions) < 2:
+        raise InspectionError(
+            f"All {len(table.names)} prompts are of one condition, {conditions[0]!r}: there is "
+            "nothing to compare it with. Choose the field that tells them apart (by=, --by)."
+            if conditions
+            else "There are no prompts to compare."
+        )
+    weights = read_weights(contrast, conditions)
+    used = [k for k in range(len(conditions)) if weights[:, k].any()]
+    used.sort(key=lambda k: weights[0, k] <= 0)  # what is compared first, then with what
+    conditions, weights = [conditions[k] for k in used], weights[:, used]
+    weights = weights / np.where(weights > 0, weights, 0.0).sum(1)[:, None]
+    rows = np.flatnonzero(np.isin(table.groups.astype(str), conditions))
+    table = table.rows(rows) if len(rows) < len(table.names) else table
+    if is_paired:
+        table = _matched(table, conditions)
+    number = {condition: k for k, condition in enumerate(conditions)}
+    labels = np.array([number[str(each)] for each in table.groups], dtype=np.int64)
+    return Trial(table, conditions, labels, weights, TestOptions(), is_paired)
+
+
+def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
+    """The prompts that have a partner, in the order of the first condition's; others are noted."""
+    if len(conditions) != 2:
+        raise InspectionError(
+            f"Pairs are of two conditions, and the contrast has {len(conditions)}: "
+            f"{', '.join(map(repr, conditions))}. Leave paired= out, or compare two of them."
+        )
+    if table.pairs is None:
+        raise InspectionError(
+            "Nothing says which prompts are pairs: name a field, paired='pair_id'."
+        )
+    sides: list[dict[str, int]] = []
+    for condition in conditions:
+        side: dict[str, int] = {}
+        for row in np.flatnonzero(table.groups.astype(str) == condition):
+            key = str(table.pairs[row])
+            if key in side:
+                names = f"{table.names[side[key]]!r} and {table.names[int(row)]!r}"
+                raise InspectionError(
+                    f"{names} are both {condition!r} in pair {key!r}: a pair has one prompt of "
+                    "each condition. Name another field, or leave paired= out."
+                )
+            side[key] = int(row)
+        sides.append(side)
+    shared = [key for key in sides[0] if key in sides[1]]
+    alone = [table.names[row] for side in sides for key, row in side.items() if key not in shared]
+    if not shared:
+        raise InspectionError(
+            f"No prompt of {conditions[0]!r} has a partner in {conditions[1]!r}: their pairs are "
+            f"{', '.join(list(sides[0])[:3])} and {', '.join(list(sides[1])[:3])}. Name another "
+            "field, or leave paired= out."
+        )
+    found = table.rows(np.array([side[key] for side in sides for key in shared]))
+    if alone:
+        shown = ", ".join(map(repr, alone[:3])) + (", ..." if len(alone) > 3 else "")
+        found.notes.append(f"{len(alone)} prompts without a partner are left out: {shown}")
+    return found
+
+
+@dataclass(eq=False)
+class Trial:
+    """A test that can be run again with other labels.
+
+    Attributes:
+        table: The prompts; of pairs, those of the first condition, then their partners.
+        conditions: What is compared.
+        labels: (n,) the group of each prompt.
+        weights: (q, k).
+        options: How to test.
+        is_paired: Whether the second half are the partners of the first.
+        above: The degrees of freedom above, of an F-test.
+    """
+
+    table: PromptTable
+    conditions: list[str]
+    labels: NDArray[np.int64]
+    weights: Doubles
+    options: TestOptions
+    is_paired: bool
+    above: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Which test it is, in a word."""
+        return "F" if len(self.weights) > 1 else "paired t" if self.is_paired else "Welch t"
+
+    def run(self) -> tuple[Tested, Permuted | None]:
+        """Test the table with these labels."""
+        counts = np.bincount(self.labels, minlength=self.weights.shape[1])
+        values = self._values()
+        tested = _joined([self._test(values[:, part]) for part in blocks(values)])
+        if counts.min() < 2:  # one prompt has no spread, so nothing can be tested
+            nothing = np.full(len(tested.p), np.nan)
+            return replace(tested, t=nothing, dof=nothing, p=nothing), None
+        number = self.options.relabellings
+        return tested, self._permute(values, tested, number) if number else None
+
+    def _values(self) -> NDArray[np.floating]:
+        """(n, v), or the differences within pairs; a pair whose labels are exchanged is turned."""
+        if not self.is_paired:
+            return self.table.values
+        half = len(self.labels) // 2
+        signs = np.where(self.labels[:half] == 0, 1.0, -1.0)[:, None]
+        first, second = self.table.values[:half], self.table.values[half:]
+        return signs * (np.asarray(first, np.float64) - second)
+
+    def _test(self, values: NDArray[np.floating]) -> Tested:
+        alpha, two_sided = self.options.alpha, self.options.two_sided
+        if self.is_paired:
+            return paired(values, alpha=alpha, two_sided=two_sided)
+        members = self.labels == np.arange(self.weights.shape[1])[:, None]
+        if len(self.weights) > 1:
+            found, self.above = f_test(values, members, self.weights)
+            return found
+        return welch(values, members, self.weights[0], alpha=alpha, two_sided=two_sided)
+
+    def _permute(self, values: NDArray[np.floating], tested: Tested, number: int) -> Permuted:
+        random = np.random.default_rng(self.options.seed)
+        seen, count = tested.t, 0
+        if self.is_paired:
+            signs, exact = flip(len(values), number, random)
+            statistic, count = paired_statistic(signs), len(signs)
+        else:
+            drawn, exact = relabel(self.labels, number, random)
+            statistic, count = welch_statistic(drawn, self.weights[0]), len(drawn)
+            if self.above is not None:  # F: what is explained over what is left orders as F does
+                statistic = f_statistic(drawn, self.weights)
+                seen = tested.t * self.above / tested.dof
+        two_sided = self.options.two_sided or self.above is not None
+        return permute(
+            values, seen, statistic, relabellings=count, exact=exact, two_sided=two_sided
+        )
+
+    def differences(self) -> dict[str, Doubles]:
+        """Layer -> (w,) the weighted sum of the groups' mean vectors.
+
+        Raises:
+            InspectionError: There are none; the message says why.
+        """
+        if self.table.vectors is None:
+            raise InspectionError("There are no mean vectors in what was compared.")
+        groups = dict(zip(self.table.places.tolist(), self.labels.tolist(), strict=True))
+        found = self.table.vectors(groups, self.weights.shape[1])
+        return {layer: self.weights[0] @ means for layer, means in found.items()}
+
+    def decide(self) -> tuple[Tested, Permuted | None, Doubles, Doubles, NDArray[np.bool_]]:
+        """What was found, p, q, and what survives."""
+        tested, permuted = self.run()
+        use = self.options.test == "permutation" and permuted is not None
+        p = permuted.p if use and permuted is not None else tested.p
+        return (tested, permuted, p, *threshold(p, permuted, self.options))
+
+    def calibrate(self, draws: int, seed: int) -> int:
+        """In how many relabellings anything survives: a share of alpha, if the test is right."""
+        random = np.random.default_rng(seed)
+        half = len(self.labels) // 2
+        found = 0
+        for draw in range(draws):
+            if self.is_paired:
+                first = np.where(random.random(half) < 0.5, 1, 0)
+                labels = np.concatenate([first, 1 - first])
+            else:
+                labels = random.permutation(self.labels)
+            options = replace(self.options, seed=seed + draw + 1)
+            trial = replace(self, labels=labels, options=options)
+            found += bool(trial.decide()[-1].any())
+        return found
+
+
+def _joined(parts: Sequence[Tested]) -> Tested:
+    names = Tested.__dataclass_fields__
+    return Tested(
+        **{name: np.concatenate([getattr(each, name) for each in parts]) for name in names}
+    )
+
+
+def threshold(
+    p: Doubles, permuted: Permuted | None, options: TestOptions
+) -> tuple[Doubles, NDArray[np.bool_]]:
+    """The adjusted p-values, and what survives."""
+    control = options.height_control
+    if control == "max":
+        q = np.full(p.shape, np.nan) if permuted is None else permuted.p_max
+    else:
+        q = adjust_bonferroni(p) if control == "bonferroni" else adjust_fdr(p)
+        q = p.copy() if control == "fpr" else q
+    with np.errstate(invalid="ignore"):
+        survives: NDArray[np.bool_] = q <= options.alpha
+    return q, survives if control is not None else np.zeros(p.shape, bool)

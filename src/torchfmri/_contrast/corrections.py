@@ -1,0 +1,34 @@
+"""Many tests at once: which of them survive, and how their p-values are adjusted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfmri._contrast.distributions import Doubles
+
+HEIGHT_CONTROLS = ("fdr", "bonferroni", "max", "fpr", None)
+"""nilearn's words: the false discovery rate (Benjamini and Hochberg), the family-wise error by
+Bonferroni or by the permutation distribution of the largest statistic, no correction, no test."""
+
+
+def adjust_fdr(p: Doubles) -> Doubles:
+    """Benjamini and Hochberg's q of each p; those that are nan are no tests and stay nan.
+
+    Example:
+        >>> adjust_fdr(np.array([0.01, 0.04, np.nan, 0.03])).round(4).tolist()
+        [0.03, 0.04, nan, 0.04]
+    """
+    found = np.full(p.shape, np.nan)
+    tested = np.flatnonzero(~np.isnan(p))
+    if not len(tested):
+        return found
+    order = tested[np.argsort(p[tested], kind="stable")]
+    scaled = p[order] * len(order) / np.arange(1, len(order) + 1)
+    found[order] = np.minimum.accumulate(scaled[::-1])[::-1].clip(max=1.0)
+    return found
+
+
+def adjust_bonferroni(p: Doubles) -> Doubles:
+    """Each p times the number of tests, at most 1; nan stays nan."""
+    found: Doubles = np.minimum(p * np.count_nonzero(~np.isnan(p)), 1.0)
+    return found

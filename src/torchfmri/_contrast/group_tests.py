@@ -1,0 +1,194 @@
+"""Tests over prompts: Welch's t of weighted groups, the paired t, and F for several contrasts.
+
+A prompt counts once, whatever its length: tokens of one prompt are not independent.
+Index letters: n prompts, v columns, k groups, q contrasts, m relabellings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._contrast.distributions import Doubles, f_tail, normal_quantile, t_tail
+
+_SAME = 4 * float(np.finfo(np.float32).eps)
+"""Values were float32: what varies less than this, relatively, is one value with rounding."""
+
+
+@dataclass(eq=False)
+class Tested:
+    """What a test found, (v,) each.
+
+    Attributes:
+        n_a: Prompts with a value, of positive weight.
+        n_b: Of negative weight.
+        effect: The weighted sum of the groups' means; of F, the largest distance of two means.
+        g: Hedges g.
+        ci_low: The ends of its interval.
+        ci_high: The same.
+        t: The statistic: t, or F.
+        dof: Its degrees of freedom (of F, those below).
+        p: Its p-value; nan where nothing was tested.
+    """
+
+    n_a: NDArray[np.int64]
+    n_b: NDArray[np.int64]
+    effect: Doubles
+    g: Doubles
+    ci_low: Doubles
+    ci_high: Doubles
+    t: Doubles
+    dof: Doubles
+    p: Doubles
+
+
+class Moments:
+    """Counts, means and variances of the groups, by column; only finite values count.
+
+    Args:
+        values: (n, v).
+        members: (k, n) which prompts each group has.
+    """
+
+    def __init__(self, values: NDArray[np.floating], members: NDArray[np.bool_]) -> None:
+        finite = np.isfinite(values)
+        known = np.where(finite, values, 0.0).astype(np.float64)
+        weight = members.astype(np.float64)
+        self.count: Doubles = weight @ finite
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.mean: Doubles = (weight @ known) / self.count
+            self.square = np.empty_like(self.mean)  # the sum of squared deviations
+            for k, own in enumerate(members):
+                gap = np.where(finite[own], known[own] - self.mean[k], 0.0)
+                self.square[k] = (gap * gap).sum(0)
+            self.variance: Doubles = self.square / (self.count - 1)
+        size = np.abs(self.mean)
+        same = np.sqrt(self.square / np.maximum(self.count, 1)) <= _SAME * size
+        self.variance = np.where((self.count > 1) & same, 0.0, self.variance)
+
+
+def hedges(
+    effect: Doubles, deviation: Doubles, dof: Doubles, spread: Doubles, alpha: float, less: float
+) -> tuple[Doubles, Doubles, Doubles]:
+    """Hedges g with the ends of its interval.
+
+    g = J effect / deviation with J = 1 - 3 / (4 dof - 1); its variance is spread + g^2 / (2 (dof -
+    less)), and the interval is that of a normal distribution. For two groups this is what
+    statsmodels.stats.meta_analysis.effectsize_smd gives (Hedges and Olkin, 1985).
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        g = (1 - 3 / (4 * dof - 1)) * effect / np.where(deviation > 0, deviation, np.nan)
+        g = np.where(dof >= 2, g, np.nan)
+        below = np.where(dof - less > 0, dof - less, np.nan)
+        half = normal_quantile(1 - alpha / 2) * np.sqrt(spread + g * g / (2 * below))
+    return g, g - half, g + half
+
+
+def welch(
+    values: NDArray[np.floating],
+    members: NDArray[np.bool_],
+    weights: Doubles,
+    *,
+    alpha: float,
+    two_sided: bool,
+) -> Tested:
+    """Welch's test of a weighted sum of the groups' means, with Satterthwaite's dof.
+
+    Args:
+        values: (n, v).
+        members: (k, n).
+        weights: (k,), of which the positive ones add up to 1 and all to 0.
+        alpha: One minus the level of the interval.
+        two_sided: Whether the other direction counts.
+    """
+    found = Moments(values, members)
+    share = weights[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        effect = (share * found.mean).sum(0)
+        parts = share**2 * found.variance / found.count
+        squared = parts.sum(0)
+        dof = squared**2 / (parts**2 / (found.count - 1)).sum(0)
+        t = np.where(squared > 0, effect / np.sqrt(squared), np.nan)
+        inside = found.count - 1
+        pooled = (inside * found.variance).sum(0) / inside.sum(0)
+        g, low, high = hedges(
+            effect, np.sqrt(pooled), inside.sum(0), (share**2 / found.count).sum(0), alpha, 1.94
+        )
+    usable = ~np.isnan(t)
+    return Tested(
+        n_a=found.count[weights > 0].sum(0).astype(np.int64),
+        n_b=found.count[weights < 0].sum(0).astype(np.int64),
+        effect=effect,
+        g=g,
+        ci_low=low,
+        ci_high=high,
+        t=t,
+        dof=np.where(usable, dof, np.nan),
+        p=t_tail(t, np.where(usable, dof, np.nan), two_sided=two_sided),
+    )
+
+
+def paired(differences: NDArray[np.floating], *, alpha: float, two_sided: bool) -> Tested:
+    """The t-test of differences within pairs, (n, v), against 0; g is that of the differences."""
+    found = Moments(differences, np.ones((1, len(differences)), bool))
+    count, mean, variance = found.count[0], found.mean[0], found.variance[0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(variance > 0, mean / np.sqrt(variance / count), np.nan)
+        dof = np.where(np.isnan(t), np.nan, count - 1)
+        # The variance of g over n pairs is 1/n + g^2 / 2n: dof - (-1) is n.
+        g, low, high = hedges(mean, np.sqrt(variance), count - 1, 1 / count, alpha, -1.0)
+    number = count.astype(np.int64)
+    return Tested(
+        n_a=number, n_b=number, effect=mean, g=g, ci_low=low, ci_high=high, t=t, dof=dof,
+        p=t_tail(t, dof, two_sided=two_sided),
+    )  # fmt: skip
+
+
+def f_test(
+    values: NDArray[np.floating], members: NDArray[np.bool_], contrasts: Doubles
+) -> tuple[Tested, int]:
+    """The F-test of several contrasts at once, with one variance for all groups.
+
+    Args:
+        values: (n, v).
+        members: (k, n).
+        contrasts: (q, k).
+
+    Returns:
+        What it found, and the degrees of freedom above.
+    """
+    found = Moments(values, members)
+    above = int(np.linalg.matrix_rank(contrasts))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        below = (found.count - 1).sum(0)
+        error = found.square.sum(0) / below
+        error = np.where((found.variance <= 0).all(0), np.nan, error)
+        explained = np.array(
+            [
+                _explained(contrasts, found.mean[:, column], found.count[:, column])
+                for column in range(values.shape[1])
+            ]
+        )
+        f = explained / above / error
+    nothing = np.full(values.shape[1], np.nan)
+    return Tested(
+        n_a=found.count.sum(0).astype(np.int64),
+        n_b=np.zeros(values.shape[1], np.int64),
+        effect=found.mean.max(0) - found.mean.min(0),
+        g=nothing,
+        ci_low=nothing,
+        ci_high=nothing,
+        t=f,
+        dof=np.where(np.isnan(f), np.nan, below),
+        p=f_tail(f, float(above), np.where(np.isnan(f), np.nan, below)),
+    ), above
+
+
+def _explained(contrasts: Doubles, mean: Doubles, count: Doubles) -> float:
+    """The squares that the contrasts explain: (C m)' (C diag(1/n) C')^-1 (C m)."""
+    gaps = contrasts @ mean
+    if not np.isfinite(gaps).all() or (count == 0).any():
+        return float("nan")
+    return float(gaps @ np.linalg.pinv((contrasts / count) @ contrasts.T) @ gaps)

@@ -1,0 +1,130 @@
+"""One row per prompt, one column per layer, voxel or unit: what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+VectorReader = Callable[[Mapping[int, int], int], Mapping[str, NDArray[np.float64]]]
+"""From {place of a prompt: its group} and the number of groups to {layer: (k, w)}, the means of the
+prompts' mean vectors; it raises where there are none."""
+BLOCK_BYTES = 32 << 20
+"""How much of a table is worked on at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What the columns of a table are.
+
+    Attributes:
+        layer: (v,) the layer's name.
+        module: (v,) the type of its module.
+        kind: (v,) "layer", "units", "head", "expert" or "unit".
+        start: (v,) its first unit; 0 for a layer.
+        count: (v,) how many units it has; 0 for a layer.
+    """
+
+    layer: NDArray[Any]
+    module: NDArray[Any]
+    kind: NDArray[Any]
+    start: NDArray[np.int64]
+    count: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+    def __getitem__(self, where: Any) -> Columns:
+        return Columns(
+            self.layer[where], self.module[where], self.kind[where], self.start[where],
+            self.count[where],
+        )  # fmt: skip
+
+    @property
+    def head(self) -> NDArray[np.int64]:
+        """(v,) the number of the head (of the expert), -1 for what is neither."""
+        heads = np.where(self.kind == "head", self.start // np.maximum(self.count, 1), -1)
+        found: NDArray[np.int64] = np.where(self.kind == "expert", self.start, heads)
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """What each is called: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]"."""
+        parts = zip(self.layer, self.kind, self.head, self.start, self.count, strict=True)
+        return [_name(*part) for part in parts]
+
+
+def _name(layer: str, kind: str, head: int, start: int, count: int) -> str:
+    if kind == "layer":
+        return layer
+    if kind in ("head", "expert"):
+        return f"{layer}[{kind} {head}]"
+    return f"{layer}[{start}]" if kind == "unit" else f"{layer}[{start}:{start + count}]"
+
+
+@dataclass(eq=False)
+class PromptTable:
+    """The values of prompts, and what is known of each.
+
+    Attributes:
+        names: (n,) what each prompt is called.
+        groups: (n,) the condition of each.
+        pairs: (n,) what prompts of different conditions belong together by, or None.
+        values: (n, v) the mean over the chosen tokens; nan where there is none.
+        columns: What was measured.
+        counts: (n,) how many tokens were chosen.
+        metric: What the values are.
+        level: "layer", "voxel", "head" or "unit".
+        tokens: Which tokens count, in words.
+        model: Whose values they are.
+        places: (n,) where each prompt stands in its scans.
+        vectors: Reads the mean vectors of prompts, where there are some.
+        notes: What has to be known.
+    """
+
+    names: Sequence[str]
+    groups: NDArray[Any]
+    pairs: NDArray[Any] | None
+    values: NDArray[np.floating[Any]]
+    columns: Columns
+    counts: NDArray[np.int64]
+    metric: str
+    level: str
+    tokens: str
+    model: str = ""
+    places: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    vectors: VectorReader | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def rows(self, where: NDArray[Any]) -> PromptTable:
+        """The table of some prompts."""
+        return PromptTable(
+            names=[self.names[row] for row in where],
+            groups=self.groups[where],
+            pairs=None if self.pairs is None else self.pairs[where],
+            values=self.values[where],
+            columns=self.columns,
+            counts=self.counts[where],
+            metric=self.metric,
+            level=self.level,
+            tokens=self.tokens,
+            model=self.model,
+            places=self.places[where] if len(self.places) else self.places,
+            vectors=self.vectors,
+            notes=list(self.notes),
+        )
+
+
+def blocks(values: NDArray[Any], rows: int = 0) -> Iterator[slice]:
+    """Slices of columns, so many that their values take about BLOCK_BYTES as float64.
+
+    Args:
+        values: (n, v).
+        rows: How many rows the work makes of them, if more than n.
+    """
+    step = max(1, BLOCK_BYTES // (8 * max(len(values), rows, 1)))
+    for first in range(0, values.shape[1], step):
+        yield slice(first, min(first + step, values.shape[1]))

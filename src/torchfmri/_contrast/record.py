@@ -1,0 +1,436 @@
+"""A contrast as a record: one effect, interval and p-value per layer, voxel or unit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import check_file, check_number
+from torchfmri._contrast.distributions import Doubles
+from torchfmri._contrast.picture import plot_map
+from torchfmri._contrast.prompt_table import Columns
+from torchfmri._contrast.report import ContrastReport
+from torchfmri._contrast.saving import write_contrast
+from torchfmri._files import new_file
+from torchfmri._model import match_names, nearest_names
+from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+    from torchfmri._contrast.comparison import Trial
+
+_PEAKS = 20
+_NAMES = {
+    "activation": "activation",
+    "signed": "signed activation",
+    "gradient": "gradient norm",
+    "learning_cost": "learning cost",
+    "delta_sc": "delta_sc",
+}
+
+
+class Peak(NamedTuple):
+    """One row of the table of a contrast.
+
+    Attributes:
+        layer: Its layer.
+        module: The type of the layer's module.
+        kind: "layer", "units", "head", "expert" or "unit".
+        head: The number of the head or expert; None for others.
+        unit: The first unit; None for a layer.
+        n_a: Prompts on the positive side.
+        n_b: Prompts on the negative side.
+        effect: The difference of the means, in the units of the metric.
+        g: Hedges g.
+        ci_low: Where its interval begins.
+        ci_high: Where it ends.
+        t: The statistic: t, or F.
+        dof: Its degrees of freedom.
+        p: The p-value.
+        q: The p-value adjusted as `height_control` says.
+        survives: Whether q is at most alpha.
+    """
+
+    layer: str
+    module: str
+    kind: str
+    head: int | None
+    unit: int | None
+    n_a: int
+    n_b: int
+    effect: float
+    g: float
+    ci_low: float
+    ci_high: float
+    t: float
+    dof: float
+    p: float
+    q: float
+    survives: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """The difference of two conditions' mean vectors in a layer: something to steer with.
+
+    Attributes:
+        layer: Where it is to be added.
+        vector: (w,) the difference.
+        question: Which conditions it is of.
+        tokens: Over which tokens the means are.
+
+    Example:
+        >>> direction = Direction("mlp", np.array([3.0, 4.0]), "a - b", "all tokens")
+        >>> direction.norm
+        5.0
+        >>> np.linalg.norm(direction.random(2), axis=1).round(6).tolist()
+        [5.0, 5.0]
+    """
+
+    layer: str
+    vector: Doubles
+    question: str
+    tokens: str
+
+    @property
+    def norm(self) -> float:
+        """Its length."""
+        return float(np.linalg.norm(self.vector))
+
+    def random(self, number: int = 10, seed: int = 0) -> Doubles:
+        """(number, w) random directions of the same length: the control of what steering does."""
+        check_number("number", number, 1, "how many directions, such as 10")
+        drawn = np.random.default_rng(seed).normal(size=(number, len(self.vector)))
+        found: Doubles = drawn * (self.norm / np.linalg.norm(drawn, axis=1, keepdims=True))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Contrast:
+    """What differs between conditions, and whether it can be believed.
+
+    Everything with the shape (v,) has one value per column: a layer, a voxel, a head or a unit.
+
+    Attributes:
+        question: The contrast in words, such as "true - false".
+        conditions: Those that are compared.
+        weights: (q, k) the weight of each condition in each of the contrasts.
+        test: "Welch t", "paired t", "F" or "GLM t".
+        alpha: The threshold.
+        height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None.
+        two_sided: Whether both directions count.
+        metric: What was compared.
+        level: "layer", "voxel", "head" or "unit".
+        tokens: Over which tokens of a prompt the values are averaged, in words.
+        model: Whose values they are.
+        prompts: Condition -> the names of its prompts.
+        columns: What the columns are: layer, module, kind, first unit, number of units.
+        n_a: (v,) prompts with a value on the positive side.
+        n_b: (v,) on the negative side.
+        effect: (v,) the difference of the means; of an F-test, between the largest and smallest.
+        g: (v,) Hedges g: the difference in standard deviations over prompts.
+        ci_low: (v,) where the interval of g begins, at the level 1 - alpha.
+        ci_high: (v,) where it ends.
+        t: (v,) the statistic.
+        dof: (v,) its degrees of freedom.
+        dof_above: Those above, of an F-test.
+        p: (v,) the p-value; nan where nothing was tested.
+        q: (v,) p adjusted as height_control says.
+        p_max: (v,) p by the largest statistic of all columns, where labels were permuted.
+        survives: (v,) whether q is at most alpha.
+        permutations: How many relabellings were compared, 0 for none.
+        notes: What has to be known: power, lengths, what was not tested and why.
+        calibration: (relabellings, how many of them found anything), once it was looked at.
+        trial: The prompts' own values, to test again with other labels; None after loading.
+        stored: Layer -> (w,) the differences of the mean vectors, of a contrast that was loaded.
+    """
+
+    question: str
+    conditions: tuple[str, ...]
+    weights: Doubles
+    test: str
+    alpha: float
+    height_control: str | None
+    two_sided: bool
+    metric: str
+    level: str
+    tokens: str
+    model: str
+    prompts: Mapping[str, tuple[str, ...]]
+    columns: Columns
+    n_a: NDArray[np.int64]
+    n_b: NDArray[np.int64]
+    effect: Doubles
+    g: Doubles
+    ci_low: Doubles
+    ci_high: Doubles
+    t: Doubles
+    dof: Doubles
+    p: Doubles
+    q: Doubles
+    survives: NDArray[np.bool_]
+    dof_above: int | None = None
+    p_max: Doubles | None = None
+    permutations: int = 0
+    notes: tuple[str, ...] = ()
+    calibration: tuple[int, int] | None = None
+    trial: Trial | None = None
+    stored: Mapping[str, Doubles] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    # -- tables ------------------------------------------------------------------------------
+
+    def peaks(self, number: int | None = _PEAKS, layers: str = "*") -> list[Peak]:
+        """The rows of the table, the smallest p first; those without p by the size of g or effect.
+
+        Args:
+            number: How many; None for all.
+            layers: A pattern that their layers match.
+
+        Raises:
+            LayerNotFoundError: No layer matches.
+        """
+        return [self.row(index) for index in self.ranked(number, layers)]
+
+    def ranked(self, number: int | None = _PEAKS, layers: str = "*") -> list[int]:
+        """The places of the peaks in the arrays; see `peaks`."""
+        own = list(dict.fromkeys(self.columns.layer.tolist()))
+        found = match_names(layers, own)
+        if not found:
+            raise LayerNotFoundError(layers, nearest_names(layers, own), len(own), "scan.layers")
+        size = np.nan_to_num(np.abs(np.where(np.isnan(self.g), self.effect, self.g)), nan=-1.0)
+        order = np.lexsort((-size, -np.nan_to_num(np.abs(self.t)), np.nan_to_num(self.p, nan=2.0)))
+        order = order[np.isin(self.columns.layer[order], np.array(found, object))]
+        return [int(index) for index in order[:number]]
+
+    def row(self, index: int) -> Peak:
+        """One row of the table."""
+        columns, head = self.columns, int(self.columns.head[index])
+        kind = str(columns.kind[index])
+        return Peak(
+            layer=str(columns.layer[index]),
+            module=str(columns.module[index]),
+            kind=kind,
+            head=head if head >= 0 else None,
+            unit=None if kind == "layer" else int(columns.start[index]),
+            n_a=int(self.n_a[index]),
+            n_b=int(self.n_b[index]),
+            survives=bool(self.survives[index]),
+            **{name: float(getattr(self, name)[index]) for name in _FLOATS},
+        )
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """The whole table, tidy: a row per column of the contrast, in model order. Needs pandas.
+
+        Raises:
+            InspectionError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InspectionError(
+                "A DataFrame needs pandas: pip install 'torchfmri[tables]'. Without it, "
+                "contrast.peaks(None) gives the same rows."
+            ) from error
+        head = self.columns.head
+        whole = self.columns.kind == "layer"
+        data: dict[str, Any] = {
+            "layer": self.columns.layer,
+            "module": self.columns.module,
+            "kind": self.columns.kind,
+            "head": pandas.array(head, "Int64"),
+            "unit": pandas.array(self.columns.start, "Int64"),
+            "n_a": self.n_a,
+            "n_b": self.n_b,
+            **{name: getattr(self, name) for name in _FLOATS},
+            "survives": self.survives,
+        }
+        table = pandas.DataFrame(data)
+        table.loc[head < 0, "head"] = pandas.NA
+        table.loc[whole, "unit"] = pandas.NA
+        return table
+
+    def export(self, path: str | PathLike[str]) -> None:
+        """Write the whole table: `.csv`, `.parquet` or `.json`, as the ending says.
+
+        Raises:
+            InspectionError: The ending is none of these, or a package is missing.
+        """
+        target = check_file("path", path)
+        if target.suffix == ".json":
+            rows = [peak._asdict() for peak in map(self.row, range(len(self)))]
+            finite = [{k: _finite(v) for k, v in row.items()} for row in rows]
+            with new_file(target) as new:
+                new.write_text(json.dumps(finite, ensure_ascii=False), encoding="utf-8")
+            return
+        if target.suffix not in (".csv", ".parquet"):
+            raise InspectionError(
+                f"Cannot export to {target.name!r}: the ending is one of .csv, .parquet, .json. To "
+                "keep the contrast itself, use contrast.save."
+            )
+        frame = self.to_dataframe()
+        with new_file(target) as new:
+            if target.suffix == ".csv":
+                frame.to_csv(new, index=False)
+            else:
+                try:
+                    frame.to_parquet(new, index=False)
+                except ImportError as error:
+                    raise InspectionError(
+                        "Parquet needs pyarrow: pip install 'torchfmri[parquet]'."
+                    ) from error
+
+    def table(self, number: int = _PEAKS, width: int | None = None) -> str:
+        """The peaks as text, with what has to be known below.
+
+        Args:
+            number: How many peaks.
+            width: In characters; that of the terminal by default.
+        """
+        return self.grid(number).text(width)
+
+    def grid(self, number: int = _PEAKS) -> Grid:
+        """The peaks, for terminals and pages."""
+        places = self.ranked(number)
+        peaks, names = [self.row(each) for each in places], self.columns[places].names
+        columns = [
+            Column("effect", [number_text(peak.effect) for peak in peaks], 4),
+            Column("g", [number_text(peak.g) for peak in peaks], 5),
+            Column(
+                f"{1 - self.alpha:.0%} interval",
+                [_interval(peak.ci_low, peak.ci_high) for peak in peaks],
+                2,
+            ),
+            Column(
+                "F" if self.test.endswith("F") else "t", [number_text(peak.t) for peak in peaks], 6
+            ),
+            Column("p", [number_text(peak.p) for peak in peaks], 3),
+            Column("q", [number_text(peak.q) for peak in peaks], 7),
+            Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
+        ]
+        kept = frozenset(row for row, peak in enumerate(peaks) if peak.survives)
+        return Grid(self.summary, self.level, names, columns, self.notes, kept)
+
+    @property
+    def summary(self) -> str:
+        """The question and the answer in a sentence or two."""
+        groups = " and ".join(
+            f"{plural(len(self.prompts[each]), 'prompt')} of {each!r}" for each in self.conditions
+        )
+        if self.test.startswith("GLM"):
+            groups = plural(len(self.prompts[self.conditions[0]]), "prompt")
+        of = f"{_NAMES.get(self.metric, self.metric)} by {self.level}, {self.tokens}"
+        tested = int((~np.isnan(self.p)).sum())
+        if not tested:
+            return f"{self.question}: {of}; {groups}; effects only"
+        said = f"{self.question}: {of}; {groups}; {self.test} over prompts"
+        control = {
+            "fdr": "false discovery rate",
+            "bonferroni": "family-wise error (Bonferroni)",
+            "max": "family-wise error (largest statistic)",
+            "fpr": "error of each test, uncorrected",
+        }.get(str(self.height_control))
+        if control is None:
+            return f"{said}; no threshold"
+        return (
+            f"{said}; {int(self.survives.sum()):,} of {tested:,} survive at {self.alpha:g} "
+            f"({control})"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Contrast: {self.summary}>"
+
+    def _repr_html_(self) -> str:
+        return self.grid().html()
+
+    # -- directions ----------------------------------------------------------------------------
+
+    @cached_property
+    def differences(self) -> Mapping[str, Doubles]:
+        """Layer -> (w,) the difference of the conditions' mean vectors, read from the scan now.
+
+        Raises:
+            InspectionError: There are no mean vectors for these tokens; the message says why.
+        """
+        if self.trial is not None:
+            return self.trial.differences()
+        if not self.stored:
+            raise InspectionError("This contrast was saved without mean vectors.")
+        return self.stored
+
+    def direction(self, layer: str) -> Direction:
+        """The difference of the mean vectors of a layer, with random directions as its control.
+
+        Raises:
+            LayerNotFoundError: There is no mean vector of such a layer.
+            InspectionError: There are no mean vectors for these tokens; the message says why.
+        """
+        if layer not in self.differences:
+            known = list(self.differences)
+            raise LayerNotFoundError(layer, nearest_names(layer, known), len(known), "scan.layers")
+        return Direction(layer, self.differences[layer], self.question, self.tokens)
+
+    # -- calibration, pictures, files ------------------------------------------------------------
+
+    def calibrate(self, draws: int = 200, seed: int = 0) -> Contrast:
+        """The same contrast with its calibration: how often shuffled labels find anything.
+
+        The labels of the prompts are shuffled (of pairs: exchanged) and the whole path is run
+        again, so many times. Of a test that is right, a share of alpha finds something.
+
+        Raises:
+            InspectionError: The contrast was loaded, or nothing was tested.
+        """
+        check_number("draws", draws, 1, "how many relabellings, such as 200")
+        if self.trial is None or np.isnan(self.p).all() or self.height_control is None:
+            raise InspectionError(
+                "There is nothing to calibrate: this contrast was loaded from a file, or has no "
+                "tests. Compute it from its scan."
+            )
+        return replace(self, calibration=(draws, self.trial.calibrate(draws, seed)))
+
+    def plot_contrast(self, *, ax: Axes | None = None) -> Axes:
+        """The map: kinds of layers down, depth across; colour is g, what survives is outlined.
+
+        Opacity grows with the size of the statistic. A layer's voxels stand above each other, the
+        first one on top. Needs the extra `plots`.
+
+        Args:
+            ax: Where to draw.
+        """
+        return plot_map(self, ax)
+
+    def report(self, number: int = _PEAKS) -> ContrastReport:
+        """Question, design, map, peaks and calibration as one page."""
+        return ContrastReport(self, number)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the contrast into one file, `NAME.contrast`; `torchfmri.load_contrast` reads it.
+
+        Raises:
+            OSError: The disk is full, or the like.
+        """
+        write_contrast(self, check_file("path", path))
+
+
+_FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "dof", "p", "q")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _interval(low: float, high: float) -> str:
+    return "-" if np.isnan(low) else f"{low:.2f} to {high:.2f}"

@@ -1,0 +1,82 @@
+"""A contrast in one file: its arrays as safetensors, everything else in the header."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._files import Column, new_file, plain, to_json, write_tensors
+from torchfmri.exceptions import InspectionError
+
+if TYPE_CHECKING:
+    from torchfmri._contrast.record import Contrast
+
+FORMAT = "torchfmri-contrast"
+VERSION = 1
+FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "dof", "p", "q")
+PLAIN = (
+    "question",
+    "conditions",
+    "test",
+    "alpha",
+    "height_control",
+    "two_sided",
+    "metric",
+    "level",
+    "tokens",
+    "model",
+    "prompts",
+    "dof_above",
+    "permutations",
+    "notes",
+    "calibration",
+)
+"""What stands in the header as JSON."""
+
+
+def write_contrast(contrast: Contrast, path: Path) -> None:
+    """Write the file, completely or not at all."""
+    columns = contrast.columns
+    layers = list(dict.fromkeys(columns.layer.tolist()))
+    place = {layer: index for index, layer in enumerate(layers)}
+    modules = {
+        str(layer): str(kind) for layer, kind in zip(columns.layer, columns.module, strict=True)
+    }
+    kinds = sorted(set(columns.kind.tolist()))
+    tensors: dict[str, NDArray[Any]] = {
+        **{name: getattr(contrast, name).astype("<f8") for name in FLOATS},
+        "weights": contrast.weights.astype("<f8"),
+        "n_a": contrast.n_a.astype("<i8"),
+        "n_b": contrast.n_b.astype("<i8"),
+        "survives": contrast.survives.astype("?"),
+        "column/layer": np.array([place[each] for each in columns.layer], "<i8"),
+        "column/kind": np.array([kinds.index(each) for each in columns.kind], "<i8"),
+        "column/start": columns.start.astype("<i8"),
+        "column/count": columns.count.astype("<i8"),
+    }
+    if contrast.p_max is not None:
+        tensors["p_max"] = contrast.p_max.astype("<f8")
+    differences: Mapping[str, NDArray[np.float64]] = {}
+    with contextlib.suppress(InspectionError):  # a scan may have been made without mean vectors
+        differences = contrast.differences
+    for layer, vector in differences.items():
+        tensors[f"difference/{layer}"] = np.asarray(vector, "<f8")
+    record = {name: getattr(contrast, name) for name in PLAIN}
+    record |= {"layers": layers, "modules": modules, "kinds": kinds}
+    tags = {"f": "F64", "i": "I64", "b": "BOOL"}
+    parts = {
+        name: Column(tags[each.dtype.kind], [np.ascontiguousarray(each)])
+        for name, each in tensors.items()
+    }
+    header = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "record": to_json(plain(record, "The contrast")),
+    }
+    with new_file(path) as new:
+        write_tensors(new, parts, header)

@@ -1,0 +1,381 @@
+"""A table of prompts made of scans: means of layers, voxels or units over the chosen tokens."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import require
+from torchfmri._contrast import Columns, PromptTable
+from torchfmri._model import check_names, match_names, nearest_names
+from torchfmri._scan.prompts.token_choice import (
+    TokenChoice,
+    check_tokens,
+    choose_tokens,
+    token_words,
+)
+from torchfmri._scan.record.anatomy import KINDS, Anatomy
+from torchfmri._scan.record.reading import DELTA, Reading
+from torchfmri._scan.record.sequence import METRICS, VECTORS, ScannedSequence
+from torchfmri._text import plural
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
+
+LEVELS = ("layer", "voxel", "head", "unit")
+SIGNED = "signed"
+_IN_MEMORY = 512 << 20
+"""Larger tables are kept in a temporary file that is mapped."""
+_KINDS = np.array(KINDS, object)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Sequences that go into a table.
+
+    Attributes:
+        anatomy: Their layers and voxels.
+        sequences: To be iterated over, several times.
+        meta: How they were measured.
+        label: The condition of all of them; None leaves it to each.
+    """
+
+    anatomy: Anatomy
+    sequences: Sequence[ScannedSequence]
+    meta: Mapping[str, Any]
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of the prompts.
+
+    Attributes:
+        metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed" for the mean
+            vectors.
+        level: "layer", "voxel", "head" or "unit".
+        layers: A pattern, or several.
+        tokens: Which tokens count.
+        by: The field that holds the condition.
+        paired: The field that pairs belong together by, or None.
+    """
+
+    metric: str = "activation"
+    level: str = "voxel"
+    layers: str | Sequence[str] = "*"
+    tokens: TokenChoice = "all"
+    by: str = "condition"
+    paired: str | None = None
+
+    def __post_init__(self) -> None:
+        known = (*METRICS, DELTA, SIGNED)
+        meaning = f"choose one of {', '.join(map(repr, known))}"
+        require(self.metric in known, "metric", self.metric, meaning)
+        meaning = f"choose one of {', '.join(map(repr, LEVELS))}"
+        require(self.level in LEVELS, "level", self.level, meaning)
+        signed = self.metric == SIGNED
+        if signed != (self.level == "unit"):
+            raise InspectionError(
+                f"metric={self.metric!r} has no level={self.level!r}: signed activations are "
+                "compared unit by unit (metric='signed', level='unit'), the other metrics by "
+                "layer, voxel or head."
+            )
+        for name in ("by", "paired"):
+            value = getattr(self, name)
+            text = isinstance(value, str) or (name == "paired" and value is None)
+            require(text, name, value, "name a field of the rows, such as 'condition'")
+        check_tokens(self.tokens)
+
+
+def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
+    """The table of all prompts that have a condition; the others are noted.
+
+    Raises:
+        LayerNotFoundError: No layer matches.
+        InspectionError: There is no such metric, field or token.
+    """
+    shared = _Shared(sources, question)
+    names: list[str] = []
+    groups: list[str] = []
+    pairs: list[str] = []
+    counts: list[int] = []
+    places: list[int] = []
+    left_out: list[str] = []
+    values: NDArray[Any] | None = None
+    total = sum(len(each.sequences) for each in sources)
+    for place, (source, sequence) in enumerate(_walk(sources)):
+        group = _label(source, sequence, question.by)
+        if group is None:
+            left_out.append(sequence.name)
+            continue
+        row, count = shared.row(source, sequence)
+        if values is None:
+            values = _room(total, len(row))
+        values[len(names)] = row
+        names.append(sequence.name)
+        groups.append(group)
+        counts.append(count)
+        places.append(place)
+        if question.paired is not None:
+            pairs.append(_pair(sequence, question.paired))
+    if values is None:
+        raise _no_conditions(sources, question.by)
+    notes = list(shared.notes)
+    if left_out:
+        notes.append(
+            f"{plural(len(left_out), 'prompt')} without {question.by!r} left out: "
+            f"{', '.join(map(repr, left_out[:3]))}{', ...' if len(left_out) > 3 else ''}"
+        )
+    return PromptTable(
+        names=names,
+        groups=np.array(groups, object),
+        pairs=np.array(pairs, object) if question.paired is not None else None,
+        values=values[: len(names)],
+        columns=shared.columns,
+        counts=np.array(counts, np.int64),
+        metric=question.metric,
+        level=question.level,
+        tokens=token_words(question.tokens),
+        model=" and ".join(dict.fromkeys(str(each.meta.get("model") or "") for each in sources)),
+        places=np.array(places, np.int64),
+        vectors=lambda labels, number: mean_vectors(sources, question.tokens, labels, number),
+        notes=notes,
+    )
+
+
+def _walk(sources: Sequence[Source]) -> Iterator[tuple[Source, ScannedSequence]]:
+    for source in sources:
+        for sequence in source.sequences:
+            yield source, sequence
+
+
+def _room(rows: int, columns: int) -> NDArray[Any]:
+    if rows * columns * 8 <= _IN_MEMORY:
+        return np.empty((rows, columns), np.float64)
+    with tempfile.TemporaryFile() as file:  # the map holds it open
+        return np.memmap(file, np.float32, "w+", shape=(rows, columns))
+
+
+def _label(source: Source, sequence: ScannedSequence, by: str) -> str | None:
+    """The condition of a prompt; None where it has none."""
+    if source.label is not None:
+        return source.label
+    if by == "condition" and sequence.condition:
+        return sequence.condition
+    value = sequence.fields.get(by)
+    return None if value is None or value == "" else str(value)
+
+
+def _pair(sequence: ScannedSequence, paired: str) -> str:
+    value = sequence.fields.get(paired)
+    if value is None:
+        has = ", ".join(map(repr, sequence.fields)) or "none"
+        raise InspectionError(
+            f"{sequence.name!r} has nothing in {paired!r}, by which prompts are paired; its fields "
+            f"are {has}."
+        )
+    return str(value)
+
+
+def _no_conditions(sources: Sequence[Source], by: str) -> InspectionError:
+    first = next((sequence for _, sequence in _walk(sources)), None)
+    if first is None:
+        return InspectionError("The scan has no sequences: there is nothing to compare.")
+    has = ", ".join(map(repr, first.fields)) or "none: scan a dataset, whose rows have fields"
+    return InspectionError(
+        f"No prompt of the scan has a condition in {by!r}. The fields of its rows are {has}. Name "
+        "one of them (by=, --by)."
+    )
+
+
+class _Shared:
+    """The columns that all sources have, and how a prompt becomes a row of them."""
+
+    def __init__(self, sources: Sequence[Source], question: Question) -> None:
+        self._question = question
+        self.notes: list[str] = []
+        found = [chosen_columns(source, question) for source in sources]
+        keys = [
+            dict.fromkeys(zip(each.layer, each.kind, each.start, each.count, strict=True))
+            for each, _ in found
+        ]
+        shared = [key for key in keys[0] if all(key in each for each in keys[1:])]
+        if not shared:
+            raise InspectionError(
+                "The scans have no layer in common, so nothing can be compared: "
+                + " and ".join(
+                    f"{source.meta.get('model')} has {', '.join(source.anatomy.layers[:3])}, ..."
+                    for source in sources
+                )
+            )
+        self._index: dict[int, NDArray[np.int64]] = {}
+        for source, (_, places), own in zip(sources, found, keys, strict=True):
+            order = {key: place for place, key in enumerate(own)}
+            chosen = np.array([order[key] for key in shared], np.int64)
+            self._index[id(source)] = places[chosen]
+            alone = sorted({key[0] for key in own} - {key[0] for key in shared})
+            fewer = len(own) - len(shared)
+            if fewer:
+                which = f": {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}" * bool(alone)
+                self.notes.append(
+                    f"{fewer:,} columns of {source.label or source.meta.get('model')} have no "
+                    f"partner in the other scan and are left out{which}"
+                )
+        each, _ = found[0]
+        place = {
+            key: index
+            for index, key in enumerate(
+                zip(each.layer, each.kind, each.start, each.count, strict=True)
+            )
+        }
+        self.columns = each[np.array([place[key] for key in shared], np.int64)]
+
+    def row(self, source: Source, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
+        """(v,) of one prompt, and how many tokens count."""
+        question, index = self._question, self._index[id(source)]
+        if question.metric == SIGNED:
+            layers = list(dict.fromkeys(self.columns.layer.tolist()))
+            found = vectors_of(sequence, question.tokens)
+            absent = [layer for layer in layers if layer not in found]
+            if absent:
+                raise InspectionError(f"{sequence.name!r} has no mean vector of {absent[0]!r}.")
+            whole = np.concatenate([found[layer] for layer in layers])
+            kept = choose_tokens(sequence, question.tokens, np.ones(len(sequence), bool))
+            return whole.astype(np.float64)[index], int(kept.sum())
+        reading = Reading(source.anatomy, sequence, source.meta)
+        level = "layer" if question.level == "layer" else "voxel"
+        table = reading.table(question.metric, level)
+        measured = np.isfinite(table).any(1) if table.shape[1] else np.zeros(len(table), bool)
+        kept = choose_tokens(sequence, question.tokens, measured)
+        return mean_of(table[kept][:, index]), int(kept.sum())
+
+
+def mean_of(rows: NDArray[np.floating]) -> NDArray[np.float64]:
+    """(v,) the mean over tokens of what is finite; nan where nothing is."""
+    finite = np.isfinite(rows)
+    if finite.all() and len(rows):
+        return np.asarray(rows.mean(0, dtype=np.float64))
+    count = finite.sum(0)
+    total = np.where(finite, rows, 0.0).sum(0, dtype=np.float64)
+    found: NDArray[np.float64] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return found
+
+
+def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray[np.int64]]:
+    """What a source can give, and where that stands in its tables."""
+    anatomy = source.anatomy
+    chosen = _matching(question.layers, anatomy.layers)
+    if question.level == "unit":
+        return _units(source, question, chosen)
+    types = np.array(anatomy.types, object)
+    names = np.array(anatomy.layers, object)
+    if question.level == "layer":
+        places = np.array([anatomy.index[name] for name in chosen], np.int64)
+        nothing = np.zeros(len(places), np.int64)
+        kind = np.full(len(places), "layer", object)
+        return Columns(names[places], types[places], kind, nothing, nothing), places
+    wanted = np.isin(anatomy.layer, [anatomy.index[name] for name in chosen])
+    if question.level == "head":
+        wanted &= anatomy.kind == KINDS.index("head")
+        if not wanted.any():
+            raise InspectionError(
+                "None of the chosen layers has heads: the voxels of q_proj, k_proj and v_proj are "
+                "heads, where the model's configuration says how large these are."
+            )
+    places = np.flatnonzero(wanted)
+    owner = anatomy.layer[places]
+    return Columns(
+        names[owner],
+        types[owner],
+        _KINDS[anatomy.kind[places]],
+        anatomy.start[places].astype(np.int64),
+        anatomy.count[places].astype(np.int64),
+    ), places
+
+
+def _units(
+    source: Source, question: Question, chosen: Sequence[str]
+) -> tuple[Columns, NDArray[np.int64]]:
+    first = next(iter(source.sequences), None)
+    found = {} if first is None else vectors_of(first, question.tokens)
+    layers = [layer for layer in chosen if layer in found]
+    if not layers:
+        raise LayerNotFoundError(
+            str(question.layers),
+            nearest_names(str(question.layers), list(found)),
+            len(found),
+            "scan[0].vectors",
+        )
+    types = source.anatomy.types
+    widths = [len(found[layer]) for layer in layers]
+    count = sum(widths)
+    columns = Columns(
+        np.repeat(np.array(layers, object), widths),
+        np.repeat(np.array([types[source.anatomy.index[each]] for each in layers], object), widths),
+        np.full(count, "unit", object),
+        np.concatenate([np.arange(width) for width in widths]),
+        np.ones(count, np.int64),
+    )
+    return columns, np.arange(count)
+
+
+def _matching(pattern: str | Sequence[str], layers: Sequence[str]) -> list[str]:
+    chosen: set[str] = set()
+    for each in check_names(pattern):
+        found = match_names(each, layers)
+        if not found:
+            raise LayerNotFoundError(each, nearest_names(each, layers), len(layers), "scan.layers")
+        chosen.update(found)
+    return [layer for layer in layers if layer in chosen]
+
+
+def vectors_of(
+    sequence: ScannedSequence, tokens: TokenChoice
+) -> Mapping[str, NDArray[np.floating[Any]]]:
+    """Layer -> (w,) the mean vector over the chosen tokens: as kept, or from full tensors.
+
+    Raises:
+        InspectionError: There are neither.
+    """
+    if isinstance(tokens, str) and tokens in sequence.vectors:
+        return sequence.vectors[tokens]
+    if sequence.tensors:
+        return {
+            layer: mean_of(tensor[choose_tokens(sequence, tokens, np.isfinite(tensor).any(1))])
+            for layer, tensor in sequence.tensors.items()
+        }
+    kept = ", ".join(map(repr, sequence.vectors)) or "none"
+    possible = ", ".join(map(repr, VECTORS))
+    raise InspectionError(
+        f"{sequence.name!r} has no mean vectors over {token_words(tokens)}; it has those over "
+        f"{kept}. Scan with ScanOptions(vectors=...) ({possible}), or keep layers in full with "
+        "tensors=, for any other choice."
+    )
+
+
+def has_vectors(source: Source, tokens: TokenChoice) -> bool:
+    """Whether the first sequence has mean vectors over these tokens."""
+    first = next(iter(source.sequences), None)
+    if first is None:
+        return False
+    return bool(first.tensors) or (isinstance(tokens, str) and tokens in first.vectors)
+
+
+def mean_vectors(
+    sources: Sequence[Source], tokens: TokenChoice, labels: Mapping[int, int], number: int
+) -> dict[str, NDArray[np.float64]]:
+    """Layer -> (k, w) the mean of the prompts' vectors in each group."""
+    totals: dict[str, NDArray[np.float64]] = {}
+    counts = np.zeros(number)
+    for place, (_, sequence) in enumerate(_walk(sources)):
+        if place not in labels:
+            continue
+        counts[labels[place]] += 1
+        for layer, vector in vectors_of(sequence, tokens).items():
+            if layer not in totals:
+                totals[layer] = np.zeros((number, len(vector)))
+            totals[layer][labels[place]] += vector
+    return {layer: total / counts[:, None] for layer, total in totals.items()}

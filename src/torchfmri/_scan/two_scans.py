@@ -1,0 +1,236 @@
+"""Two scans compared: prompts of one against prompts of the other, or one model against another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import is_list, require
+from torchfmri._contrast import Contrast, TestOptions, compare
+from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
+from torchfmri._scan.prompts.token_choice import TokenChoice
+from torchfmri._scan.record.sequence import ScannedSequence
+from torchfmri._scan.scan_record import Scan
+from torchfmri.exceptions import InspectionError
+
+_PARTNER = "$partner"
+"""The field in which matched prompts get the number of their pair."""
+
+
+def contrast(
+    a: Scan | Sequence[Scan],
+    b: Scan | Sequence[Scan],
+    *,
+    names: tuple[str, str] | None = None,
+    paired: bool | str = False,
+    metric: str = "activation",
+    level: str = "voxel",
+    layers: str | Sequence[str] = "*",
+    tokens: TokenChoice = "all",
+    alpha: float = 0.05,
+    height_control: str | None = "fdr",
+    two_sided: bool = True,
+    test: str = "t",
+    permutations: int | None = None,
+    seed: int = 0,
+) -> Contrast:
+    """What differs between the prompts of two scans, or between two models on the same prompts.
+
+    The unit of replication is the prompt: values are averaged over the chosen tokens of each, and
+    the test is over prompts. Layers are aligned by name and voxels by their units; what has no
+    partner is listed in the notes.
+
+    Args:
+        a: A scan, or several.
+        b: Likewise; its prompts are what those of `a` are compared with.
+        names: What to call the two.
+        paired: True pairs the prompts by name, otherwise by text: two models, two checkpoints. Only
+            tokens of text that both have are then compared. Or a field of the rows to pair by.
+        metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed" (level="unit").
+        level: "layer", "voxel", "head", or "unit" for the signed activation.
+        layers: A pattern, or several.
+        tokens: Which tokens count: "all", "prompt", "generated", "last", "prompt_last", a position,
+            (first, end), a compiled regular expression, {"characters": (first, end)}, {"field":
+            name} or {"role": name}.
+        alpha: The threshold.
+        height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None for no threshold.
+        two_sided: Whether the other direction counts.
+        test: Where p comes from: "t", or "permutation".
+        permutations: How many relabellings; by default 1,000 where they are needed.
+        seed: Of the relabellings.
+
+    Returns:
+        The contrast a - b.
+
+    Raises:
+        InspectionError: Nothing can be compared; the message says why.
+    """
+    options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
+    field = paired if isinstance(paired, str) else _PARTNER if paired else None
+    question = Question(metric, level, layers, tokens, "condition", field)
+    sides = (_scans("a", a), _scans("b", b))
+    labels = _names(sides, names)
+    if paired is True:
+        sources, notes = _matched(sides, labels)
+    else:
+        if not paired:
+            _refuse_overlap(sides)
+        notes = []
+        sources = [
+            Source(scan.anatomy, scan, scan.meta, label)  # type: ignore[arg-type]
+            for label, scans in zip(labels, sides, strict=True)
+            for scan in scans
+        ]
+    table = tabulate(sources, question)
+    table.notes += notes
+    weights = {labels[0]: 1.0, labels[1]: -1.0}
+    return compare(table, weights, is_paired=field is not None, options=options)
+
+
+def _scans(name: str, given: Any) -> list[Scan]:
+    several = list(given) if is_list(given) else [given]
+    good = bool(several) and all(isinstance(each, Scan) for each in several)
+    require(good, name, given, "give a Scan, or a list of Scans: torchfmri.load('x.fmri')")
+    return several
+
+
+def _names(sides: tuple[list[Scan], list[Scan]], names: Any) -> tuple[str, str]:
+    if names is not None:
+        good = is_list(names) and len(names) == 2 and all(isinstance(each, str) for each in names)
+        require(good and names[0] != names[1], "names", names, "give two different names")
+        return names[0], names[1]
+    models = [str(side[0].meta.get("model") or "") for side in sides]
+    return (models[0], models[1]) if models[0] != models[1] and all(models) else ("a", "b")
+
+
+def _refuse_overlap(sides: tuple[list[Scan], list[Scan]]) -> None:
+    """Raise where a prompt is in both groups: it would be compared with itself."""
+    weights = [{str(scan.meta.get("weights")) for scan in side} for side in sides]
+    if weights[0].isdisjoint(weights[1]):
+        return
+    own = {name for scan in sides[0] for name in scan.names}
+    texts = {
+        (sequence.name, sequence.text) for scan in sides[0] for sequence in scan
+        if sequence.name in own
+    }  # fmt: skip
+    for scan in sides[1]:
+        for sequence in scan:
+            if sequence.name in own and (sequence.name, sequence.text) in texts:
+                raise InspectionError(
+                    f"{sequence.name!r} is in both groups, with the same text: a prompt cannot be "
+                    "compared with itself. Leave it out of one of them; for two models on the same "
+                    "prompts, write paired=True."
+                )
+
+
+def _prompt_text(sequence: ScannedSequence) -> str:
+    parts = zip(sequence.tokens.spelling, sequence.tokens.generated, strict=True)
+    return b"".join(each for each, generated in parts if not generated).decode(errors="replace")
+
+
+def _matched(
+    sides: tuple[list[Scan], list[Scan]], labels: tuple[str, str]
+) -> tuple[list[Source], list[str]]:
+    """The prompts of both sides, paired by name or text, with the tokens that both have."""
+    first, second = ([(scan, k) for scan in side for k in range(len(scan))] for side in sides)
+    by_name = [{scan.names[k]: (scan, k) for scan, k in each} for each in (first, second)]
+    keys = [name for name in by_name[0] if name in by_name[1]]
+    found = by_name
+    if not keys:
+        found = [{_prompt_text(scan[k]): (scan, k) for scan, k in each} for each in (first, second)]
+        keys = [text for text in found[0] if text in found[1]]
+    if not keys:
+        raise InspectionError(
+            "No prompt of the one is a prompt of the other, neither by name "
+            f"({', '.join(list(by_name[0])[:2])}; {', '.join(list(by_name[1])[:2])}) nor by text: "
+            "paired=True needs the same prompts. Leave it out to compare different ones."
+        )
+    sources = []
+    for side, other, label in ((0, 1, labels[0]), (1, 0, labels[1])):
+        for scan in dict.fromkeys(found[side][key][0] for key in keys):
+            own = [
+                (found[side][key], found[other][key], str(number))
+                for number, key in enumerate(keys)
+                if found[side][key][0] is scan
+            ]
+            sources.append(Source(scan.anatomy, _Partners(own), scan.meta, label))
+    lengths = [len(each) for each in found]
+    notes = [
+        f"{count - len(keys)} prompts of {label!r} have no partner and are left out"
+        for count, label in zip(lengths, labels, strict=True)
+        if count > len(keys)
+    ]
+    return sources, [*notes, "only tokens of text that both have are compared"]
+
+
+class _Partners(Sequence[ScannedSequence]):
+    """Sequences whose tokens without a partner are marked as special, so that they do not count."""
+
+    def __init__(self, places: Sequence[tuple[tuple[Scan, int], tuple[Scan, int], str]]) -> None:
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> ScannedSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ScannedSequence]: ...
+    def __getitem__(self, index: int | slice) -> ScannedSequence | list[ScannedSequence]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        (scan, own), (other_scan, other), number = self._places[index]
+        sequence, partner = scan[own], other_scan[other]
+        special = sequence.tokens.special | ~shared_tokens(sequence, partner)
+        tokens = type(sequence.tokens)(
+            **{
+                **{name: getattr(sequence.tokens, name) for name in _TOKENS},
+                "special": special,
+            }
+        )
+        fields: Mapping[str, Any] = {**sequence.fields, _PARTNER: number}
+        return ScannedSequence(
+            **{name: getattr(sequence, name) for name in _KEPT}, tokens=tokens, fields=fields
+        )
+
+    def __iter__(self) -> Iterator[ScannedSequence]:
+        return (self[index] for index in range(len(self)))
+
+
+_TOKENS = ("ids", "spelling", "surprisal", "entropy", "generated")
+_KEPT = (
+    "name", "layers", "voxels", "statistics", "tensors", "condition", "padding", "checks",
+    "vectors",
+)  # fmt: skip
+
+
+def shared_tokens(sequence: ScannedSequence, partner: ScannedSequence) -> NDArray[np.bool_]:
+    """(s,) which tokens stand for the same bytes at the same place as one of the partner's."""
+    spans = [np.cumsum([0, *map(len, each.tokens.spelling)]) for each in (sequence, partner)]
+    other = {
+        (int(first), int(last)): spelling
+        for first, last, spelling in zip(
+            spans[1][:-1], spans[1][1:], partner.tokens.spelling, strict=True
+        )
+    }
+    texts = [b"".join(each.tokens.spelling) for each in (sequence, partner)]
+    same = _common_length(*texts)
+    return np.array(
+        [
+            last <= same and other.get((int(first), int(last))) == spelling
+            for first, last, spelling in zip(
+                spans[0][:-1], spans[0][1:], sequence.tokens.spelling, strict=True
+            )
+        ],
+        bool,
+    ).reshape(-1)
+
+
+def _common_length(first: bytes, second: bytes) -> int:
+    """How many bytes two texts have in common from their beginning."""
+    pairs = zip(first, second, strict=False)
+    differs = (place for place, (x, y) in enumerate(pairs) if x != y)
+    return next(differs, min(len(first), len(second)))

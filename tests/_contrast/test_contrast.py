@@ -1,0 +1,463 @@
+"""Contrasts of tables: against SciPy and statsmodels, and what is said of bad ones."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_tables import make_table
+
+from torchfmri import FileFormatError, InspectionError, LayerNotFoundError, load_contrast
+from torchfmri._contrast import Contrast, Direction, TestOptions, compare
+from torchfmri._contrast.corrections import adjust_bonferroni, adjust_fdr
+from torchfmri._contrast.remarks import detectable
+from torchfmri._contrast.weights import read_weights
+
+stats = pytest.importorskip("scipy.stats")
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def two_groups(first: int = 9, second: int = 14, columns: int = 12, seed: int = 0) -> Contrast:
+    return compare(make_table(["a"] * first + ["b"] * second, columns, seed=seed), "a - b")
+
+
+# -- against the oracles -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_welch_is_that_of_scipy(two_sided: bool) -> None:
+    table = make_table(["a"] * 9 + ["b"] * 14)
+    table.values[9:] *= 3.0  # variances that differ
+    found = compare(table, "a - b", options=TestOptions(two_sided=two_sided))
+    expected = stats.ttest_ind(
+        table.values[:9], table.values[9:], equal_var=False,
+        alternative="two-sided" if two_sided else "greater",
+    )  # fmt: skip
+    np.testing.assert_allclose(found.t, expected.statistic, **CLOSE)
+    np.testing.assert_allclose(found.dof, expected.df, **CLOSE)
+    np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
+    np.testing.assert_allclose(
+        found.effect, table.values[:9].mean(0) - table.values[9:].mean(0), **CLOSE
+    )
+
+
+def test_hedges_g_is_that_of_statsmodels() -> None:
+    meta = pytest.importorskip("statsmodels.stats.meta_analysis")
+    table = make_table(["a"] * 9 + ["b"] * 14)
+    found = compare(table, "a - b")
+    first, second = table.values[:9], table.values[9:]
+    g, variance = meta.effectsize_smd(
+        first.mean(0), first.std(0, ddof=1), 9, second.mean(0), second.std(0, ddof=1), 14
+    )
+    half = stats.norm.ppf(0.975) * np.sqrt(variance)
+    np.testing.assert_allclose(found.g, g, **CLOSE)
+    np.testing.assert_allclose(found.ci_low, g - half, **CLOSE)
+    np.testing.assert_allclose(found.ci_high, g + half, **CLOSE)
+
+
+def test_paired_t_is_that_of_scipy() -> None:
+    groups, pairs = ["b", "a"] * 8, [str(k // 2) for k in range(16)]
+    table = make_table(groups, pairs=pairs)
+    found = compare(table, "a - b", is_paired=True)
+    first, second = table.values[1::2], table.values[0::2]
+    expected = stats.ttest_rel(first, second)
+    np.testing.assert_allclose(found.t, expected.statistic, **CLOSE)
+    np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
+    gaps = first - second
+    g = (1 - 3 / (4 * 7 - 1)) * gaps.mean(0) / gaps.std(0, ddof=1)
+    np.testing.assert_allclose(found.g, g, **CLOSE)
+    half = stats.norm.ppf(0.975) * np.sqrt(1 / 8 + g**2 / 16)
+    np.testing.assert_allclose(found.ci_high, g + half, **CLOSE)
+
+
+def test_f_is_the_analysis_of_variance() -> None:
+    table = make_table(["a"] * 5 + ["b"] * 7 + ["c"] * 6)
+    found = compare(table, ["a - b", "a - c"])
+    expected = stats.f_oneway(table.values[:5], table.values[5:12], table.values[12:])
+    np.testing.assert_allclose(found.t, expected.statistic, **CLOSE)
+    np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
+    assert (found.test, found.dof_above) == ("F", 2)
+    assert (found.dof == 15).all()
+
+
+def test_f_of_one_of_several_contrasts_is_that_of_statsmodels() -> None:
+    api = pytest.importorskip("statsmodels.api")
+    table = make_table(["a"] * 5 + ["b"] * 7 + ["c"] * 6 + ["d"] * 4)
+    found = compare(table, [{"a": 1, "b": -1}, "c - d"])
+    design = np.array([[float(each == name) for name in "abcd"] for each in table.groups])
+    for column in range(3):
+        fitted = api.OLS(table.values[:, column], design).fit()
+        expected = fitted.f_test(np.array([[1, -1, 0, 0], [0, 0, 1, -1]]))
+        np.testing.assert_allclose(found.t[column], float(expected.fvalue), **CLOSE)
+        np.testing.assert_allclose(found.p[column], float(expected.pvalue), **CLOSE)
+
+
+def test_weights_over_three_groups_are_welchs() -> None:
+    """Two halves of one group against the other, computed term by term."""
+    table = make_table(["a"] * 6 + ["b"] * 8 + ["c"] * 7)
+    found = compare(table, "a - 0.5 * b - 0.5 * c")
+    parts = [table.values[:6], table.values[6:14], table.values[14:]]
+    weights = (1.0, -0.5, -0.5)
+    terms = [w**2 * p.var(0, ddof=1) / len(p) for w, p in zip(weights, parts, strict=True)]
+    effect = sum(w * p.mean(0) for w, p in zip(weights, parts, strict=True))
+    dof = sum(terms) ** 2 / sum(t**2 / (len(p) - 1) for t, p in zip(terms, parts, strict=True))
+    np.testing.assert_allclose(found.t, effect / np.sqrt(sum(terms)), **CLOSE)
+    np.testing.assert_allclose(found.dof, dof, **CLOSE)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_corrections_are_those_of_scipy(p: list[float]) -> None:
+    values = np.array(p)
+    np.testing.assert_allclose(adjust_fdr(values), stats.false_discovery_control(values))
+    np.testing.assert_allclose(adjust_bonferroni(values), np.minimum(values * len(p), 1))
+    with_gap = adjust_fdr(np.insert(values, 0, np.nan))  # what is no test does not count as one
+    assert np.isnan(with_gap[0])
+    np.testing.assert_allclose(with_gap[1:], adjust_fdr(values))
+
+
+# -- relabelling ---------------------------------------------------------------------------------
+
+
+def test_all_relabellings_of_few_prompts_are_those_of_scipy() -> None:
+    table = make_table(["a"] * 4 + ["b"] * 5, 3)
+    found = compare(table, "a - b", options=TestOptions(test="permutation"))
+
+    def welch(x: np.ndarray, y: np.ndarray, axis: int) -> np.ndarray:
+        return np.abs(stats.ttest_ind(x, y, equal_var=False, axis=axis).statistic)
+
+    expected = stats.permutation_test(
+        (table.values[:4], table.values[4:]), welch, vectorized=True, n_resamples=np.inf,
+        alternative="greater",
+    )  # fmt: skip
+    assert found.permutations == 126
+    np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
+
+
+def test_all_flips_of_few_pairs_are_counted_one_by_one() -> None:
+    table = make_table(["a"] * 6 + ["b"] * 6, 3, pairs=[str(k) for k in range(6)] * 2)
+    table.values[:6, 0] += 5.0
+    found = compare(
+        table,
+        "a - b",
+        is_paired=True,
+        options=TestOptions(test="permutation", height_control="max"),
+    )
+    gaps = table.values[:6] - table.values[6:]
+    signs = 1 - 2 * ((np.arange(64)[:, None] >> np.arange(6)) & 1)
+    null = np.abs([stats.ttest_1samp(row[:, None] * gaps, 0).statistic for row in signs])
+    np.testing.assert_allclose(found.p, (null >= np.abs(found.t) - 1e-9).mean(0), **CLOSE)
+    largest = null.max(1)[:, None]
+    np.testing.assert_allclose(found.q, (largest >= np.abs(found.t) - 1e-9).mean(0), **CLOSE)
+    assert found.p[0] == 2 / 64  # its own labels, and all exchanged
+
+
+def test_drawn_relabellings_of_f_and_t_agree_where_there_are_two_groups() -> None:
+    table = make_table(["a"] * 10 + ["b"] * 10 + ["c"] * 3)
+    options = TestOptions(test="permutation", permutations=300)
+    f = compare(table, ["a - b", "a - c"], options=options)
+    assert f.permutations == 301
+    assert ((f.p > 0) & (f.p <= 1)).all()
+
+
+@pytest.mark.parametrize("columns", [1, 7])
+def test_blocks_of_columns_change_nothing(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table(["a"] * 9 + ["b"] * 14)
+    options = TestOptions(height_control="max", permutations=50)
+    whole = compare(table, "a - b", options=options)
+    monkeypatch.setattr("torchfmri._contrast.prompt_table.BLOCK_BYTES", 8 * 51 * columns)
+    parts = compare(table, "a - b", options=options)
+    np.testing.assert_allclose(parts.t, whole.t, **CLOSE)
+    np.testing.assert_array_equal(parts.q, whole.q)
+
+
+# -- planted, and null ---------------------------------------------------------------------------
+
+
+def correlated_tokens(prompts: int, tokens: int, columns: int, seed: int) -> np.ndarray:
+    """(prompt, token, column): neighbours resemble each other, and nothing differs."""
+    random = np.random.default_rng(seed)
+    values = random.normal(size=(prompts, tokens, columns))
+    for token in range(1, tokens):
+        values[:, token] = 0.95 * values[:, token - 1] + 0.3 * values[:, token]
+    return values
+
+
+def test_nothing_is_found_in_nothing_and_a_test_over_tokens_finds_plenty() -> None:
+    over_prompts = over_tokens = 0
+    for draw in range(200):
+        tokens = correlated_tokens(20, 30, 40, draw)
+        groups = ["a"] * 10 + ["b"] * 10
+        table = make_table(groups, values=tokens.mean(1))
+        over_prompts += compare(table, "a - b").survives.any()
+        naive = stats.ttest_ind(
+            tokens[:10].reshape(-1, 40), tokens[10:].reshape(-1, 40), equal_var=False
+        )
+        over_tokens += (adjust_fdr(naive.pvalue) <= 0.05).any()
+    assert over_prompts <= 19  # the 99 % bound of a true 5 %
+    assert over_tokens > 150
+
+
+@pytest.mark.parametrize("control", ["fdr", "bonferroni", "max"])
+def test_planted_effects_are_found_where_they_are(control: str) -> None:
+    table = make_table(["a"] * 15 + ["b"] * 15, 200)
+    planted = [3, 77, 150]
+    table.values[:15, planted] += [3.0, -3.0, 2.5]
+    found = compare(table, "a - b", options=TestOptions(height_control=control))
+    assert found.survives[planted].all()
+    assert found.survives.sum() <= 5
+    assert np.sign(found.effect[planted]).tolist() == [1, -1, 1]
+    names = {(peak.layer, peak.unit) for peak in found.peaks(3)}
+    assert names == {("layers.0.mlp", 192), ("layers.19.mlp", 64), ("layers.37.mlp", 128)}
+
+
+def test_no_threshold_and_an_uncorrected_one() -> None:
+    table = make_table(["a"] * 15 + ["b"] * 15, 200)
+    free = compare(table, "a - b", options=TestOptions(height_control="fpr"))
+    np.testing.assert_array_equal(free.survives, free.p <= 0.05)
+    assert not compare(table, "a - b", options=TestOptions(height_control=None)).survives.any()
+
+
+def test_calibration_counts_relabellings_that_find_something() -> None:
+    found = two_groups(10, 10, 30).calibrate(60)
+    assert found.calibration is not None
+    assert found.calibration[0] == 60
+    assert found.calibration[1] <= 9  # of a true 5 %: beyond the 99 % bound
+    with pytest.raises(InspectionError, match="nothing to calibrate"):
+        two_groups(1, 10).calibrate()
+
+
+# -- what is said --------------------------------------------------------------------------------
+
+
+def test_one_prompt_in_a_group_has_effects_only() -> None:
+    table = make_table(["a"] + ["b"] * 9)
+    found = compare(table, "a - b", options=TestOptions(height_control="max"))
+    assert np.isnan(found.p).all()
+    assert np.isnan(found.t).all()
+    assert not found.survives.any()
+    np.testing.assert_allclose(found.effect, table.values[0] - table.values[1:].mean(0))
+    assert "effects only, no p-values: 'a' has one prompt" in found.notes[0]
+    assert "effects only" in repr(found)
+    sizes = np.abs([peak.effect for peak in found.peaks(None)])
+    assert (np.diff(sizes) <= 0).all()
+
+
+def test_few_prompts_get_a_note_about_power() -> None:
+    assert "little power: with 4 prompts" in two_groups(4, 9).notes[0]
+    assert two_groups(5, 9).notes[0].startswith("power: ")
+
+
+@pytest.mark.parametrize(("n_a", "n_b"), [(20, 20), (10, 30)])
+def test_detectable_effects_are_those_of_statsmodels(n_a: int, n_b: int) -> None:
+    module = pytest.importorskip("statsmodels.stats.power")
+    power = module.TTestIndPower()
+    exact = power.solve_power(nobs1=n_a, ratio=n_b / n_a, alpha=0.05, power=0.8)
+    assert detectable(n_a, n_b, 0.05) == pytest.approx(exact, rel=0.03)
+
+
+def test_too_few_relabellings_say_that_nothing_can_survive() -> None:
+    table = make_table(["a"] * 2 + ["b"] * 2)
+    found = compare(table, "a - b", options=TestOptions(height_control="max"))
+    assert any("nothing can survive at alpha = 0.05: there are only 6" in n for n in found.notes)
+
+
+def test_columns_that_cannot_be_tested_are_kept_and_named() -> None:
+    table = make_table(["a"] * 8 + ["b"] * 8, 8)
+    table.values[:, 0] = 2.5  # constant
+    table.values[:, 1] = np.r_[np.ones(8), np.full(8, 2.0)]  # constant in each group
+    table.values[3, 2] = np.nan
+    table.values[:, 3] = np.inf
+    found = compare(table, "a - b", options=TestOptions(height_control="max", permutations=99))
+    assert (found.effect[0], found.effect[1]) == (0.0, -1.0)
+    assert np.isnan(found.p[[0, 1, 3]]).all()
+    assert (found.n_a[2], found.n_b[2]) == (7, 8)
+    expected = stats.ttest_ind(
+        np.delete(table.values[:8, 2], 3), table.values[8:, 2], equal_var=False
+    )
+    assert found.p[2] == pytest.approx(expected.pvalue, rel=1e-10)
+    assert np.isnan(found.q[2])  # no relabelling of columns with gaps
+    text = " ".join(found.notes)
+    assert "2 of 8 columns do not vary within the conditions" in text
+    assert "1 of 8 columns have no value" in text
+    assert "1 of 8 columns lack finite values for some prompts" in text
+    whole = compare(table, "a - b")
+    assert np.isfinite(whole.q[4:]).all()
+    assert len(whole.peaks(None)) == 8
+
+
+def test_different_lengths_are_mentioned() -> None:
+    table = make_table(["a"] * 8 + ["b"] * 8)
+    table.counts[:8] = 30 + np.arange(8) % 3
+    assert any("differ in length: 31" in note.replace("30.9", "31") for note in two_notes(table))
+    table.counts[:] = 1
+    assert not any("differ in length" in note for note in two_notes(table))
+
+
+def two_notes(table: object) -> tuple[str, ...]:
+    return compare(table, "a - b").notes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("contrast", "message"),
+    [
+        ("a - x", r"'- x' a condition should follow. The conditions are 'a', 'b', 'c - d'"),
+        ("a", "add up to 1"),
+        ("a - 2 * b", "add up to -1"),
+        ({"a": 1, "z": -1}, "no condition 'z'"),
+        ({"a": 1, "b": "one"}, "weight of 'b' is 'one'"),
+        ([], "empty"),
+        (["a - b", "b - a"], "follow from each other"),
+        (3, "A contrast is a text"),
+        ("a b", "at 'b' a condition should follow"),
+    ],
+)
+def test_contrasts_that_are_none(contrast: object, message: str) -> None:
+    with pytest.raises(InspectionError, match=re.escape(message) if "(" in message else message):
+        read_weights(contrast, ["a", "b", "c - d"])  # type: ignore[arg-type]
+
+
+def test_contrasts_in_words() -> None:
+    names = ["a", "c - d", "ä b", "a2"]
+    assert read_weights("a - c - d", names).tolist() == [[1, -1, 0, 0]]
+    assert read_weights("ä b - .5*a - 0.5 * a2", names).tolist() == [[-0.5, 0, 1, -0.5]]
+    assert read_weights(["a - a2", {"a": 1, "ä b": -1}], names).tolist() == [
+        [1, 0, 0, -1],
+        [1, 0, -1, 0],
+    ]
+
+
+def test_the_order_of_a_contrast_is_that_of_the_question() -> None:
+    table = make_table(["a"] * 6 + ["b"] * 6)
+    found, turned = compare(table, "a - b"), compare(table, "b - a")
+    np.testing.assert_allclose(found.t, -turned.t)
+    assert (found.question, turned.question) == ("a - b", "b - a")
+    assert turned.conditions == ("b", "a")
+
+
+def test_pairs_that_are_none() -> None:
+    table = make_table(["a"] * 4 + ["b"] * 4, pairs=list("wxyz") + list("wxy") + ["q"])
+    found = compare(table, "a - b", is_paired=True)
+    assert (found.n_a == 3).all()
+    assert any("2 prompts without a partner are left out: 'prompt-3'" in n for n in found.notes)
+    twice = make_table(["a", "a", "b"], pairs=["x", "x", "x"])
+    with pytest.raises(InspectionError, match="'prompt-0' and 'prompt-1' are both 'a'"):
+        compare(twice, "a - b", is_paired=True)
+    with pytest.raises(InspectionError, match="has a partner"):
+        compare(make_table(["a", "b"], pairs=["x", "y"]), "a - b", is_paired=True)
+    three = make_table(["a", "b", "c"], pairs=["x", "x", "x"])
+    with pytest.raises(InspectionError, match="two conditions, and the contrast has 3"):
+        compare(three, "a - 0.5 * b - 0.5 * c", is_paired=True)
+
+
+def test_one_condition_is_nothing_to_compare() -> None:
+    with pytest.raises(InspectionError, match="All 4 prompts are of one condition, 'a'"):
+        compare(make_table(["a"] * 4), "a - b")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha": 0},
+        {"alpha": "0.05"},
+        {"height_control": "FDR"},
+        {"two_sided": 1},
+        {"test": "welch"},
+        {"permutations": -1},
+        {"permutations": 0, "height_control": "max"},
+        {"seed": 1.5},
+    ],
+)
+def test_options_that_are_none(options: dict[str, object]) -> None:
+    with pytest.raises(InspectionError, match=f"{next(iter(options))}="):
+        TestOptions(**options)  # type: ignore[arg-type]
+
+
+# -- the record ----------------------------------------------------------------------------------
+
+
+def test_tables_are_tidy(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    found = two_groups()
+    frame = found.to_dataframe()
+    assert list(frame.columns) == [
+        "layer", "module", "kind", "head", "unit", "n_a", "n_b", "effect", "g", "ci_low", "ci_high",
+        "t", "dof", "p", "q", "survives",
+    ]  # fmt: skip
+    np.testing.assert_array_equal(frame["t"], found.t)
+    assert frame["head"].isna().all()
+    for name in ("x.csv", "x.parquet", "x.json"):
+        found.export(tmp_path / name)
+    np.testing.assert_array_equal(pandas.read_csv(tmp_path / "x.csv")["p"], found.p)
+    np.testing.assert_array_equal(pandas.read_parquet(tmp_path / "x.parquet")["g"], found.g)
+    assert pandas.read_json(tmp_path / "x.json")["unit"].tolist() == frame["unit"].tolist()
+    with pytest.raises(InspectionError, match=r"one of \.csv, \.parquet, \.json"):
+        found.export(tmp_path / "x.xlsx")
+    assert "layers.0.mlp[64:128]" in found.table(None, 200)  # type: ignore[arg-type]
+    with pytest.raises(LayerNotFoundError):
+        found.peaks(layers="*.attn")
+
+
+def test_a_contrast_is_saved_and_loaded(tmp_path: Path) -> None:
+    table = make_table(["ä"] * 9 + ["b"] * 14)
+    options = TestOptions(height_control="max", permutations=20)
+    found = compare(table, "ä - b", options=options).calibrate(3)
+    found.save(tmp_path / "x.contrast")
+    again = load_contrast(tmp_path / "x.contrast")
+    for name in ("effect", "g", "ci_low", "t", "dof", "p", "q", "p_max", "survives", "n_a"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
+    for name in ("question", "conditions", "prompts", "notes", "calibration", "height_control"):
+        assert getattr(again, name) == getattr(found, name)
+    assert again.columns.names == found.columns.names
+    assert repr(again) == repr(found)
+    with pytest.raises(InspectionError, match="nothing to calibrate"):
+        again.calibrate()
+    data = bytearray((tmp_path / "x.contrast").read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "y.contrast").write_bytes(data)
+    with pytest.raises(FileFormatError, match="checksum"):
+        load_contrast(tmp_path / "y.contrast")
+    (tmp_path / "z.contrast").write_bytes(b"nothing of ours")
+    with pytest.raises(FileFormatError):
+        load_contrast(tmp_path / "z.contrast")
+
+
+def test_random_directions_are_as_long_and_others() -> None:
+    direction = Direction("mlp", np.arange(1.0, 9.0), "a - b", "all tokens")
+    drawn = direction.random(5, seed=3)
+    np.testing.assert_allclose(np.linalg.norm(drawn, axis=1), direction.norm)
+    assert not np.allclose(drawn[0], drawn[1])
+    np.testing.assert_array_equal(drawn, direction.random(5, seed=3))
+
+
+def test_the_map_and_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    table = make_table(["<a>"] * 12 + ["$b$"] * 12, 24)
+    table.values[:12, 5] += 5.0
+    found = compare(table, {"<a>": 1, "$b$": -1})
+    ax = found.plot_contrast()
+    ax.figure.savefig(tmp_path / "map.png")
+    outlines = [each for each in ax.collections if len(each.get_segments())]
+    assert len(outlines) == 1  # one voxel survives: a rectangle of four sides
+    assert len(outlines[0].get_segments()) == 4
+    ends = np.array(outlines[0].get_segments()).reshape(-1, 2)
+    assert (ends[:, 0].min(), ends[:, 0].max()) == (0.5, 1.5)  # it is in block 1
+    report = found.report()
+    report.save_as_html(tmp_path / "x.html")
+    page = (tmp_path / "x.html").read_text("utf-8")
+    assert "&lt;a&gt;" in page
+    assert "<a>" not in page
+    assert "data:image/png;base64," in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "Not looked at" in page
+    shown = found.calibrate(20).report().html()
+    assert "of 20 relabellings found anything" in shown
+
+
+def test_maps_without_tests_and_of_f_are_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    one = compare(make_table(["a"] + ["b"] * 9), "a - b")
+    assert one.plot_contrast().figure.axes[1].get_ylabel().startswith("difference of means")
+    f = compare(make_table(["a"] * 4 + ["b"] * 4 + ["c"] * 4), ["a - b", "b - c"])
+    assert f.plot_contrast().figure.axes[1].get_ylabel().startswith("square root of F")

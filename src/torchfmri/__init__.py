@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._lesion import LesionMap, PatchMap, lesion, patch
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
     from torchfmri._records import Call, Finding, History, Inspection, Record
@@ -95,6 +96,7 @@ __all__ = [
     "Inspector",
     "LayerCost",
     "LayerNotFoundError",
+    "LesionMap",
     "LiveToken",
     "MemoryLimitError",
     "MissingTokensWarning",
@@ -104,6 +106,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWarning",
     "Option",
+    "PatchMap",
     "Record",
     "Scan",
     "ScanFormatError",
@@ -131,8 +134,10 @@ __all__ = [
     "explain",
     "explained",
     "first_difference",
+    "lesion",
     "load",
     "load_model",
+    "patch",
     "scan",
     "scan_dataset",
     "stream",
@@ -150,6 +155,7 @@ _NAMES = {
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
     "_inspect": ("Difference", "Inspector", "first_difference"),
+    "_lesion": ("LesionMap", "PatchMap", "lesion", "patch"),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),

@@ -16,7 +16,7 @@ from torchfmri._model.backward_pass import (
     run_backward,
     spared_grad,
 )
-from torchfmri._model.blocks import Block, Ranges, find_stacks
+from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
 from torchfmri._model.generators import RandomState, random_state
@@ -85,4 +85,5 @@ __all__ = [
     "unwrap",
     "watched",
     "whole_restorations",
+    "width_in",
 ]

@@ -93,9 +93,9 @@ def test_lesions_of_a_model_that_is_written_out(batch: int) -> None:
                 value = value.clone()
                 head = int(name[3])
                 value[..., 4 * head : 4 * head + 4] = 0
-            elif name.endswith("mlp") and place == f"blocks.{block}.hook_mlp_out":
-                return value * 0
-            elif name.endswith("attn") and place == f"blocks.{block}.hook_attn_out":
+            elif (name.endswith("mlp") and place == f"blocks.{block}.hook_mlp_out") or (
+                name.endswith("attn") and place == f"blocks.{block}.hook_attn_out"
+            ):
                 return value * 0
             return value
 
@@ -127,7 +127,9 @@ def test_a_logit_difference_and_a_function_of_ones_own(tiny: Subject) -> None:
     model, tokenizer = tiny
     difference = lesion(model, tokenizer, PROMPTS, " girl", " boy", metric="logit_difference",
                         of="mlps")  # fmt: skip
-    girl, boy = (tokenizer(each, add_special_tokens=False)["input_ids"][0] for each in (" girl", " boy"))
+    girl, boy = (
+        tokenizer(each, add_special_tokens=False)["input_ids"][0] for each in (" girl", " boy")
+    )
 
     def own(logits: Tensor, ids: Tensor) -> Tensor:
         return logits[-1, girl] - logits[-1, boy]
@@ -169,11 +171,11 @@ def test_the_estimate_is_the_derivative_of_the_lesion() -> None:
     model.eval()
     for column, name in enumerate(found.names):
         metrics = []
-        for e in (-1e-4, 1e-4):
+        for e in (-1e-2, 1e-2):  # the norms are in float32: a smaller step would show rounding
             with torch.no_grad(), torchfmri.edited(model, {name: torchfmri.Edit.scale(1 - e)}):
                 metrics.append(-float(model(ids[None]).logits[0, -1].log_softmax(-1)[5]))
-        slope = (metrics[1] - metrics[0]) / 2e-4
-        assert found.estimate[0, column] == pytest.approx(slope, abs=2e-5), name
+        slope = (metrics[1] - metrics[0]) / 2e-2
+        assert found.estimate[0, column] == pytest.approx(slope, abs=2e-5, rel=2e-3), name
         assert found.effect[0, column] == found.estimate[0, column]
 
 
@@ -264,7 +266,11 @@ def test_an_interrupted_run_goes_on(tiny: Subject, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.lesioned, whole.lesioned)
     again = LesionMap.load(path)
     np.testing.assert_array_equal(again.lesioned, whole.lesioned)
-    assert (again.names, again.prompts, again.answers) == (whole.names, whole.prompts, whole.answers)
+    assert (again.names, again.prompts, again.answers) == (
+        whole.names,
+        whole.prompts,
+        whole.answers,
+    )
     with pytest.raises(InspectionError, match="another model, other prompts or other options"):
         lesion(*tiny, PROMPTS, ANSWERS, of="heads", path=path)
 

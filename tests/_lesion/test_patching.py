@@ -52,7 +52,9 @@ def test_every_patch_is_an_edit(tiny: Subject) -> None:
         return -float(sum(logits[at, token] for at, token in enumerate(answer)))
 
     assert len(answer) == 1
-    assert (found.clean, found.corrupted) == pytest.approx((surprisal(clean), surprisal(corrupted)), abs=1e-4)
+    assert (found.clean, found.corrupted) == pytest.approx(
+        (surprisal(clean), surprisal(corrupted)), abs=1e-4
+    )
     for row, name in enumerate(found.names):
         for column, (one, other) in enumerate(found.pairs):
             edit = torchfmri.Edit.replace(donor, source=[one]).at(tokens=[other])

@@ -6,7 +6,13 @@ import pytest
 from torchfmri._lesion.student import paired, probability_inside, quantile
 
 # Two-sided 95 % and 99 % values of t, as printed in statistical tables.
-TABLE = {1: (12.706, 63.657), 2: (4.303, 9.925), 5: (2.571, 4.032), 19: (2.093, 2.861), 120: (1.980, 2.617)}
+TABLE = {
+    1: (12.706, 63.657),
+    2: (4.303, 9.925),
+    5: (2.571, 4.032),
+    19: (2.093, 2.861),
+    120: (1.980, 2.617),
+}
 
 
 @pytest.mark.parametrize("freedom", TABLE)

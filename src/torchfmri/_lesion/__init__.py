@@ -1,4 +1,4 @@
-"""`lesion` and `patch`: what becomes of answers when parts of a model are taken out or exchanged.
+"""`lesion`, `patch`: what answers lose when parts of a model are out or exchanged.
 
 `questions` are prompts with the answer that counts, `targets` the parts that are lesioned.
 `lesion_run` carries many lesions in one forward pass and estimates them by one backward pass,

@@ -129,7 +129,7 @@ class LesionRun:
             InspectionError: Saying how far the same row is from itself in other company.
         """
         ids = question.ids.expand(max(self.batch, 2), -1).clone()
-        ids[1:] = ids[1:].roll(1, -1)  # other rows in other orders
+        ids[1:] = ids[1:, :1]  # one token over and over: other statistics, and one expert's alone
         with torch.no_grad():
             alone = logits_for(self.model, question.ids[None], None)[0].double()
             together = logits_for(self.model, ids, None)[0]

@@ -33,7 +33,7 @@ from torchfmri._model.layers import (
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
 from torchfmri._model.patterns import check_names, match_names, nearest_names
-from torchfmri._model.places import Place, places_of
+from torchfmri._model.places import Place, input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
 from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
 
@@ -64,6 +64,7 @@ __all__ = [
     "find_layers",
     "find_stacks",
     "generators_restored",
+    "input_layers",
     "leaf_layers",
     "load_model",
     "load_subject",

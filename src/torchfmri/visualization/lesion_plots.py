@@ -119,7 +119,10 @@ def _draw(
     ax.tick_params(labelsize=7, length=2)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.02, fraction=0.06)
     bar.set_label(escape(label), fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    bar.ax.tick_params(labelsize=7, which="both")
+    if "norm" in how:  # a logarithmic scale writes powers of ten, too large and too many
+        bar.ax.yaxis.set_minor_formatter("{x:.2g}")
+        bar.ax.yaxis.set_major_formatter("{x:.2g}")
     bar.outline.set_visible(False)
 
 

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     )
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
+    from torchfmri._edit import Edit, edited
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._lesion import LesionMap, PatchMap, lesion, patch
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
     from torchfmri._records import Call, Finding, History, Inspection, Record
@@ -93,6 +95,7 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "Direction",
+    "Edit",
     "ExplainedError",
     "Explanation",
     "FileFormatError",
@@ -110,6 +113,7 @@ __all__ = [
     "LayerAccuracy",
     "LayerCost",
     "LayerNotFoundError",
+    "LesionMap",
     "LiveToken",
     "MemoryLimitError",
     "MissingTokensWarning",
@@ -119,6 +123,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWarning",
     "Option",
+    "PatchMap",
     "Peak",
     "Record",
     "Scan",
@@ -144,12 +149,15 @@ __all__ = [
     "contrast",
     "cost",
     "diagnose",
+    "edited",
     "explain",
     "explained",
     "first_difference",
+    "lesion",
     "load",
     "load_contrast",
     "load_model",
+    "patch",
     "scan",
     "scan_dataset",
     "stream",
@@ -173,9 +181,11 @@ _NAMES = {
     ),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
+    "_edit": ("Edit", "edited"),
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
     "_inspect": ("Difference", "Inspector", "first_difference"),
+    "_lesion": ("LesionMap", "PatchMap", "lesion", "patch"),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),

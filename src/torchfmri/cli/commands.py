@@ -19,7 +19,18 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__
 from torchfmri._text import printable, terminal_text
-from torchfmri.cli import contrast, cost, demo, diagnose, repair, replay, routing, scan, verify
+from torchfmri.cli import (
+    contrast,
+    cost,
+    demo,
+    diagnose,
+    lesion,
+    repair,
+    replay,
+    routing,
+    scan,
+    verify,
+)
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -54,6 +65,12 @@ COMMANDS = (
         "compare the conditions of a scan: what differs, with a test over prompts",
         contrast.add_arguments,
         contrast.run,
+    ),
+    Command(
+        "lesion",
+        "take every head and MLP out in turn, and map what becomes of the answers",
+        lesion.add_arguments,
+        lesion.run,
     ),
     Command(
         "cost",

@@ -2,8 +2,8 @@
 
 `plots` has the public plots of inspections, whose code is in `_histogram`, `_compare`, `_depth` and
 `_feature_maps`; `history_plots` draws histories, `diagnosis_plots` diagnoses, `routing_plots`
-routing. The other files with an underscore draw what they are given as arrays. A new plot is a
-`plot_*` function here, and a method of the result that it shows.
+routing, `lesion_plots` lesions. The other files with an underscore draw what they are given as
+arrays. A new plot is a `plot_*` function here, and a method of the result that it shows.
 """
 
 from torchfmri.visualization import history_plots, plots
@@ -20,6 +20,12 @@ from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, sc
 from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
 from torchfmri.visualization.diagnosis_plots import plot_diagnosis
+from torchfmri.visualization.lesion_plots import (
+    LesionPicture,
+    PatchPicture,
+    draw_lesions,
+    draw_patches,
+)
 from torchfmri.visualization.plots import (
     plot_compare,
     plot_feature_maps,
@@ -38,12 +44,16 @@ __all__ = [
     "MOST_LINES",
     "Band",
     "Brain",
+    "LesionPicture",
     "Line",
+    "PatchPicture",
     "TokenTrack",
     "axes_or_new",
     "check_picture",
     "draw_brain",
+    "draw_lesions",
     "draw_lines",
+    "draw_patches",
     "escape",
     "history_plots",
     "in_context",

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchfmri._capture import Padding, Taps, Target, masked_modules
 from torchfmri._diagnosis import Diagnosis, diagnose_inspection
+from torchfmri._inspect.attention import AttentionRecording
 from torchfmri._inspect.recorder import Keep, Recorder, Watched
 from torchfmri._model import (
     Loss,
@@ -124,7 +125,8 @@ class Inspector:
         Args:
             pattern: Which layers, as for `layers`.
             what: One or several of inputs, activations, gradients (dL/d output), input_gradients
-                (through that call only), parameters, parameter_gradients.
+                (through that call only), parameters, parameter_gradients, attention (patterns
+                (b, heads, q, k), of the layers that compute attention).
             exclude: Leave these out.
             per: `"channel"` to also take statistics per unit (channel or feature).
 
@@ -244,8 +246,14 @@ class Inspector:
         with watched(self.model, alone=alone):
             self._recording = True
             try:
-                with compiled_code_as_eager(), Taps(targets, recorder):
+                with ExitStack() as stack:
+                    stack.enter_context(compiled_code_as_eager())
+                    stack.enter_context(Taps(targets, recorder))
                     padding.attach()
+                    if any("attention" in each.what for each in sinks.values()):
+                        attention = AttentionRecording(self.model, sinks, recorder)
+                        stack.enter_context(attention)
+                        stack.callback(attention.finish)
                     yield recorder
                 if recorder.error is not None:
                     raise recorder.error

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from torch import nn
 
 from torchfmri._model.patterns import match_names, nearest_names
+from torchfmri._model.places import whole_layers
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 Pattern: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
@@ -69,7 +70,8 @@ def find_layers(
     """The names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
     The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
-    children. `hint` says where the names are listed, should a pattern select nothing.
+    children. What no layer is called may be a name of `places`, such as `L3.mlp`. `hint` says
+    where the names are listed, should a pattern select nothing.
 
     Raises:
         LayerNotFoundError: A pattern selects nothing.
@@ -78,6 +80,8 @@ def find_layers(
     chosen: set[str] = set()
     for single in check_pattern(pattern):
         found = _match(layers, single)
+        if not found and isinstance(single, str):
+            found = whole_layers(layers, single)
         if not found:
             raise _not_found(layers, single, hint)
         chosen.update(found)

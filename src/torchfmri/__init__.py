@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._lens import InputAttribution, Lens, LogitAttribution
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
     from torchfmri._records import Call, Finding, History, Inspection, Record
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
         ScanOptions,
         ScanStream,
         Tokens,
+        attribute_inputs,
+        attribute_logit,
+        lens,
         load,
         scan,
         scan_dataset,
@@ -88,12 +92,15 @@ __all__ = [
     "History",
     "Incident",
     "Incidents",
+    "InputAttribution",
     "Inspection",
     "InspectionError",
     "Inspector",
     "LayerCost",
     "LayerNotFoundError",
+    "Lens",
     "LiveToken",
+    "LogitAttribution",
     "MemoryLimitError",
     "MissingTokensWarning",
     "Monitor",
@@ -122,12 +129,15 @@ __all__ = [
     "UnsupportedLayerError",
     "Verification",
     "advise",
+    "attribute_inputs",
+    "attribute_logit",
     "calculate_statistics",
     "cost",
     "diagnose",
     "explain",
     "explained",
     "first_difference",
+    "lens",
     "load",
     "load_model",
     "scan",
@@ -146,6 +156,7 @@ _NAMES = {
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
     "_inspect": ("Difference", "Inspector", "first_difference"),
+    "_lens": ("InputAttribution", "Lens", "LogitAttribution"),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),
@@ -159,6 +170,9 @@ _NAMES = {
         "ScannedSequence",
         "Scanner",
         "Tokens",
+        "attribute_inputs",
+        "attribute_logit",
+        "lens",
         "load",
         "scan",
         "scan_dataset",

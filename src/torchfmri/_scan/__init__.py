@@ -13,6 +13,7 @@ from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
+from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
@@ -34,6 +35,9 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Tokens",
+    "attribute_inputs",
+    "attribute_logit",
+    "lens",
     "load",
     "repair",
     "require_replaceable",

@@ -7,6 +7,8 @@ keeps that. `logit_attribution` splits a logit into what heads and MLPs add (`bl
 mixtures, `features` any dictionary of features.
 """
 
+from torchfmri._lens.experts import RouterReader, Routing, find_routers
+from torchfmri._lens.features import FeatureReader, FeatureSource, find_sources
 from torchfmri._lens.input_attribution import METHODS, InputAttribution, attribute_embeddings
 from torchfmri._lens.lens import LensReading, read_lens, read_stream
 from torchfmri._lens.lens_record import Lens
@@ -16,14 +18,20 @@ from torchfmri._lens.unembedding import Unembedding, find_unembedding
 
 __all__ = [
     "METHODS",
+    "FeatureReader",
+    "FeatureSource",
     "InputAttribution",
     "Lens",
     "LensReading",
     "LogitAttribution",
+    "RouterReader",
+    "Routing",
     "Stream",
     "Unembedding",
     "attribute",
     "attribute_embeddings",
+    "find_routers",
+    "find_sources",
     "find_unembedding",
     "only_stack",
     "read_lens",

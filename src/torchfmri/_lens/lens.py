@@ -64,9 +64,25 @@ def read_lens(
         return read_stream(stream, unembedding, ids, top)
 
 
-def read_stream(stream: Stream, unembedding: Unembedding, ids: Tensor, top: int = 5) -> LensReading:
-    """Read the states of a stream through an unembedding; see `read_lens`."""
+def read_stream(
+    stream: Stream,
+    unembedding: Unembedding,
+    ids: Tensor,
+    top: int = 5,
+    mask: Tensor | None = None,
+) -> LensReading:
+    """Read the states of a stream through an unembedding; see `read_lens`.
+
+    Args:
+        stream: The stream.
+        unembedding: What it is read through.
+        ids: (b, s) the tokens.
+        top: How many of the likeliest tokens are kept.
+        mask: (b, s) 0 for padding, which does not come next.
+    """
     following = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
+    if mask is not None:
+        following[:, :-1] = following[:, :-1].masked_fill(mask[:, 1:] == 0, -1)
     parts = [_read(state, unembedding, following, top) for state in stream.states]
     rank, probability, entropy, best, best_probability = (
         torch.stack(each) for each in zip(*parts, strict=True)

@@ -13,6 +13,7 @@ from torchfmri._arguments import check_file, is_whole, require
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
+from torchfmri._scan.pictures.readouts import ReadoutMethods
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import FROM_LOSS, Reading, Values, merged_statistics
@@ -37,7 +38,7 @@ _LONGEST = 1_000
 Pattern = str | Sequence[str]
 
 
-class Scan:
+class Scan(ReadoutMethods):
     """What a model did while it read and wrote, token by token; see `scan` and `load`.
 
     It is a sequence of `ScannedSequence`s. Column t of everything is token t: its surprisal is

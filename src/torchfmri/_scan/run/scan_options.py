@@ -25,6 +25,13 @@ class ScanOptions:
         tensors: Layers whose activations are kept in full, by pattern.
         live: Take the activations while the model generates; False: from the pass alone.
         verify: Also run `generate` once more without any hook, and compare the tokens.
+        attention: Read the attention of every head and keep its scores; a pattern over layers
+            also keeps the whole patterns of those.
+        lens: Read every block's output through the model's own head: what it would say next.
+        experts: Keep which experts the routers of a mixture choose.
+        features: Dictionaries of features, {place: object with encode, or function}; or one that
+            knows its place.
+        feature_count: How many features of a token are kept at most.
 
     Example:
         >>> from torchfmri import ScanOptions
@@ -39,6 +46,11 @@ class ScanOptions:
     tensors: Pattern | None = None
     live: bool = True
     verify: bool = False
+    attention: bool | Pattern = False
+    lens: bool = False
+    experts: bool = False
+    features: object | None = None
+    feature_count: int = 32
 
     def __post_init__(self) -> None:
         if self.per not in PER:
@@ -47,6 +59,11 @@ class ScanOptions:
         check_number("voxel", self.voxel, 1, "the number of units of a voxel, such as 64")
         check_flag("live", self.live)
         check_flag("verify", self.verify)
+        check_flag("lens", self.lens)
+        check_flag("experts", self.experts)
+        check_number("feature_count", self.feature_count, 1, "features to keep, such as 32")
+        if not isinstance(self.attention, bool):
+            check_pattern(self.attention)
         check_pattern(self.layers)
         if self.tensors is not None:
             check_pattern(self.tensors)

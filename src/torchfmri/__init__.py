@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torchfmri._checkup import diagnose
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
+    from torchfmri._edit import Edit, edited
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Difference, Inspector, first_difference
@@ -81,6 +82,7 @@ __all__ = [
     "DatasetScan",
     "Diagnosis",
     "Difference",
+    "Edit",
     "ExplainedError",
     "Explanation",
     "FileFormatError",
@@ -134,6 +136,7 @@ __all__ = [
     "calculate_statistics",
     "cost",
     "diagnose",
+    "edited",
     "explain",
     "explained",
     "first_difference",
@@ -153,6 +156,7 @@ _NAMES = {
     "_checkup": ("diagnose",),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
+    "_edit": ("Edit", "edited"),
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
     "_inspect": ("Difference", "Inspector", "first_difference"),

@@ -1,5 +1,5 @@
-"""The name by which saved files know `Hook`: one saved while hooks were attached carries them."""
+"""The names by which saved files know our hooks: one saved while hooks were attached has them."""
 
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, ReplacingHook
 
-__all__ = ["Hook"]
+__all__ = ["Hook", "ReplacingHook"]

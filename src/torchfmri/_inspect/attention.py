@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -10,11 +11,46 @@ from torch import nn
 from torchfmri._attention import AttentionCall, AttentionReader
 from torchfmri._capture import CallKey
 from torchfmri._inspect.recorder import Recorder, Watched
-from torchfmri._model import unwrap
+from torchfmri._model import Pattern, match_names, named_layers, places_of, unwrap
 from torchfmri._torch import Element
+from torchfmri.exceptions import InspectionError
 
 _READABLE = ("eager", "sdpa", None)
 _DROPOUT = "the pattern is that before dropout"
+
+
+@contextmanager
+def recorded_attention(
+    model: nn.Module, watched: Mapping[str, Watched], recorder: Recorder
+) -> Iterator[None]:
+    """Record the attention of the layers for which it is watched, while the block runs."""
+    if not any("attention" in each.what for each in watched.values()):
+        yield
+        return
+    recording = AttentionRecording(model, watched, recorder)
+    with recording:
+        yield
+    recording.finish()
+
+
+def attention_layers(model: nn.Module, pattern: Pattern) -> list[str] | None:
+    """The layers whose patterns a name such as `blocks.3.attn.hook_pattern` stands for.
+
+    None for all else, patterns over layers among them.
+
+    Raises:
+        InspectionError: The name is known, and the place is not in this model; or it is one head.
+    """
+    layers = named_layers(model)
+    if not isinstance(pattern, str) or match_names(pattern, [name for name in layers if name]):
+        return None
+    places = [each for each in places_of(layers, pattern) if each.what == "attention"]
+    if heads := [each.name for each in places if each.head is not None]:
+        raise InspectionError(
+            f"{heads[0]!r} is one head, and all heads of a layer are kept together: (b, heads, q, "
+            f"k). Watch {places[0].layer!r}, and read head {places[0].head} of its pattern."
+        )
+    return [each.layer for each in places] or None
 
 
 class AttentionRecording(AttentionReader):

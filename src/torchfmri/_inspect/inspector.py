@@ -13,7 +13,8 @@ from torch import nn
 
 from torchfmri._capture import Padding, Taps, Target, masked_modules
 from torchfmri._diagnosis import Diagnosis, diagnose_inspection
-from torchfmri._inspect.attention import AttentionRecording
+from torchfmri._edit import Spec, attached, bind_edits, require_acted
+from torchfmri._inspect.attention import attention_layers, recorded_attention
 from torchfmri._inspect.recorder import Keep, Recorder, Watched
 from torchfmri._model import (
     Loss,
@@ -25,6 +26,7 @@ from torchfmri._model import (
     leaf_layers,
     loss_of,
     named_layers,
+    nearest_names,
     own_turn,
     run_backward,
     runnable,
@@ -35,7 +37,7 @@ from torchfmri._model import (
     watched,
 )
 from torchfmri._records import BACKWARD_WHAT, Inspection, Record, check_what
-from torchfmri.exceptions import InspectionError
+from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.visualization import plots
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class Inspector:
         self._keep = Keep(keep, max_bytes, device, dtype)
         self._watches: dict[str, set[str]] = {}
         self._per_channel: set[str] = set()
+        self._edits: dict[str, Spec] = {}
         self._inspection: Inspection | None = None
         self._recording = False
 
@@ -137,7 +140,9 @@ class Inspector:
         wanted = _check_whats(what)
         if per not in (None, "channel"):
             raise InspectionError(f"per={per!r}: there is per='channel', or None for the tensor.")
-        names = self.layers(pattern, exclude)
+        names = attention_layers(self.model, pattern) if wanted == ["attention"] else None
+        if names is None:
+            names = self.layers(pattern, exclude)
         for name in names:
             self._watches.setdefault(name, set()).update(wanted)
         if per:
@@ -165,6 +170,43 @@ class Inspector:
     def watched(self) -> dict[str, tuple[str, ...]]:
         """What is watched: layer -> what."""
         return {name: tuple(sorted(what)) for name, what in self._watches.items()}
+
+    # -- editing -----------------------------------------------------------------------------
+
+    def edit(self, place: str, edit: Spec) -> None:
+        """Change activations in everything that this inspector runs or records.
+
+        What is watched is what the edited model does. `torchfmri.edited` does the same for a block.
+
+        Args:
+            place: A layer or pattern, a head (`L9H6`), or a name of TransformerLens.
+            edit: An `Edit`, `"zero"`, a tensor to put there, or a function of the value.
+
+        Raises:
+            LayerNotFoundError: Nothing matches.
+            InspectionError: The place or the edit cannot be had, or it meets another edit.
+        """
+        edits = {**self._edits, place: edit}
+        bind_edits(self.model, edits)
+        self._edits = edits
+
+    def unedit(self, place: str | None = None) -> None:
+        """Take back the edit of a place, or all edits.
+
+        Raises:
+            LayerNotFoundError: There is no edit of that place.
+        """
+        if place is not None and place not in self._edits:
+            raise LayerNotFoundError(
+                place, nearest_names(place, list(self._edits)), len(self._edits), "inspector.edits"
+            )
+        kept = {name: each for name, each in self._edits.items() if name != place}
+        self._edits = {} if place is None else kept
+
+    @property
+    def edits(self) -> dict[str, Spec]:
+        """The edits: place -> edit."""
+        return dict(self._edits)
 
     # -- running -----------------------------------------------------------------------------
 
@@ -246,14 +288,13 @@ class Inspector:
         with watched(self.model, alone=alone):
             self._recording = True
             try:
-                with ExitStack() as stack:
-                    stack.enter_context(compiled_code_as_eager())
-                    stack.enter_context(Taps(targets, recorder))
+                with (
+                    compiled_code_as_eager(),
+                    self._edited(),
+                    Taps(targets, recorder),
+                    recorded_attention(self.model, sinks, recorder),
+                ):
                     padding.attach()
-                    if any("attention" in each.what for each in sinks.values()):
-                        attention = AttentionRecording(self.model, sinks, recorder)
-                        stack.enter_context(attention)
-                        stack.callback(attention.finish)
                     yield recorder
                 if recorder.error is not None:
                     raise recorder.error
@@ -261,6 +302,17 @@ class Inspector:
                 padding.detach()
                 self._recording = False
                 recorder.finish()
+
+    @contextmanager
+    def _edited(self) -> Iterator[None]:
+        """The edits, attached while the block runs."""
+        if not self._edits:
+            yield
+            return
+        bound, passes = bind_edits(self.model, self._edits)
+        with attached(self.model, bound, passes, {}):
+            yield
+        require_acted(bound)
 
     def _plan(self) -> tuple[list[Target], dict[str, Watched], Inspection]:
         """What to tap, once per module instance, and the empty records to fill."""

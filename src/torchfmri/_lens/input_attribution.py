@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 METHODS = ("gradient_x_input", "integrated_gradients")
 _ROWS_AT_ONCE = 16
+_CONVERGED = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class InputAttribution:
         pieces: The text of each input token.
         values: (s,) what each adds.
         logit: The logit, or the difference.
-        baseline: Both with embeddings of zeros in the place of the tokens.
+        baseline: What it is with the baseline in the place of every token.
         steps: How many points of the way from there integrated gradients looked at; 1 for the
             other method.
 
@@ -61,8 +62,13 @@ class InputAttribution:
 
     @property
     def residual(self) -> float:
-        """What the tokens miss of logit - baseline: integrated gradients come near 0."""
+        """What the tokens miss of logit - baseline; 0 for integrated gradients that converged."""
         return self.logit - self.baseline - float(self.values.sum())
+
+    @property
+    def has_converged(self) -> bool:
+        """Whether the tokens explain all but 5% of logit - baseline."""
+        return abs(self.residual) <= _CONVERGED * abs(self.logit - self.baseline)
 
     @property
     def title(self) -> str:
@@ -76,10 +82,19 @@ class InputAttribution:
         """One line per token, then the sum and what it misses."""
         names = [f"{index} {piece!r}" for index, piece in enumerate(self.pieces)]
         cells = [f"{value:+.4f}" for value in self.values]
-        names += ["sum", "logit - baseline", "residual"]
-        cells += [f"{self.values.sum():+.4f}", f"{self.logit - self.baseline:+.4f}"]
-        cells.append(f"{self.residual:+.1e}")
-        return Grid(self.title, "token", names, [Column("adds", cells, 1)]).text()
+        names.append("sum")
+        cells.append(f"{self.values.sum():+.4f}")
+        notes = []
+        if self.method == "integrated_gradients":
+            names += ["logit - baseline", "residual"]
+            cells += [f"{self.logit - self.baseline:+.4f}", f"{self.residual:+.1e}"]
+            if not self.has_converged:
+                notes.append(
+                    f"not converged in {self.steps} steps: the residual is more than "
+                    f"{_CONVERGED:.0%} of what is to be explained, so trust no single number here; "
+                    "try more steps, another baseline, or method='gradient_x_input'"
+                )
+        return Grid(self.title, "token", names, [Column("adds", cells, 1)], notes).text()
 
     def __repr__(self) -> str:
         return f"<InputAttribution: {self.title}; residual {self.residual:.1e}>"
@@ -95,6 +110,7 @@ def attribute_embeddings(
     score: Callable[[Tensor], Tensor],
     method: str,
     steps: int,
+    baseline: str | int = "mean",
 ) -> tuple[Tensor, float, float]:
     """What each input token adds to a score of the logits, (s,), the score, and its baseline.
 
@@ -104,6 +120,7 @@ def attribute_embeddings(
         score: Logits (copies, s, v) -> (copies,).
         method: One of `METHODS`.
         steps: Points of integrated gradients, by Gauss and Legendre's rule.
+        baseline: "zero", "mean" (of all embeddings), or the token that every token is put in for.
     """
     embedding = _embedding(model)
     real: list[Tensor] = []
@@ -115,23 +132,47 @@ def attribute_embeddings(
             "pass, where once with (b, s, width) was expected: its tokens cannot be told apart."
         )
     vectors = real[0][:1]
+    start = _baseline(embedding, vectors, baseline)
     if method == "gradient_x_input":
         points, weights = np.ones(1), np.ones(1)
     else:
         nodes, weights = np.polynomial.legendre.leggauss(steps)
         points, weights = (1 + nodes) / 2, weights / 2
-    with torch.no_grad(), _hooked(embedding, torch.zeros_like):
-        baseline = float(score(call(1))[0])
+    with torch.no_grad(), _hooked(embedding, partial(_instead, start)):
+        lowest = float(score(call(1))[0])
     total = torch.zeros_like(vectors[0], dtype=torch.float64)
     for first in range(0, len(points), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
         alphas = torch.tensor(points[part], dtype=vectors.dtype, device=vectors.device)
-        given = (alphas[:, None, None] * vectors).requires_grad_()
+        given = (start + alphas[:, None, None] * (vectors - start)).requires_grad_()
         with torch.enable_grad(), _hooked(embedding, partial(_instead, given)):
             (gradient,) = torch.autograd.grad(score(call(len(alphas))).sum(), given)
         rule = torch.tensor(weights[part], device=vectors.device)
         total += torch.einsum("n,nsw->sw", rule, gradient.double())
-    return (total * vectors[0].double()).sum(-1), logit, baseline
+    apart = vectors if method == "gradient_x_input" else vectors - start
+    return (total * apart[0].double()).sum(-1), logit, lowest
+
+
+def _baseline(embedding: nn.Module, vectors: Tensor, baseline: str | int) -> Tensor:
+    """(1, s, width) what stands in the place of the tokens where nothing is said yet."""
+    if baseline == "zero":
+        return torch.zeros_like(vectors)
+    weight = getattr(embedding, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise InspectionError(
+            f"baseline={baseline!r}: {type(embedding).__name__} has no table of embeddings. Use "
+            "baseline='zero'."
+        )
+    if baseline != "mean" and not (isinstance(baseline, int) and 0 <= baseline < len(weight)):
+        raise InspectionError(
+            f"baseline={baseline!r}: give 'mean', 'zero', or a token (of {len(weight)})."
+        )
+    ids = torch.arange(len(weight)) if baseline == "mean" else torch.tensor([baseline])
+    ids = ids.to(weight.device)
+    # Through the layer itself, which may scale what is in its table (Gemma).
+    with torch.no_grad():
+        found: Tensor = embedding(ids)
+    return found.double().mean(0).to(vectors.dtype).expand_as(vectors).clone()
 
 
 def _embedding(model: nn.Module) -> nn.Module:

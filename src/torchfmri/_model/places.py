@@ -151,7 +151,8 @@ def resolve_places(layers: Mapping[str, nn.Module], name: str) -> list[Place] | 
 
 def _has_plain(stacks: Mapping[str, list[Block]], parsed: _Name) -> bool:
     """Whether any block has the part that a plain name means; others are simply no layers."""
-    blocks = [each for blocks in stacks.values() for each in blocks]
+    fitting = [name for name in stacks if f".{parsed.stack}." in f".{name}." or not parsed.stack]
+    blocks = [each for name in fitting for each in stacks[name]]
     if parsed.block != "*":
         blocks = [each for each in blocks if each.index == int(parsed.block)]
     return any(parsed.part in each.inside or parsed.part in _PLAIN_PARTS for each in blocks)
@@ -192,8 +193,8 @@ def _choose_stack(stacks: Mapping[str, list[Block]], wanted: str, name: str) -> 
             f"{name!r}: no list of blocks is called {wanted!r}; there is {listed}."
         )
     raise InspectionError(
-        f"{name!r} is ambiguous: the model has {len(fitting)} lists of blocks, {listed}. Put a part "
-        f"of the list's name before it, such as '{_telling_part(fitting)}.{name}'."
+        f"{name!r} is ambiguous: the model has {len(fitting)} lists of blocks, {listed}. Put a "
+        f"part of the list's name before it, such as '{_telling_part(fitting)}.{name}'."
     )
 
 

@@ -21,7 +21,14 @@ from torchfmri._records.history import (
 from torchfmri._records.history_files import write_records
 from torchfmri._records.inspection import Inspection
 from torchfmri._records.record import Call, Record
-from torchfmri._records.values import BACKWARD_WHAT, GRADIENT_OF, PARAMETER_WHAT, Value, check_what
+from torchfmri._records.values import (
+    BACKWARD_WHAT,
+    GRADIENT_OF,
+    PARAMETER_WHAT,
+    Value,
+    channel_axis,
+    check_what,
+)
 
 __all__ = [
     "BACKWARD_WHAT",
@@ -46,6 +53,7 @@ __all__ = [
     "Severity",
     "Step",
     "Value",
+    "channel_axis",
     "check_what",
     "write_records",
 ]

@@ -8,7 +8,7 @@ in `rules/layer_rules.py`, entered in `RULES`; a layer without one is run again 
 
 from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.algebra.gradient import TokenGradient, TopEntries
-from torchfmri._tokens.algebra.parameter import ParameterInfo, describe, head_size
+from torchfmri._tokens.algebra.parameter import VOXEL, ParameterInfo, describe, head_size
 from torchfmri._tokens.algebra.precision import without_autocast
 from torchfmri._tokens.algebra.selection import TokenSelection
 from torchfmri._tokens.algebra.verification import TokenVerification, TokenVerificationRow
@@ -25,6 +25,7 @@ from torchfmri._tokens.rules.trace import Trace
 
 __all__ = [
     "NOBODY",
+    "VOXEL",
     "Checks",
     "Coverage",
     "CoverageRow",

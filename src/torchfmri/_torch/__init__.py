@@ -10,7 +10,7 @@ from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_gr
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
 from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_tensors
-from torchfmri._torch.hooks import Hook
+from torchfmri._torch.hooks import Hook, ReplacingHook
 from torchfmri._torch.private import (
     NO_BACKWARD,
     DispatchMode,
@@ -54,6 +54,7 @@ __all__ = [
     "HookSet",
     "InputEdge",
     "OutputHooks",
+    "ReplacingHook",
     "ViewGeometry",
     "calls_itself",
     "checkpointed_function",

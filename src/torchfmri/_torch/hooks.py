@@ -27,7 +27,7 @@ class Hook:
 
     def __init__(
         self,
-        act: Callable[..., None] | None,
+        act: Callable[..., Any] | None,
         owner: nn.Module | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -50,3 +50,25 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
         return (Hook, (None,))
+
+
+class ReplacingHook(Hook):
+    """A hook whose result takes the place of a module's arguments or output.
+
+    It is the one kind of hook of ours that changes what a model computes. Errors pass through: a
+    pass that goes on without the change would be taken for a changed one.
+    """
+
+    __module__ = "torchfmri._hooks"
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._act is None or (self._owner is not None and self._owner() is not arguments[0]):
+            return None
+        return self._act(*arguments)
+
+    def __deepcopy__(self, memo: object) -> ReplacingHook:
+        return ReplacingHook(None)
+
+    def __reduce__(self) -> tuple[type[ReplacingHook], tuple[None]]:
+        return (ReplacingHook, (None,))

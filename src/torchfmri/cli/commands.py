@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__
 from torchfmri._text import printable, terminal_text
-from torchfmri.cli import cost, demo, diagnose, repair, replay, routing, scan, verify
+from torchfmri.cli import cost, demo, diagnose, lens, repair, replay, routing, scan, verify
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -48,6 +48,12 @@ COMMANDS = (
         "watch a language model while it answers: every token, every layer, exact gradients",
         scan.add_arguments,
         scan.run,
+    ),
+    Command(
+        "lens",
+        "what each layer would say next, and which heads, MLPs and input tokens made a logit",
+        lens.add_arguments,
+        lens.run,
     ),
     Command(
         "cost",

@@ -222,6 +222,7 @@ def attribute_inputs(
     position: int = -1,
     method: Literal["gradient_x_input", "integrated_gradients"] = "integrated_gradients",
     steps: int = 50,
+    baseline: Target = "mean",
     chat: bool = False,
 ) -> InputAttribution:
     """How much each input token adds to the logit of a token, by gradients of its embedding.
@@ -233,9 +234,11 @@ def attribute_inputs(
         token: Whose logit, as text (" Paris") or id; the likeliest token by default.
         against: A token whose logit is taken off: why `token` rather than `against`.
         position: Whose prediction, counted from 0 or from the end; the last token's by default.
-        method: "integrated_gradients", on the straight way from embeddings of zeros, or
+        method: "integrated_gradients", on the straight way from the baseline, or
             "gradient_x_input".
         steps: How many points of that way to look at.
+        baseline: What stands for nothing: "mean" of all embeddings, "zero" (Captum's default,
+            from which models with an RMSNorm rarely converge), or a token as text or id.
         chat: Wrap a text as a user's message in the tokenizer's chat template.
 
     Raises:
@@ -247,12 +250,14 @@ def attribute_inputs(
     with _reading(model, tokenizer, prompt, chat) as text:
         place = text.place(position)
         wanted, other = text.token("token", token), text.token("against", against)
+        is_token = baseline not in ("mean", "zero")
+        start = text.token("baseline", baseline) if is_token else baseline
         if wanted is None:
             with torch.no_grad():
                 wanted = int(text.logits(1)[0, place].argmax())
         score = partial(_score, position=place, token=wanted, against=other)
-        values, logit, baseline = attribute_embeddings(
-            text.model, text.logits, score, method, steps
+        values, logit, lowest = attribute_embeddings(
+            text.model, text.logits, score, method, steps, "mean" if start is None else start
         )
         return InputAttribution(
             method=method,
@@ -262,7 +267,7 @@ def attribute_inputs(
             pieces=text.pieces,
             values=values.cpu().numpy(),
             logit=logit,
-            baseline=baseline,
+            baseline=lowest,
             steps=steps if method == "integrated_gradients" else 1,
         )
 

@@ -1,0 +1,226 @@
+"""An edit: what to do to a place in a model, and to which part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchfmri._arguments import check_number, check_real, check_tensor, is_whole, require
+from torchfmri.exceptions import InspectionError
+
+Numbers: TypeAlias = "int | slice | Sequence[int] | range | None"
+Spec: TypeAlias = "Edit | str | Tensor | Callable[[Tensor], Tensor]"
+
+_WHERE = "give a number, a slice, or a list of numbers"
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """A change of what a layer takes or returns; made by the methods below, `at` narrows it.
+
+    An edit changes a copy: tensors of the model are never written to, and gradients flow through.
+
+    Attributes:
+        kind: "zero", "scale", "add", "replace", "mean", "resample" or "function".
+        values: The direction, the donor, or the function.
+        factor: Of "scale" and "add".
+        seed: Of "resample".
+        heads: The heads; None for all.
+        units: The units; None for all.
+        voxels: The voxels; None for all.
+        tokens: The positions in the sequence; None for all.
+        rows: The rows of the batch; None for all.
+        source: The positions in the donor that stand for `tokens`; None for the same ones.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> x = torch.randn(2, 4)
+        >>> with torchfmri.edited(model, {"0": torchfmri.Edit.scale(2.0).at(units=[0, 2])}):
+        ...     changed = model(x)
+        >>> torch.equal(changed[:, 1], model(x)[:, 1]), torch.equal(changed, model(x))
+        (True, False)
+    """
+
+    kind: str
+    values: Any = None
+    factor: float = 1.0
+    seed: int = 0
+    heads: Numbers = None
+    units: Numbers = None
+    voxels: Numbers = None
+    tokens: Numbers | Tensor = None
+    rows: Numbers = None
+    source: Sequence[int] | None = None
+
+    @staticmethod
+    def zero() -> Edit:
+        """Put zeros there."""
+        return Edit(kind="zero")
+
+    @staticmethod
+    def scale(factor: float) -> Edit:
+        """Multiply by a factor."""
+        _check_factor(factor)
+        return Edit(kind="scale", factor=factor)
+
+    @staticmethod
+    def add(direction: Tensor, factor: float = 1.0) -> Edit:
+        """Add a direction (steering).
+
+        Args:
+            direction: (w,) over the units, or of the shape of the layer's value. If it requires
+                grad, it gets its gradient.
+            factor: How much of it.
+        """
+        _check_factor(factor)
+        return Edit(kind="add", values=_finite("direction", direction), factor=factor)
+
+    @staticmethod
+    def replace(donor: Any, source: Sequence[int] | None = None) -> Edit:
+        """Put values of another run there (patching).
+
+        Args:
+            donor: The layer's value in the other run, of the same shape (or with one row, for
+                all); an `Inspection` that kept tensors; or (w,), one value for each unit.
+            source: With `at(tokens=...)`: the positions in the donor, one for each token.
+        """
+        if isinstance(donor, Tensor):
+            _finite("donor", donor)
+        return Edit(kind="replace", values=donor, source=source)
+
+    @staticmethod
+    def mean(values: Any) -> Edit:
+        """Put the mean of values there, unit by unit (mean ablation).
+
+        Args:
+            values: Values of the layer over many tokens, (..., w), or an `Inspection` with them.
+        """
+        return Edit(kind="mean", values=_donor("values", values))
+
+    @staticmethod
+    def resample(values: Any, seed: int = 0) -> Edit:
+        """Put values of tokens drawn at random there (resample ablation).
+
+        The draw depends on seed, row and position alone: a pass that is run again, as
+        checkpointing does, or a token that is generated with a cache gets the same.
+
+        Args:
+            values: Values of the layer over many tokens, (..., w), or an `Inspection` with them.
+            seed: Of the draw.
+        """
+        check_number("seed", seed, 0, "give a number from 0 upwards")
+        return Edit(kind="resample", values=_donor("values", values), seed=seed)
+
+    @staticmethod
+    def function(act: Callable[[Tensor], Tensor]) -> Edit:
+        """Put there what a function makes of the value.
+
+        Args:
+            act: Is given the selected part, (rows, tokens, ..., units), and returns as many values.
+                Under checkpointing it is called again and has to return the same.
+        """
+        require(callable(act), "act", act, "give a function of a tensor")
+        return Edit(kind="function", values=act)
+
+    def at(
+        self,
+        *,
+        tokens: Numbers | Tensor = None,
+        heads: Numbers = None,
+        units: Numbers = None,
+        voxels: Numbers = None,
+        rows: Numbers = None,
+    ) -> Edit:
+        """This edit on a part of the place only.
+
+        Args:
+            tokens: Positions in the sequence, from 0. While generating with a cache they count on
+                from the prompt; negative ones count from the end of what was fed so far. A bool
+                tensor (b, s) selects for each row.
+            heads: Heads, where the place has them.
+            units: Units (features, channels).
+            voxels: Voxels as a scan has them: heads in q/k/v projections, else 64 units.
+            rows: Rows of the batch.
+        """
+        given: dict[str, Any] = {"heads": heads, "units": units, "voxels": voxels, "rows": rows}
+        for name, value in given.items():
+            require(is_selection(value), name, value, _WHERE)
+        is_mask = isinstance(tokens, Tensor) and tokens.dtype == torch.bool and tokens.ndim == 2
+        require(is_mask or is_selection(tokens), "tokens", tokens, f"{_WHERE}, or a bool (b, s)")
+        chosen = [name for name in ("heads", "units", "voxels") if given[name] is not None]
+        if len(chosen) > 1:
+            raise InspectionError(
+                f"{' and '.join(chosen)} both select units. Give one of them: two edits, one for "
+                "each, can stand in the same block."
+            )
+        if self.source is not None:
+            several = isinstance(tokens, (list, tuple, range)) and len(tokens) == len(self.source)
+            meaning = f"source names {len(self.source)} positions; give as many tokens, in a list"
+            require(several, "tokens", tokens, meaning)
+        return replace(self, tokens=tokens, **given)
+
+    def __repr__(self) -> str:
+        where = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("tokens", "heads", "units", "voxels", "rows")
+            if getattr(self, name) is not None
+        ]
+        return f"<Edit {self.kind}{' at ' if where else ''}{', '.join(where)}>"
+
+
+def edit_of(spec: Any, name: str) -> Edit:
+    """The edit that a user's value for a place means.
+
+    Raises:
+        InspectionError: It is none.
+    """
+    if isinstance(spec, Edit):
+        return spec
+    if isinstance(spec, str) and spec == "zero":
+        return Edit.zero()
+    if isinstance(spec, Tensor):
+        return Edit.replace(spec)
+    if callable(spec) and not isinstance(spec, type):
+        return Edit.function(spec)
+    raise InspectionError(
+        f"The edit of {name!r} is {spec!r}. Give 'zero', a torchfmri.Edit such as Edit.scale(0.5) "
+        "or Edit.mean(values), a tensor to put there, or a function of the value."
+    )
+
+
+def is_selection(value: object) -> bool:
+    """Whether a value selects numbers: one, several, a slice, or None for all."""
+    if value is None or isinstance(value, (slice, range)) or is_whole(value):
+        return True
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(is_whole, value))
+
+
+def _check_factor(factor: Any) -> None:
+    check_real("factor", factor, "give a number")
+    require(math.isfinite(factor), "factor", factor, "give a finite number")
+
+
+def _finite(name: str, value: Any) -> Tensor:
+    check_tensor(name, value, "of finite values")
+    tensor: Tensor = value
+    wrong = int((~torch.isfinite(tensor.detach())).sum()) if tensor.is_floating_point() else 0
+    if wrong:
+        raise InspectionError(
+            f"{name} has {wrong} of {tensor.numel()} values that are NaN or infinite: everything "
+            "after the edit would be too. Give finite values."
+        )
+    return tensor
+
+
+def _donor(name: str, values: Any) -> Any:
+    if isinstance(values, Tensor):
+        require(values.ndim > 0, name, values, "give values of the layer, (..., w)")
+        return _finite(name, values)
+    require(isinstance(values, Mapping), name, values, "give a tensor (..., w) or an Inspection")
+    return values

@@ -1,0 +1,207 @@
+"""What cannot be edited, and how it is said."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchfmri
+from tests.architectures import ARCHITECTURES, tokens
+from torchfmri import Edit, InspectionError, Inspector, LayerNotFoundError
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return ARCHITECTURES["llama"].build("eager").eval()
+
+
+def ids() -> Tensor:
+    return tokens(9, batch=2)
+
+
+NAN = torch.full((16,), torch.nan)
+
+AT_ONCE: dict[str, tuple[Callable[[], Any], str]] = {
+    "nothing matches": (lambda: {"modell.layers.0": "zero"}, "No layer matches 'modell.layers.0'"),
+    "no such head": (lambda: {"L0H9": "zero"}, "4 heads, 0 to 3"),
+    "a head of a layer without heads": (
+        lambda: {"L0.mlp": Edit.zero().at(heads=1)},
+        "'L0.mlp' has no heads.*'L0H0'",
+    ),
+    "a word": (lambda: {"L0": "ablate"}, "The edit of 'L0' is 'ablate'. Give 'zero'"),
+    "a class": (lambda: {"L0": torch.nn.Linear}, "Give 'zero'"),
+    "no edits": (dict, "give {place: edit}"),
+    "a list": (lambda: ["L0"], "give {place: edit}"),
+    "twice the same place": (
+        lambda: {"L0H1": "zero", "blocks.0.attn.hook_z": Edit.scale(2.0)},
+        "Two edits meet in the inputs of layer 'model.layers.0.self_attn.o_proj'",
+    ),
+    "twice the same tokens": (
+        lambda: {"L0": Edit.zero().at(tokens=[1, 2]), "model.layers.0": Edit.zero().at(tokens=2)},
+        "Two edits meet",
+    ),
+    "a pattern": (lambda: {"blocks.0.attn.hook_pattern": "zero"}, "handed to no layer"),
+    "the stream in the middle": (
+        lambda: {"blocks.0.hook_resid_mid": "zero"},
+        "edit hook_attn_out or hook_resid_post",
+    ),
+    "units of a head": (lambda: {"L0H1": Edit.zero().at(units=0)}, "one head already"),
+    "NaN direction": (lambda: {"L0": Edit.add(NAN)}, "direction has 16 of 16 values that are NaN"),
+    "NaN donor": (lambda: {"L0": NAN}, "donor has 16 of 16"),
+    "NaN factor": (lambda: {"L0": Edit.scale(float("nan"))}, "factor=nan"),
+    "infinite factor": (lambda: {"L0": Edit.scale(float("inf"))}, "finite number"),
+    "a direction that is a list": (lambda: {"L0": Edit.add([1.0])}, "give a tensor"),
+    "no function": (lambda: {"L0": Edit.function(3)}, "give a function of a tensor"),
+    "tokens that are a text": (lambda: {"L0": Edit.zero().at(tokens="all")}, "tokens='all'"),
+    "heads and units": (lambda: {"L0": Edit.zero().at(heads=1, units=2)}, "both select units"),
+    "sources without tokens": (
+        lambda: {"L0": Edit.replace(torch.zeros(1, 9, 16), source=[1]).at(tokens=slice(2))},
+        "source names 1 positions",
+    ),
+    "a donor that has no such layer": (
+        lambda: {"L0": Edit.replace({"other": None})},
+        "has nothing of layer 'model.layers.0'. Watch that layer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_refused_before_the_model_runs(model: nn.Module, case: str) -> None:
+    make, words = AT_ONCE[case]
+    with pytest.raises((InspectionError, KeyError), match=words):
+        with torchfmri.edited(model, make()):
+            pytest.fail("the block ran")
+
+
+WHILE_RUNNING: dict[str, tuple[Callable[[], Any], str]] = {
+    "a donor of another length": (
+        lambda: {"L0": torch.zeros(2, 5, 16)},
+        r"donor of shape \(2, 5, 16\) does not fit 'L0'.*\(2, 9, 16\)",
+    ),
+    "a donor of another width": (lambda: {"L0": torch.zeros(2, 9, 8)}, "does not fit 'L0'"),
+    "a donor with other rows": (lambda: {"L0": torch.zeros(3, 9, 16)}, "does not fit"),
+    "a direction of another width": (lambda: {"L0": Edit.add(torch.zeros(5))}, "does not fit"),
+    "a unit too many": (lambda: {"L0": Edit.zero().at(units=16)}, "no unit of layer.* 16 among 16"),
+    "a row too many": (lambda: {"L0": Edit.zero().at(rows=2)}, "no row 2 among 2"),
+    "a voxel too many": (lambda: {"L0": Edit.zero().at(voxels=1)}, "no voxel of layer"),
+    "a function of another shape": (
+        lambda: {"L0": lambda x: x[:, :1]},
+        r"returned \(2, 1, 16\), and the value has the shape \(2, 9, 16\)",
+    ),
+    "a function of nothing": (lambda: {"L0": lambda _: None}, "returned NoneType"),
+    "a function that makes NaN": (lambda: {"L0": lambda x: x / 0}, "returned NaN or infinite"),
+    "a mask for other rows": (
+        lambda: {"L0": Edit.zero().at(tokens=torch.ones(3, 9, dtype=torch.bool))},
+        "tokens has 3 rows, and the batch has 2",
+    ),
+    "no token of the sequence": (
+        lambda: {"L0": Edit.zero().at(tokens=[30])},
+        "The edit of 'L0' never acted: .* called 1 times, and none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHILE_RUNNING)
+def test_refused_when_the_value_is_there(model: nn.Module, case: str) -> None:
+    make, words = WHILE_RUNNING[case]
+    before = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
+    with pytest.raises(InspectionError, match=words), torchfmri.edited(model, make()):
+        model(ids())
+    after = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
+    assert before == after
+
+
+def test_an_edit_of_a_layer_that_is_never_called() -> None:
+    model = nn.MultiheadAttention(8, 2)
+    x = torch.randn(3, 1, 8)
+    with pytest.raises(InspectionError, match="'out_proj' never acted: .* never called"):
+        with torchfmri.edited(model, {"out_proj": "zero"}):
+            model(x, x, x)
+    with pytest.raises(InspectionError, match="never acted"):
+        with torchfmri.edited(model, {"out_proj": "zero"}):
+            pass
+
+
+def test_an_error_in_the_block_comes_before_an_edit_that_never_acted() -> None:
+    with pytest.raises(ZeroDivisionError), torchfmri.edited(nn.Linear(2, 2), {"": "zero"}):
+        raise ZeroDivisionError
+
+
+def test_gradients_asked_for_under_no_grad(model: nn.Module) -> None:
+    direction = torch.zeros(16, requires_grad=True)
+    with pytest.raises(InspectionError, match="grad mode is off"):
+        with torchfmri.edited(model, {"L0": Edit.add(direction)}), torch.no_grad():
+            model(ids())
+    inspector = Inspector(model)
+    inspector.watch("L0", "gradients")
+    inspector.edit("L0", "zero")
+    with pytest.raises(InspectionError, match="grad mode is off"), torch.no_grad():
+        inspector.run_inspection({"input_ids": ids()})
+
+
+def test_an_outer_block_and_an_inner_one(model: nn.Module) -> None:
+    with torchfmri.edited(model, {"L0H1": "zero"}):
+        with pytest.raises(InspectionError, match="Two edits meet"):
+            with torchfmri.edited(model, {"L0H1": Edit.scale(2.0)}):
+                pytest.fail("the block ran")
+        with torch.no_grad(), torchfmri.edited(model, {"L0H2": "zero"}):
+            both = model(ids()).logits
+    with torch.no_grad(), torchfmri.edited(model, {"L0H1": "zero", "L0H2": "zero"}):
+        assert torch.equal(model(ids()).logits, both)
+
+
+def test_an_inspector_refuses_at_once_and_keeps_what_it_had(model: nn.Module) -> None:
+    inspector = Inspector(model)
+    inspector.edit("L0H1", "zero")
+    with pytest.raises(InspectionError, match="Two edits meet"):
+        inspector.edit("blocks.0.attn.hook_z", "zero")
+    with pytest.raises(LayerNotFoundError):
+        inspector.edit("model.layerss.0", "zero")
+    with pytest.raises(LayerNotFoundError, match="inspector.edits"):
+        inspector.unedit("L3")
+    assert list(inspector.edits) == ["L0H1"]
+    inspector.unedit("L0H1")
+    assert not inspector.edits
+
+
+def test_integers_cannot_be_edited() -> None:
+    class Counter(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.long()
+
+    model = nn.Sequential(Counter())
+    with pytest.raises(InspectionError, match="only floating-point values"):
+        with torchfmri.edited(model, {"0": "zero"}):
+            model(torch.zeros(2))
+
+
+def test_another_thread_is_refused(model: nn.Module) -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            model(ids())
+        except InspectionError as error:
+            errors.append(error)
+
+    with torchfmri.edited(model, {"L0": "zero"}):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        model(ids())
+    assert "thread" in str(errors[0])
+
+
+def test_a_scripted_layer() -> None:
+    class Plus(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    with pytest.warns(DeprecationWarning):
+        model = nn.Sequential(torch.jit.script(Plus()))
+    with pytest.raises(InspectionError, match="ScriptModule"):
+        with torchfmri.edited(model, {"0": "zero"}):
+            pytest.fail("the block ran")

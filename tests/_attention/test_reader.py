@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from architectures import _DECODER, ARCHITECTURES, Architecture, _causal, padded_mask, tokens
 from torch import Tensor, nn
 
-from torchfmri import Inspector, MemoryLimitError
+from torchfmri import InspectionError, Inspector, MemoryLimitError
 from torchfmri._attention import AttentionReader, FusedAttention
 
 _NEOX = {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"}
@@ -315,3 +315,18 @@ def test_an_exception_leaves_nothing_behind() -> None:
         inspector.run_inspection({"input_ids": torch.tensor([[10_000]])})
     assert hooks_of(model) == before
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_names_of_transformer_lens_are_taken() -> None:
+    model, batch = ALL["gpt2"].build("sdpa").eval(), ALL["gpt2"].batch()
+    inspector = Inspector(model)
+    assert inspector.watch("blocks.1.attn.hook_pattern", what="attention") == [
+        "transformer.h.1.attn"
+    ]
+    assert inspector.watch("L0.attn", what="attention") == ["transformer.h.0.attn"]
+    inspection = inspector.run_inspection(batch, keep="tensors")
+    oracle = eager_patterns(ALL["gpt2"].build("eager").eval(), batch)
+    for layer, expected in zip(inspection, oracle, strict=True):
+        assert torch.allclose(inspection[layer].attention, expected, atol=1e-6)  # type: ignore[arg-type]
+    with pytest.raises(InspectionError, match="one head, and all heads"):
+        inspector.watch("L1H2.pattern", what="attention")

@@ -168,3 +168,17 @@ def test_the_picture_has_a_word_in_every_cell() -> None:
         ax = lens.plot(metric)
         assert len(ax.texts) == lens.rank.size
         ax.figure.canvas.draw()
+
+
+def test_translators_are_applied_to_all_but_the_last_block() -> None:
+    model, ids = SINGLE["llama"].build().eval(), tokens(batch=1)
+    plain = torchfmri.lens(model, None, ids)
+    matrices = torch.randn(1, 16, 16)
+    tuned = torchfmri.lens(model, None, ids, translate=lambda x, block: x @ matrices[block])
+    with torch.no_grad():
+        state = model(input_ids=ids, output_hidden_states=True).hidden_states[1] @ matrices[0]
+        logits = model.lm_head(model.model.norm(state))[0]  # type: ignore[operator,union-attr]
+    shares = logits.softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    assert np.allclose(tuned.probability[1, :-1], shares, rtol=1e-5)
+    for row in (0, 2):
+        assert np.array_equal(tuned.rank[row], plain.rank[row])

@@ -1,4 +1,4 @@
-"""Attention patterns: read where a model computes them, and scored per token and head.
+"""Attention patterns: read where they are computed, scored per token and head.
 
 `reader` sees every attention that runs while its block is open, and says which layer called it;
 `fused` recomputes a pattern that a fused kernel never writes down; `head_scores` reduces patterns

@@ -1,4 +1,4 @@
-"""Lenses: the stream of a model read as tokens, and logits traced back to what made them.
+"""Lenses: the stream read as tokens, and logits traced back to what made them.
 
 `stream` runs a model once and keeps its residual stream; `unembedding` is the one place that knows
 how a model turns it into logits. `lens` reads every layer's stream through it and `lens_record`
@@ -10,7 +10,7 @@ mixtures, `features` any dictionary of features.
 from torchfmri._lens.experts import RouterReader, Routing, find_routers
 from torchfmri._lens.features import FeatureReader, FeatureSource, find_sources
 from torchfmri._lens.input_attribution import METHODS, InputAttribution, attribute_embeddings
-from torchfmri._lens.lens import LensReading, read_lens, read_stream
+from torchfmri._lens.lens import LensReading, Translate, read_lens, read_stream
 from torchfmri._lens.lens_record import Lens
 from torchfmri._lens.logit_attribution import LogitAttribution, attribute
 from torchfmri._lens.stream import Stream, only_stack, run_stream
@@ -27,6 +27,7 @@ __all__ = [
     "RouterReader",
     "Routing",
     "Stream",
+    "Translate",
     "Unembedding",
     "attribute",
     "attribute_embeddings",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchfmri._lens.stream import Stream, run_stream
 from torchfmri._lens.unembedding import Unembedding, find_unembedding
 
+Translate = Callable[[Tensor, int], Tensor]
 _CHUNK_BYTES = 256 << 20
 """How many bytes of logits are held at once."""
 
@@ -45,6 +46,7 @@ def read_lens(
     logits_of: Callable[[Any], Tensor | None],
     ids: Tensor,
     top: int = 5,
+    translate: Translate | None = None,
 ) -> LensReading:
     """Run a model once and read its stream after each block through its own final norm and head.
 
@@ -54,6 +56,8 @@ def read_lens(
         logits_of: Finds the logits in that.
         ids: (b, s) the tokens.
         top: How many of the likeliest tokens are kept.
+        translate: Applied to the stream (b, s, width) after block i, called with both; the last
+            block's, which the model itself reads, is left alone.
 
     Raises:
         InspectionError: The stream, or what reads it, cannot be resolved for this model.
@@ -61,6 +65,11 @@ def read_lens(
     with torch.no_grad():
         stream = run_stream(model, call)
         unembedding = find_unembedding(model, stream, logits_of(stream.output))
+        if translate is not None:
+            last = len(stream.blocks)
+            stream.states[1:last] = [
+                translate(state, index) for index, state in enumerate(stream.states[1:last])
+            ]
         return read_stream(stream, unembedding, ids, top)
 
 

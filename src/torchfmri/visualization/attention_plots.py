@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,12 @@ def plot_attention(
             raise InspectionError(f"There is no head {head!r}: the pattern has 0 to {count - 1}.")
     if tokens is not None and len(tokens) != keys:
         raise InspectionError(f"{len(tokens)} tokens for a pattern over {keys} keys.")
-    columns = min(_MOST_COLUMNS, len(chosen))
+    side_by_side = math.isqrt(len(chosen) - 1) + 1 if len(chosen) > 4 else len(chosen)
+    columns = min(_MOST_COLUMNS, side_by_side)
     rows = -(-len(chosen) // columns)
     side = 3.4 if len(chosen) == 1 else 2.3
     figure = new_figure(side * columns + 0.9, side * rows * min(1.0, queries / keys + 0.15) + 0.6)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(rows, columns, squeeze=False)
     top = float(np.nanmax(weights[chosen])) or 1.0
     for ax in grid.flat[len(chosen) :]:
         ax.set_axis_off()
@@ -94,17 +96,19 @@ def _draw(ax: Axes, weights: Any, top: float) -> Any:
 def _label(
     ax: Axes, tokens: Sequence[str] | None, queries: int, keys: int, *, below: bool, left: bool
 ) -> None:
+    """Write the tokens, or what the axes are, at the panels on the outside."""
     if tokens is None or keys > _MOST_LABELS:
+        ax.tick_params(labelbottom=below, labelleft=left and queries > 1, labelsize=7)
         ax.set_xlabel("key" if below else "", fontsize=8)
         ax.set_ylabel("query" if left else "", fontsize=8)
         return
     labels = [token_label(each, 10) for each in tokens]
     fonts = fonts_for(labels)
-    size = float(np.clip(130 / keys, 4.5, 7.5))
     texts = [escape(fonts.writable(each)) for each in labels]
+    size = float(np.clip(130 / keys, 4.5, 7.5))
     look: dict[str, Any] = {"fontsize": size, "fontfamily": fonts.families}
-    ax.set_xticks(range(keys), texts, rotation=90, **look)
-    ax.set_yticks(range(queries), texts[-queries:], **look)
+    ax.set_xticks(range(keys) if below else [], texts if below else [], rotation=90, **look)
+    ax.set_yticks(range(queries) if left else [], texts[-queries:] if left else [], **look)
 
 
 def plot_heads(

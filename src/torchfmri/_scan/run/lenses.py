@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_number, is_whole
+from torchfmri._arguments import check_callable, check_number, is_whole
 from torchfmri._lens import (
     METHODS,
     InputAttribution,
     Lens,
     LogitAttribution,
+    Translate,
     attribute,
     attribute_embeddings,
     read_lens,
@@ -137,7 +138,13 @@ def _reading(model: nn.Module, tokenizer: Any, prompt: Prompt, chat: bool) -> It
 
 
 def lens(
-    model: nn.Module, tokenizer: Any, prompt: Prompt, *, top: int = 5, chat: bool = False
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    top: int = 5,
+    translate: Translate | None = None,
+    chat: bool = False,
 ) -> Lens:
     """What each layer of a language model would say next, at every token of a text.
 
@@ -151,14 +158,17 @@ def lens(
         tokenizer: That of the model; None where the prompt is token ids.
         prompt: A text, chat messages or token ids; one of them.
         top: How many of the likeliest tokens to keep.
+        translate: A function of the stream (b, s, width) after a block and the block's number,
+            applied before norm and head: the translators of a tuned lens.
         chat: Wrap a text as a user's message in the tokenizer's chat template.
 
     Raises:
         InspectionError: The stream, or what reads it, cannot be resolved for this model.
     """
     check_number("top", top, 1, "how many tokens to keep, such as 5")
+    check_callable("translate", translate, "give a function of the stream and a block's number")
     with _reading(model, tokenizer, prompt, chat) as text:
-        found = read_lens(text.model, text.call, logits_of, text.ids, top)
+        found = read_lens(text.model, text.call, logits_of, text.ids, top, translate)
         ids = sorted({*found.top.flatten().tolist()})
         return Lens(
             layers=found.names,

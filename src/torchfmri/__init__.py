@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._lens import InputAttribution, Lens, LogitAttribution
     from torchfmri._lesion import LesionMap, PatchMap, lesion, patch
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
         ScanOptions,
         ScanStream,
         Tokens,
+        attribute_inputs,
+        attribute_logit,
         contrast,
+        lens,
         load,
         scan,
         scan_dataset,
@@ -107,14 +111,17 @@ __all__ = [
     "History",
     "Incident",
     "Incidents",
+    "InputAttribution",
     "Inspection",
     "InspectionError",
     "Inspector",
     "LayerAccuracy",
     "LayerCost",
     "LayerNotFoundError",
+    "Lens",
     "LesionMap",
     "LiveToken",
+    "LogitAttribution",
     "MemoryLimitError",
     "MissingTokensWarning",
     "Monitor",
@@ -145,6 +152,8 @@ __all__ = [
     "UnsupportedLayerError",
     "Verification",
     "advise",
+    "attribute_inputs",
+    "attribute_logit",
     "calculate_statistics",
     "contrast",
     "cost",
@@ -153,6 +162,7 @@ __all__ = [
     "explain",
     "explained",
     "first_difference",
+    "lens",
     "lesion",
     "load",
     "load_contrast",
@@ -186,6 +196,7 @@ _NAMES = {
     "_incidents": ("Incident", "Incidents"),
     "_inspect": ("Difference", "Inspector", "first_difference"),
     "_lesion": ("LesionMap", "PatchMap", "lesion", "patch"),
+    "_lens": ("InputAttribution", "Lens", "LogitAttribution"),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),
@@ -200,6 +211,9 @@ _NAMES = {
         "Scanner",
         "Tokens",
         "contrast",
+        "attribute_inputs",
+        "attribute_logit",
+        "lens",
         "load",
         "scan",
         "scan_dataset",

@@ -289,7 +289,10 @@ def test_contrasts_of_a_scan(scan: Scan) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"a": "park", "b": "nothing"}, "no condition 'nothing'. The conditions are 'park', 'fööd'"),
+        (
+            {"a": "park", "b": "nothing"},
+            "no condition 'nothing'. The conditions are 'park', 'fööd'",
+        ),
         ({"a": "park - fööd", "by": "colour"}, "No prompt of the scan has a condition in 'colour'"),
         ({"a": "park - fööd", "paired": "colour"}, "has nothing in 'colour'"),
         ({"a": "park - fööd", "metric": "gradient"}, "This scan has no gradient"),

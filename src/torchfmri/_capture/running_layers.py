@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from torchfmri._model import named_layers
-from torchfmri._torch import Hook
+from torchfmri._torch import NO_BACKWARD, Hook, current_backward
 
 
 class RunningLayers:
@@ -24,11 +25,13 @@ class RunningLayers:
     Attributes:
         stack: The layers that run now, the innermost last.
         was_entered: Whether any layer has been called.
+        calls: How often each layer was called; not counted when a checkpoint runs its part again.
     """
 
     def __init__(self, model: nn.Module, returned: Callable[[object], None]) -> None:
         self.stack: list[str] = []
         self.was_entered = False
+        self.calls: Counter[str] = Counter()
         self._model, self._returned = model, returned
         self._handles: list[Any] = []
 
@@ -65,6 +68,8 @@ class RunningLayers:
 
     def _before(self, name: str, *_: object) -> None:
         self.was_entered = True
+        if current_backward() == NO_BACKWARD:
+            self.calls[name] += 1
         self.stack.append(name)
 
     def _after(self, _: nn.Module, __: object, output: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfmri._attention import masked_logits
 from torchfmri._diagnosis import HeadActivity
 
 LEAST_KEYS = 4
@@ -17,7 +18,7 @@ LEAST_KEYS = 4
 
 def logits_of_fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The masked logits that a fused attention never writes down; None where there are few keys."""
-    q, k = args[0].detach().float(), args[1].detach().float()
+    q, k = args[0], args[1]
     if q.ndim != 4 or k.shape[-2] < LEAST_KEYS:
         return None
     options = dict(kwargs)
@@ -26,18 +27,8 @@ def logits_of_fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
     mask = options.get("attn_mask", options.get("attn_bias"))
     if mask is None:
         mask = next((a for a in args[3:] if isinstance(a, Tensor)), None)
-    if k.shape[1] != q.shape[1]:  # grouped queries
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logits: Tensor = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
-    if mask is not None:
-        mask = mask.detach()
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
-        logits = logits + mask
-    if causal:
-        above = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        logits = logits.masked_fill(above, -math.inf)
-    return logits
+    mask = None if mask is None else mask.detach()
+    return masked_logits(q, k, mask, scale, bool(causal)).float()
 
 
 def head_activity(

@@ -14,6 +14,7 @@ from torch import nn
 from torchfmri._capture import Padding, Taps, Target, masked_modules
 from torchfmri._diagnosis import Diagnosis, diagnose_inspection
 from torchfmri._edit import Spec, attached, bind_edits, require_acted
+from torchfmri._inspect.attention import attention_layers, recorded_attention
 from torchfmri._inspect.recorder import Keep, Recorder, Watched
 from torchfmri._model import (
     Loss,
@@ -133,7 +134,8 @@ class Inspector:
             pattern: Which layers, as for `layers`. Of `blocks.3.hook_resid_pre` and other names for
                 what a layer takes, its inputs and input gradients are watched.
             what: One or several of inputs, activations, gradients (dL/d output), input_gradients
-                (through that call only), parameters, parameter_gradients.
+                (through that call only), parameters, parameter_gradients, attention (patterns
+                (b, heads, q, k), of the layers that compute attention).
             exclude: Leave these out.
             per: `"channel"` to also take statistics per unit (channel or feature).
 
@@ -147,6 +149,8 @@ class Inspector:
         names = input_layers(named_layers(self.model), pattern) if exclude is None else []
         if names:  # `blocks.3.hook_resid_pre` and the like are what a layer takes
             wanted = [_OF_INPUTS.get(each, each) for each in wanted]
+        elif wanted == ["attention"]:
+            names = attention_layers(self.model, pattern) or []
         names = names or self.layers(pattern, exclude)
         for name in names:
             self._watches.setdefault(name, set()).update(wanted)
@@ -293,7 +297,12 @@ class Inspector:
         with watched(self.model, alone=alone):
             self._recording = True
             try:
-                with compiled_code_as_eager(), self._edited(), Taps(targets, recorder):
+                with (
+                    compiled_code_as_eager(),
+                    self._edited(),
+                    Taps(targets, recorder),
+                    recorded_attention(self.model, sinks, recorder),
+                ):
                     padding.attach()
                     yield recorder
                 if recorder.error is not None:

@@ -142,6 +142,12 @@ class Recorder:
             found = watched.record._parameters.setdefault(backward, {})
             found.setdefault(what, {})[name] = value
 
+    def attention(self, call: CallKey, element: Element) -> None:
+        """Keep an attention pattern of a call, (b, heads, q, k)."""
+        watched = self._watched[call.layer]
+        record, mask = self._call(call, watched.record)
+        record._values["attention", element.path] = self._value(watched, *element, mask)
+
     def missed(self, layer: str, what: str, reason: str) -> None:
         """Note why something of a layer is not there."""
         text = f"{what}: {reason}" if what else reason
@@ -191,16 +197,20 @@ class Recorder:
             value.reduce(source, channels=watched.channels)
         return value
 
-    def _reserve(self, layer: str, tensor: Tensor) -> None:
+    def check_room(self, layer: str, needed: int) -> None:
+        """Raise where so many bytes more would exceed the limit on tensors that are kept."""
         limit = self._keep.max_bytes
-        if limit is None:
+        if limit is None or self._keep.keep != "tensors":
             return
         if self.error is not None:
             raise self.error
+        if self._bytes + needed > limit:
+            raise MemoryLimitError(layer, needed, self._bytes, limit)
+
+    def _reserve(self, layer: str, tensor: Tensor) -> None:
         needed = self._keep.bytes_of(tensor)
         with self._lock:
-            if self._bytes + needed > limit:
-                raise MemoryLimitError(layer, needed, self._bytes, limit)
+            self.check_room(layer, needed)
             self._bytes += needed
 
     # -- the end -----------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Call:
         """What was captured, one entry per element; None where no gradient arrived.
 
         Args:
-            what: inputs, activations, gradients or input_gradients.
+            what: inputs, activations, gradients, input_gradients or attention.
             backward: Which of `backwards` to take gradients from; the latest by default.
         """
         check_what(what)
@@ -105,6 +105,11 @@ class Call:
     def input_gradients(self) -> list[Tensor | None]:
         """dL/d input through this call only, one per tensor among the arguments."""
         return self.tensors("input_gradients")
+
+    @property
+    def attention(self) -> list[Tensor | None]:
+        """The attention patterns, (b, heads, q, k) each."""
+        return self.tensors("attention")
 
     def statistics(
         self, what: str = "activations", element: int | str = 0, backward: int = -1
@@ -174,6 +179,11 @@ class Record:
     def input_gradients(self) -> Tensors:
         """dL/d input through the call; a list with one per call of several."""
         return self._only("input_gradients")
+
+    @property
+    def attention(self) -> Tensors:
+        """The attention pattern, (b, heads, q, k); a list with one per call of several."""
+        return self._only("attention")
 
     @property
     def parameters(self) -> dict[str, Tensor]:

@@ -22,12 +22,14 @@ WHAT = (
     "input_gradients",
     "parameters",
     "parameter_gradients",
+    "attention",
 )
 _MEANT = {
     **dict.fromkeys(("output", "outputs", "out", "features"), "activations"),
     **dict.fromkeys(("grad", "grads", "grad_output", "output_gradients"), "gradients"),
     **dict.fromkeys(("grad_input", "grad_inputs"), "input_gradients"),
     **dict.fromkeys(("weight", "weights", "params", "bias"), "parameters"),
+    **dict.fromkeys(("attentions", "attn", "pattern", "attention_weights"), "attention"),
     **dict.fromkeys(("weight_gradients", "weight_grad", "param_grads"), "parameter_gradients"),
 }
 """Words for the same in other libraries, for the error that suggests ours."""

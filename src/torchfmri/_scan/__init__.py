@@ -13,6 +13,7 @@ from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
+from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.model_call import device_of, logits_of, refuse_unknown_ids, takes
 from torchfmri._scan.run.prompt import Prompt, encode
@@ -38,9 +39,12 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Tokens",
+    "attribute_inputs",
+    "attribute_logit",
     "contrast",
     "device_of",
     "encode",
+    "lens",
     "load",
     "logits_of",
     "refuse_unknown_ids",

@@ -14,6 +14,7 @@ from torchfmri._contrast import GLM, Classification, Contrast, TestOptions, clas
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures import page
+from torchfmri._scan.pictures.readouts import ReadoutMethods
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scan.prompts.first_level import fit_glm
 from torchfmri._scan.prompts.prompt_values import Question, Source, has_vectors, tabulate
@@ -43,7 +44,7 @@ _LONGEST = 1_000
 Pattern = str | Sequence[str]
 
 
-class Scan:
+class Scan(ReadoutMethods):
     """What a model did while it read and wrote, token by token; see `scan` and `load`.
 
     It is a sequence of `ScannedSequence`s. Column t of everything is token t: its surprisal is

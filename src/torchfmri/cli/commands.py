@@ -24,6 +24,7 @@ from torchfmri.cli import (
     cost,
     demo,
     diagnose,
+    lens,
     lesion,
     repair,
     replay,
@@ -71,6 +72,12 @@ COMMANDS = (
         "take every head and MLP out in turn, and map what becomes of the answers",
         lesion.add_arguments,
         lesion.run,
+    ),
+    Command(
+        "lens",
+        "what each layer would say next, and which heads, MLPs and input tokens made a logit",
+        lens.add_arguments,
+        lens.run,
     ),
     Command(
         "cost",

@@ -105,6 +105,12 @@ def _add_measurement(parser: ArgumentParser) -> None:
         "and last for a dataset)",
     )
     group.add_argument(
+        "--attention", nargs="?", const=True, default=False, metavar="PATTERN",
+        help="scores of every head; with a pattern also the whole patterns of those layers",
+    )  # fmt: skip
+    group.add_argument("--lens", action="store_true", help="what each block would say next")
+    group.add_argument("--experts", action="store_true", help="where routers send each token")
+    group.add_argument(
         "--verify", action="store_true", help="generate once more without hooks and compare"
     )
     group.add_argument("--device", help="such as cuda; by default where the model is loaded")
@@ -123,6 +129,9 @@ def run(options: Namespace) -> Result:
         options.tensors,
         verify=options.verify,
         vectors=_vectors(options.vectors),
+        attention=options.attention,
+        lens=options.lens,
+        experts=options.experts,
     )
     rows = None
     if options.dataset is not None:

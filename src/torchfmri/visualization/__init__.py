@@ -2,8 +2,9 @@
 
 `plots` has the public plots of inspections, whose code is in `_histogram`, `_compare`, `_depth` and
 `_feature_maps`; `history_plots` draws histories, `diagnosis_plots` diagnoses, `routing_plots`
-routing, `lesion_plots` lesions. The other files with an underscore draw what they are given as
-arrays. A new plot is a `plot_*` function here, and a method of the result that it shows.
+routing, `lesion_plots` lesions, `attention_plots` heads and their patterns, `lens_plots` lenses and
+attributions. The other files with an underscore draw what they are given as arrays. A new plot is a `plot_*` function here,
+and a method of the result that it shows.
 """
 
 from torchfmri.visualization import history_plots, plots
@@ -19,7 +20,13 @@ from torchfmri.visualization._figure import (
 from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
 from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
+from torchfmri.visualization.attention_plots import plot_attention, plot_heads
 from torchfmri.visualization.diagnosis_plots import plot_diagnosis
+from torchfmri.visualization.lens_plots import (
+    plot_lens,
+    plot_logit_attribution,
+    plot_token_bars,
+)
 from torchfmri.visualization.lesion_plots import (
     LesionPicture,
     PatchPicture,
@@ -60,13 +67,18 @@ __all__ = [
     "meaning",
     "new_figure",
     "plot_activation",
+    "plot_attention",
     "plot_compare",
     "plot_diagnosis",
     "plot_feature_maps",
+    "plot_heads",
     "plot_histogram",
+    "plot_lens",
+    "plot_logit_attribution",
     "plot_prototypes",
     "plot_selectivity",
     "plot_statistics",
+    "plot_token_bars",
     "plot_tradeoff",
     "plots",
     "render",

@@ -96,7 +96,8 @@ class ScannedSequence:
             such value (the learning cost of a layer without parameters of its own).
         voxels: Metric -> (s, voxel).
         statistics: "activations" and "gradients" -> (layer, STATISTICS).
-        tensors: Layer -> (s, unit), the activations of layers that were asked for in full.
+        tensors: Layer -> (s, unit), the activations of layers that were asked for in full; and
+            what else was read out, under the name of a layer, `@` and what it is.
         condition: The label by which scans are contrasted, or "".
         padding: How many padded positions were left out.
         checks: What the scan proved about itself, by name.

@@ -21,6 +21,7 @@ from torchfmri._scan.run.live_token import LiveToken, live_tokens
 from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import is_causal, positions_of
 from torchfmri._scan.run.prompt import EncodedPrompt
+from torchfmri._scan.run.readouts import read_out, wants_readouts
 from torchfmri._scan.run.recorded_generation import recorded_inside
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
@@ -104,7 +105,12 @@ class BatchRun:
                 "the model looks ahead: what it computes at a position depends on the tokens after "
                 "it, and so do the surprisals"
             )
-        return cut_rows(self.frame(), sequences, found, live, checks)
+        rows = cut_rows(self.frame(), sequences, found, live, checks)
+        if wants_readouts(options):
+            readouts = read_out(model, sequences, options)
+            readouts.add_to(rows, sequences.mask)
+            self.missed |= readouts.missed
+        return rows
 
     def frame(self) -> Frame:
         """What its rows have in common."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchfmri._model import unwrap
 from torchfmri._scan.run.decoding import Decoding
+from torchfmri._scan.run.readouts import describe_readouts
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.subject import Subject
@@ -35,6 +36,7 @@ def scan_meta(
     """Plain data, for JSON."""
     model = unwrap(model)
     first = next(iter(model.parameters()), None)
+    readouts = describe_readouts(model, options)
     return {
         "model": model_name(model),
         "class": type(model).__name__,
@@ -53,6 +55,7 @@ def scan_meta(
         "missed": dict(subject.missed),
         "layer_notes": dict(subject.notes),
         "versions": _versions(),
+        **({"readouts": readouts} if readouts else {}),
     }
 
 

@@ -43,6 +43,10 @@ def scan(
     decode: Decode | None = None,
     live: bool = True,
     verify: bool = False,
+    attention: bool | Pattern = False,
+    lens: bool = False,
+    experts: bool = False,
+    features: object | None = None,
     **generate: Any,
 ) -> Scan:
     """Let a language model answer, and return what every layer did at every token.
@@ -70,6 +74,12 @@ def scan(
         decode: Your own decoding loop: model and (b, s) ids -> all ids.
         live: False takes activations from the pass alone.
         verify: Also generate once more without any hook, and compare the tokens.
+        attention: Read the attention of every head; `scan.attention` has its scores. A pattern
+            over layers also keeps the whole patterns of those, for `scan.plot_attention`.
+        lens: Read every block's output through the model's own head; see `scan.lens`.
+        experts: Keep which experts a mixture sends each token to; see `scan.experts`.
+        features: {place: object with encode, or function} of a dictionary of features, whose
+            strongest are kept for every token; see `scan.features`.
         **generate: For the model's `generate`: do_sample, temperature, num_beams, ...
 
     Returns:
@@ -79,7 +89,9 @@ def scan(
         LayerNotFoundError: The pattern matches no layer.
         InspectionError: Something of this cannot be done; the message says what to do instead.
     """
-    options = ScanOptions(per, layers, voxel, loss, tensors, live, verify)
+    options = ScanOptions(
+        per, layers, voxel, loss, tensors, live, verify, attention, lens, experts, features
+    )
     return Scanner(model, tokenizer, options).scan(
         prompt,
         max_new_tokens,

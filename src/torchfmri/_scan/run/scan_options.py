@@ -32,6 +32,13 @@ class ScanOptions:
             is "all", "generated" and "last" in the scan of a dataset, and None otherwise.
         vector_bytes: How much of a sequence the mean vectors may take. If those of all layers take
             more, only blocks, attention and MLP have one; the notes of the scan say so.
+        attention: Read the attention of every head and keep its scores; a pattern over layers
+            also keeps the whole patterns of those.
+        lens: Read every block's output through the model's own head: what it would say next.
+        experts: Keep which experts the routers of a mixture choose.
+        features: Dictionaries of features, {place: object with encode, or function}; or one that
+            knows its place.
+        feature_count: How many features of a token are kept at most.
 
     Example:
         >>> from torchfmri import ScanOptions
@@ -48,6 +55,11 @@ class ScanOptions:
     verify: bool = False
     vectors: str | Sequence[str] | None = AUTO
     vector_bytes: int = 1 << 20
+    attention: bool | Pattern = False
+    lens: bool = False
+    experts: bool = False
+    features: object | None = None
+    feature_count: int = 32
 
     def __post_init__(self) -> None:
         if self.per not in PER:
@@ -58,6 +70,11 @@ class ScanOptions:
         check_number("vector_bytes", self.vector_bytes, 0, "how many bytes of a sequence")
         check_flag("live", self.live)
         check_flag("verify", self.verify)
+        check_flag("lens", self.lens)
+        check_flag("experts", self.experts)
+        check_number("feature_count", self.feature_count, 1, "features to keep, such as 32")
+        if not isinstance(self.attention, bool):
+            check_pattern(self.attention)
         check_pattern(self.layers)
         if self.tensors is not None:
             check_pattern(self.tensors)

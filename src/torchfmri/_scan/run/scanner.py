@@ -21,6 +21,7 @@ from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.mean_vectors import VectorPlan, chosen_tokens, plan_vectors
 from torchfmri._scan.run.model_call import device_of, is_causal, refuse_unknown_ids
 from torchfmri._scan.run.prompt import Prompt, encode
+from torchfmri._scan.run.readouts import describe_readouts
 from torchfmri._scan.run.refusals import (
     refuse_inputs,
     refuse_options,
@@ -220,6 +221,7 @@ class Scanner:
             refuse_inputs(self._model, generate)
         loss = self._loss(max_new_tokens > 0)
         decoding = Decoding(max_new_tokens, generate, decode, self._tokenizer)
+        describe_readouts(self._model, self.options)  # what cannot be read is said before the run
         subject = self._find_subject(encoded.ids)
         refuse_unknown_ids(self._model, encoded.ids, subject.vocabulary)
         subject.refuse_length(int(encoded.mask.sum(1).max()))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from torchfmri._files import plain
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
+from torchfmri._scan.record.readouts import PATTERN
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence
 from torchfmri._scan.store.fields import field_columns
 from torchfmri.exceptions import InspectionError
@@ -72,6 +73,8 @@ def find_variables(anatomy: Anatomy, sequences: Iterable[ScannedSequence]) -> di
         count += 1
         layers, voxels = layers | set(sequence.layers), voxels | set(sequence.voxels)
         for layer, tensor in sequence.tensors.items():
+            if layer.endswith(f"@{PATTERN}"):  # has another width in each sequence
+                continue
             tensors.setdefault(layer, []).append(np.empty((0, tensor.shape[1]), tensor.dtype))
     metrics |= dict.fromkeys(sorted(layers | voxels))
     float32 = np.dtype(np.float32)
@@ -107,7 +110,8 @@ def _tensor(
     dtype = np.result_type(*samples, *([] if complete else [np.float16]))  # room for nan
     (width,) = widths
     parts = _parts(sequences, "tensors", layer, width)
-    return Variable(("token", f"unit_{layer}"), width, dtype, "the activations themselves", parts)
+    note = f"readout {layer}" if "@" in layer else "the activations themselves"
+    return Variable(("token", f"unit_{layer}"), width, dtype, note, parts)
 
 
 def _parts(

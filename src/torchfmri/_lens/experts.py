@@ -1,0 +1,100 @@
+"""Which experts a mixture sent each token to, read from its routers while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model import named_layers
+from torchfmri._torch import Hook, flatten
+
+_NAMES = ("gate", "router")
+_CLASSES = ("router", "topkgate", "moegate")
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What a router said of some tokens, in their order.
+
+    Attributes:
+        layer: The router.
+        ids: (tokens, k) the experts that were chosen.
+        weights: (tokens, k) what their outputs are multiplied with.
+        entropy: (tokens,) of softmax(router logits) over all experts, in nats.
+    """
+
+    layer: str
+    ids: Tensor
+    weights: Tensor
+    entropy: Tensor
+
+
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that look like routers: by their class, or called `gate` or `router`."""
+    return {
+        name: module
+        for name, module in named_layers(model).items()
+        if name.rpartition(".")[2] in _NAMES
+        or any(each in type(module).__name__.lower() for each in _CLASSES)
+    }
+
+
+class RouterReader:
+    """Hands over what routers say while its block runs; a context manager.
+
+    Args:
+        model: The model.
+        found: Called with the routing of each call.
+        missed: Called with a layer and why it could not be read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Callable[[Routing], None],
+        missed: Callable[[str, str], None],
+    ) -> None:
+        self.routers = find_routers(model)
+        self._found, self._missed = found, missed
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RouterReader:
+        try:
+            for name, module in self.routers.items():
+                hook = Hook(partial(self._read, name), module)
+                self._handles.append(module.register_forward_hook(hook))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _read(self, name: str, _: nn.Module, __: Any, output: object) -> None:
+        tensors = [each.tensor.detach() for each in flatten(output)]
+        chosen = [each for each in tensors if not each.is_floating_point()]
+        if len(chosen) != 1:
+            self._missed(
+                name,
+                "experts: it returns no ids of experts beside its logits, so which ones are chosen "
+                "is decided outside of it",
+            )
+            return
+        ids = chosen[0].reshape(-1, chosen[0].shape[-1])
+        floats = [each.reshape(-1, each.shape[-1]) for each in tensors if each.is_floating_point()]
+        weights = [each for each in floats if each.shape == ids.shape]
+        logits = [each for each in floats if len(each) == len(ids) and each.shape[1] > ids.shape[1]]
+        if not weights or not logits:
+            shapes = [tuple(each.shape) for each in tensors]
+            self._missed(name, f"experts: it returns {shapes}, without weights or without logits")
+            return
+        logs = logits[0].float().log_softmax(-1)
+        entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
+        self._found(Routing(layer=name, ids=ids, weights=weights[-1], entropy=entropy))

@@ -1,0 +1,138 @@
+"""Features of a dictionary (a sparse autoencoder, or any function) at one place of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model import Place, named_layers, places_of
+from torchfmri._torch import Hook, flatten
+from torchfmri.exceptions import InspectionError
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSource:
+    """Where features are read, and what makes them.
+
+    Attributes:
+        name: What the user called the place.
+        place: The layer, whether its input or output is meant, and which units.
+        encode: Activations (b, s, w) -> features (b, s, f), where 0 means that one is silent.
+    """
+
+    name: str
+    place: Place
+    encode: Callable[[Tensor], Tensor]
+
+
+def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
+    """What to read where.
+
+    Args:
+        model: The model.
+        features: {place: encoder}; or one encoder that knows its place (SAELens:
+            `sae.cfg.hook_name`, or `sae.cfg.metadata.hook_name`). An encoder is an object with
+            `encode`, or a function.
+
+    Raises:
+        LayerNotFoundError: A place is not in the model.
+        InspectionError: Something is no encoder, or stands for several places.
+    """
+    given = features if isinstance(features, Mapping) else {_own_place(features): features}
+    layers = named_layers(model)
+    found = []
+    for name, encoder in given.items():
+        encode = getattr(encoder, "encode", encoder)
+        if not isinstance(name, str) or not callable(encode):
+            raise InspectionError(
+                f"features={{{name!r}: {type(encoder).__name__}}}: give the name of a layer and an "
+                "object with encode(activations), or a function of activations."
+            )
+        places = places_of(layers, name)
+        if len(places) != 1:
+            shown = ", ".join(each.layer for each in places[:3])
+            raise InspectionError(
+                f"features: {name!r} stands for {len(places)} places ({shown}, ...), and an "
+                "encoder belongs to one."
+            )
+        if places[0].what == "attention":
+            raise InspectionError(f"features: {name!r} is an attention pattern, no activation.")
+        found.append(FeatureSource(name=name, place=places[0], encode=encode))
+    return found
+
+
+def _own_place(encoder: object) -> str:
+    config = getattr(encoder, "cfg", None)
+    for holder in (config, getattr(config, "metadata", None), encoder):
+        name = getattr(holder, "hook_name", None)
+        if isinstance(name, str):
+            return name
+    raise InspectionError(
+        f"features={type(encoder).__name__} does not say where it belongs (it has no "
+        "cfg.hook_name): write features={'L3.mlp': encoder}."
+    )
+
+
+class FeatureReader:
+    """Hands over the strongest features of each token while its block runs; a context manager.
+
+    Args:
+        model: The model.
+        sources: What to read where.
+        count: How many features of a token are kept at most.
+        found: Called with the name of a place, ids (b, s, count) and values; where fewer are
+            active the id is -1 and the value 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: list[FeatureSource],
+        count: int,
+        found: Callable[[str, Tensor, Tensor], None],
+    ) -> None:
+        self._layers, self._sources = named_layers(model), sources
+        self._count, self._found = count, found
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> FeatureReader:
+        try:
+            for source in self._sources:
+                module = self._layers[source.place.layer]
+                hook = Hook(partial(self._read, source), module)
+                if source.place.what == "inputs":
+                    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                else:
+                    handle = module.register_forward_hook(hook)
+                self._handles.append(handle)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _read(self, source: FeatureSource, _: nn.Module, arguments: Any, other: Any) -> None:
+        holder = (arguments, other) if source.place.what == "inputs" else other
+        values = flatten(holder)[0].tensor.detach()
+        if source.place.units is not None:
+            values = torch.cat([values[..., a:b] for a, b in source.place.units], -1)
+        features = source.encode(values)
+        if not isinstance(features, Tensor) or features.shape[:-1] != values.shape[:-1]:
+            shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)
+            raise InspectionError(
+                f"The encoder at {source.name!r} made {shape} of activations "
+                f"{tuple(values.shape)}: it must return one row of features per token."
+            )
+        best = features.detach().float().topk(min(self._count, features.shape[-1]), -1)
+        silent = best.values <= 0
+        self._found(
+            source.name, best.indices.masked_fill(silent, -1), best.values.masked_fill(silent, 0.0)
+        )

@@ -1,0 +1,138 @@
+"""A lens: what each layer would have said next, at every token of one text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import is_whole
+from torchfmri._text import Column, Grid
+from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import plot_lens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METRICS = ("probability", "rank", "entropy", "top_probability")
+
+
+@dataclass(frozen=True, eq=False)
+class Lens:
+    """What each layer would have said next, read through the model's own final norm and head.
+
+    Column t is the stream at token t: what is said there is about token t + 1. The first row is
+    the embedding, the last one what the model itself says.
+
+    Attributes:
+        layers: The rows: "embedding", then the blocks.
+        pieces: The text of each token.
+        ids: (s,) the tokens.
+        rank: (layer, s) of the token that came next, 1 for the likeliest; 0 for the last token.
+        probability: (layer, s) of the token that came next; nan for the last token.
+        entropy: (layer, s) of the distribution, in nats.
+        top: (layer, s, k) the likeliest tokens, the first most so.
+        top_probability: (layer, s, k).
+        spelling: Token id -> text, of all ids in `top`; a missing one is shown as its number.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> lens = torchfmri.lens(model, tokenizer, "Once upon a time")
+        >>> lens.layers[0], lens.rank.shape == lens.probability.shape
+        ('embedding', True)
+    """
+
+    layers: tuple[str, ...]
+    pieces: Sequence[str]
+    ids: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    probability: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+    top: NDArray[np.int64]
+    top_probability: NDArray[np.float32]
+    spelling: Mapping[int, str]
+
+    def spell(self, token: int) -> str:
+        """The text of a token, or its number where it has none."""
+        return self.spelling.get(int(token), f"#{int(token)}")
+
+    def decided(self) -> NDArray[np.int64]:
+        """(s,) the first row from which on the model's own answer stays the likeliest."""
+        agrees = self.top[:, :, 0] == self.top[-1, :, 0]
+        stays = np.flip(np.logical_and.accumulate(np.flip(agrees, 0), 0), 0)
+        return np.asarray(stays.argmax(0), np.int64)
+
+    def table(self, position: int = -1, count: int = 3) -> str:
+        """The likeliest tokens of every layer at one position.
+
+        Args:
+            position: Which token's stream, counted from 0, or from the end.
+            count: How many tokens.
+        """
+        s = len(self.ids)
+        if not is_whole(position) or not -s <= position < s:
+            raise InspectionError(f"There is no position {position!r}: the text has {s} tokens.")
+        place = position % s
+        count = min(count, self.top.shape[-1])
+        cells = [
+            "  ".join(
+                f"{self.spell(token)!r} {share:.0%}"
+                for token, share in zip(
+                    self.top[row, place, :count],
+                    self.top_probability[row, place, :count],
+                    strict=True,
+                )
+            )
+            for row in range(len(self.layers))
+        ]
+        columns = [Column("would say next", cells, importance=2, right=False)]
+        title = f"after token {place}, {self.pieces[place]!r}"
+        if place + 1 < s:
+            title += f"; {self.pieces[place + 1]!r} came next"
+            ranks = [str(each) for each in self.rank[:, place]]
+            shares = [f"{each:.2%}" for each in self.probability[:, place]]
+            columns += [Column("its rank", ranks, 1), Column("probability", shares, 1)]
+        return Grid(title, "layer", self.layers, columns).text()
+
+    def __repr__(self) -> str:
+        return f"<Lens: {len(self.layers)} layers, {len(self.ids)} tokens>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain Python values, ready for JSON; nan is None."""
+
+        def plain(values: NDArray[Any]) -> Any:
+            objects = values.astype(object)
+            objects[np.isnan(values)] = None
+            return objects.tolist()
+
+        return {
+            "layers": list(self.layers),
+            "tokens": list(self.pieces),
+            "ids": self.ids.tolist(),
+            "rank": self.rank.tolist(),
+            "probability": plain(self.probability),
+            "entropy": plain(self.entropy),
+            "top": [[[self.spell(each) for each in k] for k in row] for row in self.top],
+            "top_probability": plain(self.top_probability),
+        }
+
+    def plot(self, metric: str = "top_probability", *, ax: Axes | None = None) -> Axes:
+        """Layers up, tokens across; in each cell the likeliest next token, coloured by a metric.
+
+        Args:
+            metric: "top_probability" (of that token), "probability" or "rank" (of the token that
+                came next), or "entropy".
+            ax: Where to draw.
+        """
+        if metric not in METRICS:
+            raise InspectionError(f"metric={metric!r}: there are {', '.join(METRICS)}.")
+        values = np.asarray(getattr(self, metric), float)
+        values = values[:, :, 0] if metric == "top_probability" else values
+        if metric == "rank":
+            values = np.where(values > 0, values, np.nan)
+        words = [[self.spell(each) for each in row] for row in self.top[:, :, 0]]
+        return plot_lens(values, words, self.layers, list(self.pieces), metric=metric, ax=ax)

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfmri._checkup import diagnose
+    from torchfmri._compare import (
+        Comparison,
+        Difference,
+        Run,
+        compare,
+    )
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
-    from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._inspect import Inspector
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
     from torchfmri._records import Call, Finding, History, Inspection, Record
@@ -71,6 +77,7 @@ __all__ = [
     "Anatomy",
     "Call",
     "ChannelStatistics",
+    "Comparison",
     "Cost",
     "Coverage",
     "CoverageRow",
@@ -103,6 +110,7 @@ __all__ = [
     "NonFiniteWarning",
     "Option",
     "Record",
+    "Run",
     "Scan",
     "ScanFormatError",
     "ScanOptions",
@@ -123,11 +131,11 @@ __all__ = [
     "Verification",
     "advise",
     "calculate_statistics",
+    "compare",
     "cost",
     "diagnose",
     "explain",
     "explained",
-    "first_difference",
     "load",
     "load_model",
     "scan",
@@ -141,11 +149,12 @@ __all__ = [
 
 _NAMES = {
     "_checkup": ("diagnose",),
+    "_compare": ("Comparison", "Difference", "Run", "compare"),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
-    "_inspect": ("Difference", "Inspector", "first_difference"),
+    "_inspect": ("Inspector",),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from torchfmri._model import nearest_names
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import WHAT, check_what
@@ -20,6 +22,9 @@ class Inspection(Mapping[str, Record]):
         missing: Layer -> why it, or something of it, was not captured.
         notes: Reservation -> the layers it holds for.
         loss: The loss of the run, where one was computed.
+        token_ids: (b, s) the token numbers that the model was given, where it was given such.
+        kept: (b, s) False where a position is padding; None where that is not known.
+        tokens: The texts of the tokens without padding, row by row, where they are known.
 
     Example:
         >>> import torch
@@ -39,6 +44,9 @@ class Inspection(Mapping[str, Record]):
         self.missing: dict[str, str] = {}
         self.notes: dict[str, list[str]] = {}
         self.loss: float | None = None
+        self.token_ids: Tensor | None = None
+        self.kept: Tensor | None = None
+        self.tokens: tuple[str, ...] = ()
         self._records = records
 
     def __getitem__(self, layer: str) -> Record:

@@ -7,7 +7,9 @@ written and read there.
 """
 
 from torchfmri._scan.loading import load
+from torchfmri._scan.pictures.bands import layer_bands
 from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.blocks import outline_of
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
@@ -34,7 +36,9 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Tokens",
+    "layer_bands",
     "load",
+    "outline_of",
     "repair",
     "require_replaceable",
     "rows_of",

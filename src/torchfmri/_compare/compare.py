@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
 from torchfmri._compare.sources import side_of
 from torchfmri._model import Loss
+from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
 
@@ -41,7 +43,7 @@ def compare(
 
     Each side that can be run is run again: as it was, with the rows of its batch and the number of
     threads arranged otherwise, and with every layer rounding anew. What it then differs from
-    itself, layer by layer, is its noise. A difference counts where it is 16 times as large as the
+    itself, layer by layer, is its noise. A difference counts where it is 8 times as large as the
     noise of both sides.
 
     Args:
@@ -169,6 +171,12 @@ def _compared(
     notes = [matching.doubt] if matching.doubt else []
     for name, side in (("a", one), ("b", two)):
         notes += [f"{name}: {note}" for note in dict.fromkeys(side.notes)]
+    unknown = [pair.place.layer for pair in pairs if pair.threshold == math.inf]
+    if unknown:
+        notes.append(
+            f"{plural(len(unknown), 'tensor')} could not be judged, because its noise was not "
+            f"measured: of {listed(list(dict.fromkeys(unknown)))}"
+        )
     if not differences:
         notes += _padded_notes(pairs, one, two)
     return Comparison(pairs, differences, matching, notes, texts)

@@ -88,7 +88,7 @@ class Difference:
         row: Which row of the batch; None where rows are no tokens.
         token: Which token of that row, counted from 0 without padding; None likewise.
         text: The text of the token, where it is known.
-        relative: |a - b| / |a| there (L2 over units).
+        relative: |a - b| there, divided by the larger of |a| and |b| (L2 over units).
         largest: The largest absolute difference of one value of that tensor.
         spread_a: What a differs from itself in that tensor; nan where it was not measured.
         spread_b: What b differs from itself.

@@ -53,15 +53,15 @@ class Grid:
 
         None for a tensor without a token axis.
         """
-        values = self._aligned(tensor)
+        values = self.aligned(tensor)
         if values is None:
             return None
         chosen = ~self.kept if padded else self.kept
         parts = [values[row][chosen[row]] for row in self.order]
         return torch.cat(parts).flatten(1)
 
-    def _aligned(self, tensor: Tensor) -> Tensor | None:
-        """The tensor as (b, s, ...)."""
+    def aligned(self, tensor: Tensor) -> Tensor | None:
+        """The tensor as (b, s, ...); None for one without a token axis."""
         b, s = self.kept.shape
         if tensor.is_nested:
             return None

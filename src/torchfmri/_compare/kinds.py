@@ -19,7 +19,7 @@ _EXPLAINED = 0.02
 _MOST_POSITIONS = 4
 _TOKENS = 2
 """Fewer rows cannot tell a rule from a coincidence."""
-_LEAST_BITS, _MOST_BITS = 3, 14
+_MOST_NOISE = 0.1
 
 
 def kinds_of(a: Rows, b: Rows, threshold: float) -> list[Kind]:
@@ -135,10 +135,10 @@ def _precision(one: Tensor, two: Tensor) -> Kind | None:
     each = gap.norm(dim=1) / one.norm(dim=1).clamp_min(1e-300)
     if float(each.max()) > 8 * float(each.median()):
         return None
-    bits = -math.log2(noise / size * math.sqrt(12))
-    if not _LEAST_BITS <= bits <= _MOST_BITS:
+    if noise > _MOST_NOISE * size:
         return None
-    return Kind("precision", f"noise without a pattern, as of values rounded to {bits:.0f} bits")
+    return Kind("precision", f"noise without a pattern, {noise / size:.0e} of the size, as of "
+                "values in a lower precision")
 
 
 def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:

@@ -151,6 +151,7 @@ def _brain(
         title=f"Where two runs part: {_DIRECTIONS[direction]}",
         subtitle=said + (f" (row {row} of the batch)" if grid.places[-1][0] else ""),
         mark=mark,
+        top=1.0,
         remark="1 and above: beyond the noise of both sides; the ring is the first difference"
         if mark else "",
     )

@@ -134,43 +134,68 @@ class Recording:
         return list(reversed(order)) if self._turned else list(order)
 
     def _list_calls(self) -> None:
+        self._parts = self._find_parts()
+        joined = self._joined_layers()
         for call in self.inspection.calls():
+            if call.layer in joined and call.index:
+                continue
             for direction in (FORWARD, BACKWARD):
                 what = WHAT[direction]
                 paths, values = call.elements(what), call.values(what)
                 for path, value in zip(paths, values, strict=False):
-                    if value is not None and (value.dtype.is_floating_point or
-                                              value.dtype.is_complex):
-                        place = Place(call.layer, call.index, what, path)
-                        if not self._join(place, value):
-                            self._values[place] = value
-                            self._order[direction].append(place)
+                    if value is None or not (value.dtype.is_floating_point or
+                                             value.dtype.is_complex):
+                        continue
+                    place = Place(call.layer, call.index, what, path)
+                    if call.layer in joined and not self._join(place):
+                        continue
+                    self._values[place] = value
+                    self._order[direction].append(place)
 
-    def _join(self, place: Place, value: Value) -> bool:
-        """Add a later part of the tokens (a step with a cache) to the first call of its layer."""
-        first = place._replace(call=0)
-        before = self._joined.get(first)
-        if place.call == 0:
-            if value.has_tensor and self._is_part(value.tensor):
-                self._joined[first] = value.tensor
-            return False
-        if before is None or not value.has_tensor or value.tensor.ndim != before.ndim:
-            return False
-        parts = (before, value.tensor)
-        axis = 1 if before.ndim == 3 else 2
-        lengths = sum(part.shape[axis] for part in parts)
-        if lengths > max(grid.kept.shape[1] for grid in self.grids):
-            return False
-        self._joined[first] = torch.cat(parts, axis)
+    def _find_parts(self) -> list[int]:
+        """How many tokens each call runs on, of a model that is called part by part with a cache.
+
+        Empty where every call runs on all tokens.
+        """
+        for record in self.inspection.values():
+            if len(record.calls) < 2:
+                continue
+            shapes = [call.values("activations")[:1] for call in record.calls]
+            lengths = [
+                value[0].shape[1] for value in shapes
+                if value and value[0] is not None and len(value[0].shape) == 3
+            ]
+            known = {grid.kept.shape[1] for grid in self.grids}
+            if len(lengths) == len(record.calls) and sum(lengths) in known:
+                return lengths
+        return []
+
+    def _joined_layers(self) -> set[str]:
+        parts = len(self._parts)
+        return {each.layer for each in self.inspection.values() if parts and len(each.calls) == parts}
+
+    def _join(self, place: Place) -> bool:
+        """Put the parts of a tensor together along its tokens; False where it has none."""
+        calls = self.inspection[place.layer].calls
+        rows = self.grids[0].kept.shape[0]
+        found = []
+        for call, length in zip(calls, self._parts, strict=True):
+            value = call.value(place.what, place.element)
+            if value is None or not value.has_tensor:
+                return False
+            grid = Grid(kept=torch.ones(rows, length, dtype=torch.bool), order=tuple(range(rows)))
+            part = grid.aligned(value.tensor.detach().cpu())
+            if part is None:
+                return False
+            found.append(part)
+        self._joined[place] = torch.cat(found, 1)
         return True
 
-    def _is_part(self, tensor: Tensor) -> bool:
-        """Whether a tensor holds the first tokens only, as the first call with a cache does."""
-        for grid in self.grids:
-            b, s = grid.kept.shape
-            if tensor.ndim == 3 and tensor.shape[0] in (1, b) and tensor.shape[1] < s:
-                return True
-        return False
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What the order of values without a token axis depends on, such as those of experts."""
+        grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
+        return (tuple(self._parts), self._turned, str(grids))
 
     def _list_parameters(self) -> None:
         seen = set()
@@ -185,7 +210,7 @@ class Recording:
 
 
 def relative(one: Tensor, two: Tensor) -> Tensor:
-    """How far two tables are apart in each row, (row,): |one - two| / |one| (L2 over units).
+    """How far two tables are apart in each row, (row,): |one - two| / the larger of both (L2).
 
     Infinite where a value is finite in one table only; the same infinity or NaN is no difference.
     """
@@ -194,7 +219,8 @@ def relative(one: Tensor, two: Tensor) -> Tensor:
     finite = one.isfinite() & two.isfinite()
     same = (one == two) | (one.isnan() & two.isnan())
     gap = torch.where(finite, two - one, 0.0).norm(dim=1)
-    size = torch.where(finite, one, 0.0).norm(dim=1)
+    sizes = [torch.where(finite, each, 0.0).norm(dim=1) for each in (one, two)]
+    size = torch.maximum(*sizes)
     some = size[size > 0]
     floor = _SMALL * some.median() if len(some) else size.new_zeros(())
     scale = torch.maximum(size, floor)

@@ -1,7 +1,7 @@
 """Rounding drawn anew: what a model would return if each layer had rounded otherwise.
 
-Every floating-point value that a layer takes or returns is moved by one unit in the last place of
-its dtype, up or down at random. The difference to the plain run is what rounding amounts to at each
+Every floating-point value that a layer takes or returns is moved by half a unit in the last place
+of its dtype, up or down at random. The difference to the plain run is what rounding amounts to at each
 depth of this model on this data (Monte Carlo arithmetic), in the forward and in the backward pass.
 """
 
@@ -62,9 +62,9 @@ class _Draw:
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(_SEED)
             self._generators[x.device] = generator
-        unit = torch.finfo(x.dtype).eps
+        unit = torch.finfo(x.dtype).eps / 2
         if self._coarsest is not None:
-            unit = max(unit, torch.finfo(self._coarsest).eps)
+            unit = max(unit, torch.finfo(self._coarsest).eps / 2)
         wide = x.detach().float() if x.dtype.itemsize < 4 else x.detach()
         sign = torch.randint(0, 2, x.shape, generator=generator, device=x.device).mul_(2).sub_(1)
         # A sum that cancels keeps the rounding of its terms: the size of the neighbours counts too.

@@ -74,6 +74,7 @@ class Brain(NamedTuple):
         beside: Whether the subtitle stands beside the title.
         remark: What to say below the texts.
         mark: (row, s) of a value to draw a ring around; None for none.
+        top: The brightest colour stands for this value at least.
     """
 
     bands: Sequence[Band]
@@ -87,6 +88,7 @@ class Brain(NamedTuple):
     beside: bool = False
     remark: str = ""
     mark: tuple[int, int] | None = None
+    top: float = 0.0
 
     @property
     def inches(self) -> tuple[float, float]:
@@ -137,6 +139,8 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
         surprisal: Whether to draw the track of surprisal above.
     """
     scale = scale_colours(brain.values, brain.metric, brain.normalise)
+    if brain.top > scale.high:
+        scale = scale._replace(high=brain.top, beyond=scale.beyond.replace("max", "neither"))
     number = len(brain.tokens)
     edges = band_edges(brain.bands, brain.most_inches)
     images = [

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from torchfmri._compare import (
         Comparison,
         Difference,
+        HistoryComparison,
         Run,
+        StepDifference,
         compare,
+        import_hidden_states,
     )
     from torchfmri._cost import Advice, Cost, Growth, LayerCost, Option, advise, cost
     from torchfmri._diagnosis import Diagnosis
@@ -93,6 +96,7 @@ __all__ = [
     "Growth",
     "GuardError",
     "History",
+    "HistoryComparison",
     "Incident",
     "Incidents",
     "Inspection",
@@ -118,6 +122,7 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Statistics",
+    "StepDifference",
     "TokenGradient",
     "TokenGradients",
     "TokenLossGradient",
@@ -136,6 +141,7 @@ __all__ = [
     "diagnose",
     "explain",
     "explained",
+    "import_hidden_states",
     "load",
     "load_model",
     "scan",
@@ -149,7 +155,15 @@ __all__ = [
 
 _NAMES = {
     "_checkup": ("diagnose",),
-    "_compare": ("Comparison", "Difference", "Run", "compare"),
+    "_compare": (
+        "Comparison",
+        "Difference",
+        "HistoryComparison",
+        "Run",
+        "StepDifference",
+        "compare",
+        "import_hidden_states",
+    ),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
     "_explain": ("Explanation", "explain", "explained"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from torchfmri._arguments import check_real, require
 from torchfmri._compare.causes import causes_of
 from torchfmri._compare.comparison import Comparison
 from torchfmri._compare.difference import Difference, Kind, Pair
+from torchfmri._compare.histories import compare_histories, histories_of
 from torchfmri._compare.kinds import kinds_of
 from torchfmri._compare.matching import Matching, match_layers
 from torchfmri._compare.origin import origin_of
@@ -21,8 +23,10 @@ from torchfmri._compare.pairing import pair_up
 from torchfmri._compare.recording import FORWARD, WHAT, relative
 from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
-from torchfmri._compare.sources import side_of
+from torchfmri._compare.sources import opened, side_of
 from torchfmri._model import Loss
+from torchfmri._records import History, Inspection
+from torchfmri._scan import Scan
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
@@ -73,8 +77,15 @@ def compare(
         and all(isinstance(each, str) for pair in names.items() for each in pair)
     )
     require(mapped, "names", names, "map layers of a to layers of b: {'layer in a': 'layer in b'}")
+    a, b = opened(a), opened(b)
+    runs = [histories_of(each) for each in (a, b)]
+    if any(runs):
+        return compare_histories(*_both_histories(runs, (a, b)))
     a, b = _with_data(a, b, data, target, loss), _with_data(b, a, data, target, loss)
     one, two = side_of(a, "a", max_bytes), side_of(b, "b", max_bytes)
+    if "rms" in (one.recording.reduced, two.recording.reduced):
+        for side in (one, two):
+            side.recording.reduced = "rms"
     _check_tokens(one, two, tokenizer)
     if tolerance is None:
         _measure(one, two, max_bytes)
@@ -84,6 +95,16 @@ def compare(
     return found
 
 
+def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[list[History]]:
+    for name, found, each in zip("ab", runs, given, strict=True):
+        if not found:
+            raise InspectionError(
+                f"{name} is a {type(each).__name__}, and the other side is a training run. Give two "
+                "training runs (History, Monitor or folder), or two runs of a model."
+            )
+    return runs
+
+
 def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any:
     """A model as a run: on the data given, or on the tokens that the other side recorded."""
     if not isinstance(side, nn.Module):
@@ -91,13 +112,24 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
     if data is None and isinstance(other, Run):
         data, target, loss = other.data, other.target if target is None else target, loss or other.loss
     if data is None:
-        data = getattr(other, "data", None)
+        data = _recorded_data(other)
     if data is None:
         raise InspectionError(
             f"data=None: compare needs what the {type(side).__name__} is called with. Give data=, or "
             "torchfmri.Run(model, data) as the side."
         )
     return Run(side, data, target, loss)
+
+
+def _recorded_data(other: Any) -> Any:
+    """The tokens that the other side recorded."""
+    first = other[0] if isinstance(other, (list, tuple)) and other else other
+    if isinstance(first, Scan) and len(first):
+        return {"input_ids": torch.from_numpy(np.array(first[0].tokens.ids))[None]}
+    if not isinstance(first, Inspection) or first.token_ids is None:
+        return None
+    found = {"input_ids": first.token_ids}
+    return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
 
 
 def _measure(one: Side, two: Side, max_bytes: int | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ from torch import nn
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.grid import Grid
+from torchfmri._compare.hidden_states import import_hidden_states
 from torchfmri._compare.recording import Recording
 from torchfmri._compare.run import Pass, Run
 from torchfmri._compare.side import Side, live_side, measure_repeats
-from torchfmri._records import Call, Inspection, Record, Value
-from torchfmri._scan import Scan
-from torchfmri.exceptions import InspectionError
+from torchfmri._files import list_names
+from torchfmri._records import Call, History, Inspection, Record, Value, kind_of
+from torchfmri._scan import Scan, load
+from torchfmri.exceptions import FileFormatError, InspectionError
 
 _CHOICES = (
     "Give a model with data=, a torchfmri.Run, an Inspection, a Scan, a History, or the path of a "
@@ -24,7 +28,35 @@ _CHOICES = (
 )
 
 
-def side_of(given: Any, name: str, max_bytes: int | None, reduced: str = "") -> Side:
+def opened(given: Any) -> Any:
+    """What a path leads to: a saved inspection, history or scan, or hidden states.
+
+    Raises:
+        FileFormatError: There is nothing that can be read.
+    """
+    if is_list(given) and given and any(isinstance(each, (str, PathLike)) for each in given):
+        return [opened(each) for each in given]
+    if not isinstance(given, (str, PathLike)):
+        return given
+    path = Path(given)
+    kind = kind_of(path)
+    if kind == "inspection":
+        return Inspection.load(path)
+    if kind == "history":
+        return History.load(path)
+    if path.suffix == ".safetensors":
+        return import_hidden_states(path)
+    if not path.is_dir():
+        fact = "it is no file that torchfmri saved" if path.exists() else "there is no such file"
+        raise FileFormatError(str(path), f"{fact}. {_CHOICES}")
+    names = list_names(path)
+    if "meta.json" in names:
+        return load(path)
+    states = [n for n in names if n.endswith(".safetensors") and not n.startswith("steps-")]
+    return import_hidden_states(path) if states else History.load(path)
+
+
+def side_of(given: Any, name: str, max_bytes: int | None) -> Side:
     """A side of a comparison of runs.
 
     Raises:
@@ -64,6 +96,8 @@ def inspection_grids(inspection: Inspection) -> list[Grid]:
 
 def scan_side(scan: Scan) -> Side:
     """The first sequence of a scan: the size of each layer's values at each token."""
+    if not len(scan):
+        raise InspectionError("The scan has no sequences: there is nothing to compare.")
     sequence = scan[0]
     records = {}
     for column, layer in enumerate(scan.anatomy.layers):

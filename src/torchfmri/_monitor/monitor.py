@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,7 +36,7 @@ from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
-from torchfmri._records import Finding, History, Series, Step
+from torchfmri._records import Finding, History, HistoryFolder, Series, Step
 from torchfmri.exceptions import GuardError, InspectionError, NonFiniteError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
@@ -80,6 +81,8 @@ class Monitor:
             every step, whatever `every` is; by default not at all.
         incidents: A folder to write such steps to, or `Incidents` for more options; with it
             on_nonfinite is "continue" by default.
+        folder: A folder to write every watched step to while the model trains, for
+            `torchfmri.History.load` and `torchfmri.compare`; one run per folder.
 
     Example:
         >>> import torch
@@ -113,6 +116,7 @@ class Monitor:
         max_bytes: int | None = None,
         on_nonfinite: str | None = None,
         incidents: str | Path | Incidents | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
@@ -151,6 +155,15 @@ class Monitor:
         self._trained = TrainedModel(model)
         self._block: ExitStack | None = None
         self._live = LiveDiagnosis(lambda: describe(model, given or None))
+        itself = weakref.ref(self)  # what is written at exit must not keep the model alive
+
+        def findings() -> list[Finding]:
+            monitor = itself()
+            return [] if monitor is None else monitor._findings_so_far()
+
+        self._folder = None if folder is None else HistoryFolder(folder, findings)
+        if self._folder is not None:
+            self._writers.append(self._folder)
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "attached" if self._attached else "not attached"
@@ -181,6 +194,8 @@ class Monitor:
         """
         self._take_off()
         self._drain(wait=True)
+        if self._folder is not None:
+            self._safely(self._folder.flush)
 
     def _take_off(self) -> None:
         self._attached = False
@@ -478,6 +493,10 @@ class Monitor:
         """What is wrong so far, the worst first, each with what follows from it."""
         self._drain(wait=True)
         return self._live.findings([each.finding for each in self.incidents])
+
+    def _findings_so_far(self) -> list[Finding]:
+        held = [] if self._hold is None else [each.finding for each in self._hold.incidents]
+        return self._live.findings(held)
 
     def new_findings(self) -> list[Finding]:
         """What was found since this was last asked; for callbacks, which ask at every step.

@@ -13,8 +13,11 @@ from torchfmri._compare.difference import Difference
 from torchfmri._compare.hidden_states import import_hidden_states
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
 from torchfmri._compare.run import Run
+from torchfmri._compare.settings import CHOICES as SETTINGS
+from torchfmri._compare.settings import parse_settings, run_with
 
 __all__ = [
+    "SETTINGS",
     "Comparison",
     "Difference",
     "HistoryComparison",
@@ -22,4 +25,6 @@ __all__ = [
     "StepDifference",
     "compare",
     "import_hidden_states",
+    "parse_settings",
+    "run_with",
 ]

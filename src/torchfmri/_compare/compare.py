@@ -209,7 +209,7 @@ def _compared(
             f"{plural(len(unknown), 'tensor')} could not be judged, because its noise was not "
             f"measured: of {listed(list(dict.fromkeys(unknown)))}"
         )
-    if not differences:
+    if not differences and one.run is not None and two.run is not None:
         notes += _padded_notes(pairs, one, two)
     return Comparison(pairs, differences, matching, notes, texts)
 

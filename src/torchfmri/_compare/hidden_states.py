@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_path, is_list, is_whole, require
+from torchfmri._compare.matching import EXPORTED
 from torchfmri._files import list_names, map_file, parse_tensors, printable, size_of
 from torchfmri._records import Call, Inspection, Record, Value, tensor_of
 from torchfmri.exceptions import FileFormatError
 
 _ENDING = ".safetensors"
-_STATES, _IDS = "hidden_states", "token_ids"
+_STATES, _IDS = EXPORTED, "token_ids"
 _ONLY = "exported hidden states are activations only: no gradients were compared"
 
 

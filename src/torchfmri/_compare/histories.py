@@ -81,8 +81,12 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
     noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
     floors = np.array([_floor(a[0], each) for each in series])
-    allowed = np.maximum(np.maximum(floors[None], _FACTOR * noise), _JUMP * _largest_so_far(gaps))
+    least = np.maximum(floors[None], _FACTOR * noise)
+    allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
     first = _first(gaps, allowed, series, common.steps, a[0], b[0])
+    if first is not None:  # what comes later is no drift: it is measured by what was before
+        row = common.steps.index(first.step)
+        allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
         a=a[0], b=b[0], steps=common.steps, series=series, gaps=gaps, allowed=allowed, first=first,
         notes=_notes(a, b, common),

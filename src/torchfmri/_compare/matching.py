@@ -11,6 +11,9 @@ from torchfmri._compare.recording import Recording
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
+EXPORTED = "hidden_states"
+"""The name of hidden states that were exported without saying of which layers."""
+
 
 @dataclass(frozen=True)
 class Matching:
@@ -106,6 +109,8 @@ def _ends(one: str, other: str) -> bool:
 
 def _by_order(a: Recording, b: Recording, rest_a: Sequence[str], rest_b: Sequence[str]) -> Any:
     """Pairs in the order of execution whose tensors have the same shapes."""
+    if rest_b and all(each.startswith(f"{EXPORTED}.") for each in rest_b):
+        return _blocks(rest_a, rest_b)
     shapes_a, shapes_b = ([_shapes(side, each) for each in rest]
                           for side, rest in ((a, rest_a), (b, rest_b)))
     blocks = SequenceMatcher(None, shapes_a, shapes_b, autojunk=False).get_matching_blocks()
@@ -114,6 +119,21 @@ def _by_order(a: Recording, b: Recording, rest_a: Sequence[str], rest_b: Sequenc
         for block in blocks
         for index in range(block.size)
     }
+
+
+def _blocks(a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
+    """The numbered blocks of a model with hidden states that have no names.
+
+    Raises:
+        InspectionError: There are more or fewer blocks.
+    """
+    blocks = [each for each in a if each.rpartition(".")[2].isdigit()]
+    if len(blocks) != len(b):
+        raise InspectionError(
+            f"b holds the hidden states of {len(b)} layers without names, and a has {len(blocks)} "
+            "blocks. Say which they are: import_hidden_states(folder, tokenizer, layers=[...])."
+        )
+    return dict(zip(blocks, b, strict=True))
 
 
 def _shapes(side: Recording, layer: str) -> tuple[Any, ...]:

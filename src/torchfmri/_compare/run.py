@@ -145,7 +145,7 @@ def record(
         other_seed: Draw other random numbers than the first pass did.
     """
     inspector = Inspector(run.model, keep="tensors", max_bytes=max_bytes)
-    inspector.watch("*" if layers is None else list(layers), list(what))
+    inspector.watch(list(named_layers(run.model)) if layers is None else list(layers), list(what))
     notes: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(own_turn())
@@ -201,8 +201,6 @@ def record_outside(run: Run) -> Pass:
     They stand in an inspection as the activations of the model and parameter gradients of its
     layers.
     """
-    inspector = Inspector(run.model, keep="tensors")
-    inspector.watch("*", ["activations", "parameter_gradients"])
     notes: list[str] = []
     outputs: list[Any] = []
     gradients: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,6 +47,14 @@ if TYPE_CHECKING:
 UNREAD = 8
 """How many steps may wait for an accelerator before it is waited for."""
 Writer = Callable[[Step, Mapping[Series, Statistics]], None]
+
+
+@runtime_checkable
+class FindingsWriter(Protocol):
+    """A writer that is told what was found wrong, too."""
+
+    def found(self, step: int, findings: Sequence[Finding]) -> None:
+        """Take what was found since the last step, which has this number."""
 
 
 class MonitorWarning(RuntimeWarning):
@@ -161,6 +169,7 @@ class Monitor:
             monitor = itself()
             return [] if monitor is None else monitor._findings_so_far()
 
+        self._told: set[tuple[str, tuple[str, ...]]] = set()
         self._folder = None if folder is None else HistoryFolder(folder, findings)
         if self._folder is not None:
             self._writers.append(self._folder)
@@ -487,6 +496,17 @@ class Monitor:
             self._live.add(step, self._history.series)
         for write in self._writers:
             write(step, found)
+        self._tell_findings(step.number)
+
+    def _tell_findings(self, step: int) -> None:
+        """Hand what was found since the last step to the writers that take findings."""
+        held = [] if self._hold is None else [each.finding for each in self._hold.incidents]
+        found = [*self._live.known(), *held]
+        fresh = [each for each in found if (each.problem, each.layers) not in self._told]
+        self._told.update((each.problem, each.layers) for each in fresh)
+        for write in self._writers if fresh else ():
+            if isinstance(write, FindingsWriter):
+                write.found(step, fresh)
 
     @property
     def findings(self) -> list[Finding]:
@@ -509,6 +529,8 @@ class Monitor:
 
     def add_writer(self, write: Writer) -> None:
         """Have `write(step, statistics by series)` called for each watched step once it is read.
+
+        A writer with a method `found(step, findings)` is told what is found wrong as well.
 
         Raises:
             InspectionError: It cannot be called.

@@ -86,8 +86,10 @@ def _data(**changes: Callable[[Tensor], Tensor]) -> Callable[[Run], Run]:
     """Give the model other arguments."""
 
     def plant(run: Run) -> Run:
-        data = {name: changes[name](value) if name in changes else value
-                for name, value in run.data.items()}
+        data = {
+            name: changes[name](value) if name in changes else value
+            for name, value in run.data.items()
+        }
         return replace(run, data=data)
 
     return plant
@@ -166,7 +168,9 @@ class LoraFault(Fault):
 
 def _forget_mask(run: Run) -> Run:
     """Padding that is attended to: the mask is forgotten."""
-    return replace(run, data={**run.data, "attention_mask": torch.ones_like(run.data["attention_mask"])})
+    return replace(
+        run, data={**run.data, "attention_mask": torch.ones_like(run.data["attention_mask"])}
+    )
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 500.0}
@@ -186,8 +190,8 @@ FAULTS = (
     Fault("gradient of o_proj times 1.2", "llama",
           _wrapped("model.layers.0.self_attn.o_proj", _wrong_backward),
           "model.layers.0.self_attn.o_proj", None, direction="backward"),
-    Fault("position ids from 1", "llama", _data(position_ids=lambda x: x + 1), "model.rotary_emb", 0,
-          "shifted_positions"),
+    Fault("position ids from 1", "llama", _data(position_ids=lambda x: x + 1), "model.rotary_emb",
+          0, "shifted_positions"),
     Fault("query heads 0 and 2 swapped", "qwen3",
           _write("model.layers.1.self_attn.q_proj", lambda m: _swap_heads(m, 8, 0, 2)),
           "model.layers.1.self_attn.q_proj", 0, "swapped_heads"),
@@ -202,8 +206,8 @@ FAULTS = (
                  lambda m: m.weight.copy_((m.weight / m.weight.abs().max() * 127).round()
                                           * m.weight.abs().max() / 127)),
           "model.layers.1.mlp.down_proj", 0, "parameter"),
-    Fault("sliding window 4 -> 3", "gemma3", _built(sliding_window=3), "model.layers.0.self_attn", 3,
-          "from_position"),
+    Fault("sliding window 4 -> 3", "gemma3", _built(sliding_window=3), "model.layers.0.self_attn",
+          3, "from_position"),
     Fault("norm weight without + 1", "gemma3",
           _write("model.layers.1.pre_feedforward_layernorm", lambda m: m.weight.sub_(1.0)),
           "model.layers.1.pre_feedforward_layernorm", 0, "factor_per_unit"),
@@ -224,7 +228,7 @@ FAULTS = (
           _write("model.layers.1.mlp.experts",
                  lambda m: m.gate_up_proj.copy_(m.gate_up_proj[[1, 0, 2, 3]].clone())),
           "model.layers.1.mlp.experts", 0, "permuted_units"),
-    Fault("router without its bias towards expert 2", "mixtral",
+    Fault("weights of the router lost for expert 2", "mixtral",
           _write("model.layers.2.mlp.gate", lambda m: m.weight[2].zero_()),
           "model.layers.2.mlp.gate", 0, "parameter"),
     Fault("c_proj transposed", "gpt2",

@@ -63,8 +63,10 @@ def _cached(model: nn.Module, data: Any) -> Any:
 def float32_and_bfloat16(name: str) -> Pair | None:
     """The model in float32, and cast to bfloat16."""
     run = _run(name)
-    data = {key: value.bfloat16() if value.is_floating_point() else value
-            for key, value in run.data.items()}
+    data = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in run.data.items()
+    }
     return run, Run(build(name).bfloat16(), data)
 
 

@@ -110,7 +110,9 @@ def _pairs(wanted: list[str] | None) -> dict[str, Any]:
     for kind, found in table.items():
         parted = [name for name, each in found.items() if not each.agree]
         alarms += 0 if kind in EXPECTED else len(parted)
-        forward = [p.worst for each in found.values() for p in each.pairs if p.direction == "forward"]
+        forward = [
+            p.worst for each in found.values() for p in each.pairs if p.direction == "forward"
+        ]
         ratios = [
             p.worst / p.threshold * FACTOR
             for each in found.values()
@@ -162,4 +164,6 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def _runs() -> dict[str, Any]:
     base = train()
-    return {"runs": {name: compare(base, train(**change)).summary() for name, change in RUNS.items()}}
+    return {
+        "runs": {name: compare(base, train(**change)).summary() for name, change in RUNS.items()}
+    }

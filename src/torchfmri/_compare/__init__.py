@@ -1,15 +1,15 @@
 """`compare`: where two runs part, and whether that is rounding or a bug.
 
-`run` runs a model and records it, `rounding` lets its layers round anew, `grid` and `recording`
-turn tensors into rows of tokens. `sources` makes a side of what is given, `matching` finds partners,
-`pairing` measures; `origin`, `causes` and `kinds` say where a difference comes from and what it is
-(a new kind is a test in `kinds`); `comparison` and `pictures` show it. `histories` is the same for
-two training runs, `hidden_states` imports what other engines export, `settings` is for commands.
+`run` records a model, `rounding` lets its layers round anew, `grid` and `recording` turn tensors
+into rows of tokens. `sources` makes a side of what is given, `matching` finds partners, `pairing`
+measures; `origin`, `causes` and `kinds` say where a difference comes from and what it is (a new
+kind is a test in `kinds`); `comparison` and `pictures` show it. `histories` compares training runs,
+`hidden_states` imports what other engines export, `settings` makes runs for the command line.
 """
 
-from torchfmri._compare.compare import compare
 from torchfmri._compare.comparison import Comparison
 from torchfmri._compare.difference import Difference
+from torchfmri._compare.entry_point import compare
 from torchfmri._compare.hidden_states import import_hidden_states
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
 from torchfmri._compare.run import Run

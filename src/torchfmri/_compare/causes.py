@@ -42,7 +42,10 @@ def _tensors(a: nn.Module, b: nn.Module) -> Iterator[Kind]:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    found = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    found = {
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
     # A layer of PEFT keeps its matrices in containers that are never called themselves.
     for name, child in module.named_children():
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
@@ -62,13 +65,12 @@ def _attributes(a: nn.Module, b: nn.Module) -> Iterator[Kind]:
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and words by name, also those in dicts (the scaling of LoRA) and tuples."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith("_") or name in _IGNORED:
             continue
-        if isinstance(value, _PLAIN):
-            found[name] = value
-        elif isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value):
+        several = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(each, _PLAIN) for each in several):
             found[name] = value
         elif type(value) is dict and all(isinstance(each, _PLAIN) for each in value.values()):
             found |= {f"{name}[{key!r}]": each for key, each in value.items()}

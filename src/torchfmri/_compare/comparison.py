@@ -111,8 +111,14 @@ class Comparison:
         ]
         names = [_name(pair) for pair in pairs]
         bold = frozenset(index for index, pair in enumerate(pairs) if pair.differs)
-        return Grid(title, "tensor", names or ["nothing was compared"],
-                    columns if pairs else [], notes, bold)
+        return Grid(
+            title,
+            "tensor",
+            names or ["nothing was compared"],
+            columns if pairs else [],
+            notes,
+            bold,
+        )
 
     def _shown(self, lines: int) -> list[Pair]:
         """The pairs around the first difference of each direction; evenly spread where none is."""
@@ -150,7 +156,9 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def plot(self, direction: str = FORWARD, *, row: int | None = None, ax: Axes | None = None) -> Axes:
+    def plot(
+        self, direction: str = FORWARD, *, row: int | None = None, ax: Axes | None = None
+    ) -> Axes:
         """Layers down, tokens across: the difference in units of the noise, the first one marked.
 
         Args:

@@ -71,7 +71,7 @@ class Grid:
         if aligned is None:
             return None
         values, mask = aligned
-        values = values if mask.ndim == 2 else values.unflatten(0, (b, s))
+        values = values if mask.ndim == 2 else values.reshape(b, s, -1)
         return values.unsqueeze(-1) if values.ndim == 2 else values
 
 

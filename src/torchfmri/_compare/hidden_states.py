@@ -156,6 +156,6 @@ def _check_vocabulary(requests: Sequence[_Request], tokenizer: Any) -> None:
         if largest >= size:
             raise FileFormatError(
                 request.name + _ENDING,
-                f"it has token {largest}, and the tokenizer knows {size} tokens only: it is another "
-                "one. Give the tokenizer of the model that was exported",
+                f"it has token {largest}, and the tokenizer knows {size} tokens only: it is "
+                "another one. Give the tokenizer of the model that was exported",
             )

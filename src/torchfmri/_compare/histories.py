@@ -108,9 +108,9 @@ def _common(runs: Sequence[History]) -> _Common:
             "that were watched at the same steps."
         )
     if not series and not updated:
-        names = [listed(each.layers) for each in (runs[0], runs[-1])]
+        layers = [listed(each.layers) for each in (runs[0], runs[-1])]
         raise InspectionError(
-            f"The runs have no layer in common: a has {names[0]}, b has {names[1]}. Give runs of "
+            f"The runs have no layer in common: a has {layers[0]}, b has {layers[1]}. Give runs of "
             "the same model."
         )
     return _Common(sorted(steps), series, updated)
@@ -214,7 +214,8 @@ def _first(
     if not len(rows):
         return None
     row = int(rows[0])
-    column = min(np.flatnonzero(beyond[row]), key=lambda each: _rank(series[each], int(each)))
+    columns = np.flatnonzero(beyond[row]).tolist()
+    column = min(columns, key=lambda each: _rank(series[each], each))
     layer, what = series[column]
     return StepDifference(
         step=steps[row],

@@ -149,8 +149,9 @@ class HistoryComparison:
             if first is None
             else {name: getattr(first, name) for name in first.__dataclass_fields__},
             "kinds": {
-                what: dict(zip(("step", "layer", "difference", "last"), self._first_of(what),
-                               strict=True))
+                what: dict(
+                    zip(("step", "layer", "difference", "last"), self._first_of(what), strict=True)
+                )
                 for what in dict.fromkeys(each.what for each in self.series)
             },
             "findings": {
@@ -191,13 +192,16 @@ class HistoryComparison:
             metric="difference in units of what noise explains",
             normalise="global",
             title=f"Where two training runs part: {what.replace('_', ' ')}",
-            subtitle="they agree" if first is None else f"first at step {first.step}: "
-            f"{first.what} of {first.layer or 'the model'}",
+            subtitle="they agree"
+            if first is None
+            else f"first at step {first.step}: {first.what} of {first.layer or 'the model'}",
             mark=mark,
             top=1.0,
         )
         ax = draw_brain(axes_or_new(ax, *brain.figure_inches), brain, text=False, surprisal=False)
-        places = sorted({round(each) for each in np.linspace(0, count - 1, min(count, _MOST_TICKS))})
+        places = sorted(
+            {round(each) for each in np.linspace(0, count - 1, min(count, _MOST_TICKS))}
+        )
         ax.set_xticks(places, [str(self.steps[at]) for at in places], fontsize=7)
         ax.tick_params(axis="x", labelbottom=True, pad=6)
         ax.set_xlabel("step", fontsize=8)
@@ -222,8 +226,15 @@ class HistoryComparison:
             ax.plot(run.steps, values, dashes, color=colour, linewidth=1.4, label=name)
         if self.first is not None:
             ax.axvline(self.first.step, color="#7f7f7f", linestyle=":", linewidth=1.0)
-            ax.text(self.first.step, 1.0, f" part at step {self.first.step}", fontsize=7.5,
-                    color="#555555", va="bottom", transform=ax.get_xaxis_transform())
+            ax.text(
+                self.first.step,
+                1.0,
+                f" part at step {self.first.step}",
+                fontsize=7.5,
+                color="#555555",
+                va="bottom",
+                transform=ax.get_xaxis_transform(),
+            )
         ax.set_xlabel("step", fontsize=8)
         ax.set_ylabel("loss" if what == "loss" else f"{field} of {what}\nof {layer}", fontsize=8)
         ax.legend(frameon=False, fontsize=8)
@@ -251,4 +262,3 @@ class HistoryComparison:
 def _said(finding: Finding) -> str:
     when = "" if finding.step is None else f"step {finding.step}, "
     return f"{when}{finding.text}"
-

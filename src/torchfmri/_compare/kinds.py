@@ -82,8 +82,10 @@ def _factor_per_unit(one: Tensor, two: Tensor) -> Kind | None:
     if _left(one, two, one * factors) > _EXPLAINED:
         return None
     low, high = float(factors.min()), float(factors.max())
-    return Kind("factor_per_unit", f"each unit has a factor of its own, {low:.3g} to {high:.3g}, "
-                "as of the weight of a norm")
+    return Kind(
+        "factor_per_unit",
+        f"each unit has a factor of its own, {low:.3g} to {high:.3g}, as of the weight of a norm",
+    )
 
 
 def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
@@ -93,8 +95,11 @@ def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
     if _left(one, two, one * factors[:, None]) > _EXPLAINED:
         return None
     low, high = float(factors.min()), float(factors.max())
-    return Kind("factor_per_token", f"each token has a factor of its own, {low:.4g} to {high:.4g}, "
-                "as of another epsilon in a norm or another normalisation")
+    return Kind(
+        "factor_per_token",
+        f"each token has a factor of its own, {low:.4g} to {high:.4g}, "
+        "as of another epsilon in a norm or another normalisation",
+    )
 
 
 def _permutation(one: Tensor, two: Tensor) -> Kind | None:
@@ -137,8 +142,11 @@ def _precision(one: Tensor, two: Tensor) -> Kind | None:
         return None
     if noise > _MOST_NOISE * size:
         return None
-    return Kind("precision", f"noise without a pattern, {noise / size:.0e} of the size, as of "
-                "values in a lower precision")
+    return Kind(
+        "precision",
+        f"noise without a pattern, {noise / size:.0e} of the size, as of "
+        "values in a lower precision",
+    )
 
 
 def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:
@@ -160,7 +168,7 @@ def _shifted_positions(a: Rows, b: Rows, threshold: float) -> Kind | None:
     rows = torch.tensor([row for row, _ in a.grid.places])
     for by in (each for step in range(1, _MOST_POSITIONS + 1) for each in (step, -step)):
         n = len(rows) - abs(by)
-        ahead, behind = slice(abs(by), None), slice(None, n if n > 0 else 0)
+        ahead, behind = slice(abs(by), None), slice(None, max(0, n))
         same = rows[ahead] == rows[behind]
         if int(same.sum()) < _TOKENS:
             continue

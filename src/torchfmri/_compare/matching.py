@@ -41,7 +41,9 @@ def match_layers(a: Recording, b: Recording, names: Mapping[str, str] | None) ->
     layers_a, layers_b = a.layers, b.layers
     pairs = _given(names or {}, layers_a, layers_b)
     taken = set(pairs.values())
-    pairs |= {each: each for each in layers_a if each in set(layers_b) - taken and each not in pairs}
+    pairs |= {
+        each: each for each in layers_a if each in set(layers_b) - taken and each not in pairs
+    }
     doubts = []
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
     by_ending = _by_ending(rest_a, rest_b)
@@ -77,8 +79,8 @@ def _given(names: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> dict
         absent = [each for each in wanted if each not in known]
         if absent:
             raise InspectionError(
-                f"names={{{absent[0]!r}: ...}}: {side} has no such layer, only {listed(known)}. Map "
-                "layers of a to layers of b."
+                f"names={{{absent[0]!r}: ...}}: {side} has no such layer, only {listed(known)}. "
+                "Map layers of a to layers of b."
             )
     return dict(names)
 
@@ -111,8 +113,9 @@ def _by_order(a: Recording, b: Recording, rest_a: Sequence[str], rest_b: Sequenc
     """Pairs in the order of execution whose tensors have the same shapes."""
     if rest_b and all(each.startswith(f"{EXPORTED}.") for each in rest_b):
         return _blocks(rest_a, rest_b)
-    shapes_a, shapes_b = ([_shapes(side, each) for each in rest]
-                          for side, rest in ((a, rest_a), (b, rest_b)))
+    shapes_a, shapes_b = (
+        [_shapes(side, each) for each in rest] for side, rest in ((a, rest_a), (b, rest_b))
+    )
     blocks = SequenceMatcher(None, shapes_a, shapes_b, autojunk=False).get_matching_blocks()
     return {
         rest_a[block.a + index]: rest_b[block.b + index]

@@ -54,7 +54,8 @@ def _agreeing(
     """Whether what goes into layers (or their gradients with respect to it) agrees."""
     if not layers:
         return {}
-    assert a.run is not None and b.run is not None
+    assert a.run is not None
+    assert b.run is not None
     watched = (what, "gradients") if "gradients" in what else (what,)
     one = record(a.run, layers=layers, what=watched)
     two = record(b.run, layers=[names[each] for each in layers], what=watched)
@@ -84,7 +85,10 @@ def _gaps(
             continue
         if not value.dtype.is_floating_point:
             continue
-        rows = [side.as_rows(each.tensor, what) for side, each in zip(sides, (value, other), strict=True)]
+        rows = [
+            side.as_rows(each.tensor, what)
+            for side, each in zip(sides, (value, other), strict=True)
+        ]
         if rows[0].values.shape == rows[1].values.shape:
             found.append(float(relative(rows[0].values, rows[1].values).max()))
     return found

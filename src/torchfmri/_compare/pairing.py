@@ -102,31 +102,23 @@ def _pair(
     spread_a, spread_b = a.spread.get(place, math.nan), b.spread.get(partner, math.nan)
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
     one, two = a.recording.rows(place), b.recording.rows(partner)
-    noise = {"spread_a": spread_a, "spread_b": spread_b, "threshold": threshold}
+    grid, largest, reason = None, math.nan, ""
     if one is None or two is None:
         gap, reason = _statistics_gap(a.recording.value(place), b.recording.value(partner))
-        return Pair(
-            direction=direction, place=place, partner=partner, gaps=np.array([gap]), grid=None,
-            largest=math.nan, reason=reason, **noise,
-        )  # fmt: skip
-    if one.values.shape != two.values.shape:
+        gaps = np.array([gap])
+    elif one.values.shape != two.values.shape:
         shapes = [side.recording.value(each) for side, each in ((a, place), (b, partner))]
         said = " against ".join(str(each.shape) for each in shapes if each is not None)
-        return Pair(
-            direction=direction, place=place, partner=partner, gaps=np.array([math.inf]),
-            grid=None, largest=math.nan, reason=f"shape {said}", **noise,
-        )  # fmt: skip
-    gap_of = (one.values - two.values).abs()
-    finite = gap_of[gap_of.isfinite()]
+        gaps, reason = np.array([math.inf]), f"shape {said}"
+    else:
+        gaps = relative(one.values, two.values).numpy()
+        grid = one.grid if two.grid is not None else None
+        apart = (one.values - two.values).abs()
+        largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
     return Pair(
-        direction=direction,
-        place=place,
-        partner=partner,
-        gaps=relative(one.values, two.values).numpy(),
-        grid=one.grid if two.grid is not None else None,
-        largest=float(finite.max()) if finite.numel() else 0.0,
-        **noise,
-    )
+        direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
+        spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
+    )  # fmt: skip
 
 
 def _threshold(
@@ -147,7 +139,8 @@ def _threshold(
 
 def _statistics_gap(value: Value | None, other: Value | None) -> tuple[float, str]:
     """How far two statistics are apart, relative to the rms, and that in words."""
-    assert value is not None and other is not None
+    assert value is not None
+    assert other is not None
     if value.shape != other.shape:
         return math.inf, f"shape {value.shape} against {other.shape}"
     one, two = value.statistics, other.statistics

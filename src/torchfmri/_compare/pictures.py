@@ -64,8 +64,16 @@ def plot_depth(pairs: Sequence[Pair], ax: Axes | None) -> Axes:
         heights = np.array(values, float)
         drawn = np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
         if np.isfinite(drawn).any():
-            ax.plot(at, drawn, color=colour, linestyle=dashes, marker=marker, markersize=3,
-                    linewidth=1.4, label=label)
+            ax.plot(
+                at,
+                drawn,
+                color=colour,
+                linestyle=dashes,
+                marker=marker,
+                markersize=3,
+                linewidth=1.4,
+                label=label,
+            )
     positive = [pair.worst for pair in shown if 0 < pair.worst < np.inf]
     positive += [pair.threshold for pair in shown if 0 < pair.threshold < np.inf]
     if positive:
@@ -91,8 +99,13 @@ def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure
     first = comparison.first
     direction = BACKWARD if first is not None and first.direction == BACKWARD else FORWARD
     try:
-        brain = _brain(comparison.pairs, comparison.differences.get(direction), direction,
-                       comparison._tokens, None)
+        brain = _brain(
+            comparison.pairs,
+            comparison.differences.get(direction),
+            direction,
+            comparison._tokens,
+            None,
+        )
     except InspectionError:  # no tokens: the depth alone
         figure = new_figure(10.0, 5.0)
         plot_depth(comparison.pairs, figure.add_subplot())
@@ -136,11 +149,17 @@ def _brain(
     values = np.where(np.isposinf(values), np.nan, values)
     mark = None
     if first is not None and first.token is not None and first.row == row:
-        at = [i for i, pair in enumerate(shown) if pair.place.layer == seen
-              and pair.place.call == first.call and pair.place.element == first.element]
+        at = [
+            i
+            for i, pair in enumerate(shown)
+            if pair.place.layer == seen
+            and pair.place.call == first.call
+            and pair.place.element == first.element
+        ]
         mark = (at[0], first.token) if at and first.token < len(columns) else None
-    texts = [tokens[index] if index < len(tokens) else str(grid.places[index][1])
-             for index in columns]
+    texts = [
+        tokens[index] if index < len(tokens) else str(grid.places[index][1]) for index in columns
+    ]
     said = "they agree" if first is None else f"first: {shorten(str(first.place()), 150)}"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),
@@ -153,7 +172,8 @@ def _brain(
         mark=mark,
         top=1.0,
         remark="1 and above: beyond the noise of both sides; the ring is the first difference"
-        if mark else "",
+        if mark
+        else "",
     )
 
 

@@ -123,8 +123,8 @@ class Recording:
     def _reduce(self, rows: Tensor, what: str) -> Tensor:
         if not self.reduced:
             return rows
-        size = rows.norm(dim=1, keepdim=True)
-        return size / math.sqrt(max(rows.shape[1], 1)) if what == "activations" else size
+        size: Tensor = rows.square().sum(1, keepdim=True)
+        return (size / max(rows.shape[1], 1) if what == "activations" else size).sqrt()
 
     def _row_order(self, tensor: Tensor) -> list[int] | None:
         """How to order the rows of a tensor with one for each sample; None without such rows."""
@@ -143,8 +143,9 @@ class Recording:
                 what = WHAT[direction]
                 paths, values = call.elements(what), call.values(what)
                 for path, value in zip(paths, values, strict=False):
-                    if value is None or not (value.dtype.is_floating_point or
-                                             value.dtype.is_complex):
+                    if value is None or not (
+                        value.dtype.is_floating_point or value.dtype.is_complex
+                    ):
                         continue
                     place = Place(call.layer, call.index, what, path)
                     if call.layer in joined and not self._join(place):
@@ -162,7 +163,8 @@ class Recording:
                 continue
             shapes = [call.values("activations")[:1] for call in record.calls]
             lengths = [
-                value[0].shape[1] for value in shapes
+                value[0].shape[1]
+                for value in shapes
                 if value and value[0] is not None and len(value[0].shape) == 3
             ]
             known = {grid.kept.shape[1] for grid in self.grids}
@@ -172,7 +174,9 @@ class Recording:
 
     def _joined_layers(self) -> set[str]:
         parts = len(self._parts)
-        return {each.layer for each in self.inspection.values() if parts and len(each.calls) == parts}
+        return {
+            each.layer for each in self.inspection.values() if parts and len(each.calls) == parts
+        }
 
     def _join(self, place: Place) -> bool:
         """Put the parts of a tensor together along its tokens; False where it has none."""

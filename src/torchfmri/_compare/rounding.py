@@ -1,8 +1,8 @@
 """Rounding drawn anew: what a model would return if each layer had rounded otherwise.
 
 Every floating-point value that a layer takes or returns is moved by half a unit in the last place
-of its dtype, up or down at random. The difference to the plain run is what rounding amounts to at each
-depth of this model on this data (Monte Carlo arithmetic), in the forward and in the backward pass.
+of its dtype, up or down at random. The difference to the plain run is what rounding amounts to at
+each depth of this model on this data (Monte Carlo arithmetic), forward and backward.
 """
 
 from __future__ import annotations

@@ -214,9 +214,7 @@ def record_outside(run: Run) -> Pass:
         if value is not None and value.requires_grad and trainable:
             found = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
             gradients = {n: g for n, g in zip(trainable, found, strict=True) if g is not None}
-    notes.append(
-        "compiled code shows no layers: its output and parameter gradients were compared"
-    )
+    notes.append("compiled code shows no layers: its output and parameter gradients were compared")
     inspection = outside_inspection(type(run.model).__name__, outputs[0], gradients, run.model)
     return _passed(run, inspection, notes)
 

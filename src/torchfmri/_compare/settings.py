@@ -60,8 +60,8 @@ def run_with(model: str, prompts: Sequence[str], settings: Mapping[str, str]) ->
     )
     if named.tokenizer is None:
         raise InspectionError(
-            f"{named.name!r} has no tokenizer, so prompts cannot be given. Compare two runs of your "
-            "own: torchfmri compare module:factory module:factory."
+            f"{named.name!r} has no tokenizer, so prompts cannot be given. Compare two runs of "
+            "your own: torchfmri compare module:factory module:factory."
         )
     data = _tokens(named.model, named.tokenizer, prompts, settings.get("padding", "right"))
     cached = settings.get("cache") == "on"
@@ -88,7 +88,8 @@ def _prepared(model: nn.Module, settings: Mapping[str, str]) -> nn.Module:
         require(settings["quantize"] == "int8", "quantize", settings["quantize"], "choose int8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+            quantize: Any = torch.ao.quantization.quantize_dynamic
+            model = quantize(model, {nn.Linear}, torch.qint8)
     if settings.get("compile") == "on":
         model = torch.compile(model)  # type: ignore[assignment]
     return model
@@ -123,7 +124,8 @@ def _without_gradients(model: nn.Module, data: Any) -> Any:
 
 def _token_by_token(model: nn.Module, data: Any) -> Any:
     """One token at a time, with the cache of the model."""
-    ids, output, cache = data["input_ids"], None, {}
+    ids, output = data["input_ids"], None
+    cache: dict[str, Any] = {}
     with torch.no_grad():
         for at in range(ids.shape[1]):
             output = model(input_ids=ids[:, at : at + 1], use_cache=True, **cache)

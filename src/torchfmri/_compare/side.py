@@ -56,7 +56,7 @@ class Side:
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-_PRECISION = {each: None for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+_PRECISION = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
 
 def live_side(run: Run, max_bytes: int | None) -> Side:

@@ -53,6 +53,9 @@ Writer = Callable[[Step, Mapping[Series, Statistics]], None]
 class FindingsWriter(Protocol):
     """A writer that is told what was found wrong, too."""
 
+    def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        """Take one step."""
+
     def found(self, step: int, findings: Sequence[Finding]) -> None:
         """Take what was found since the last step, which has this number."""
 

@@ -213,12 +213,10 @@ class HistoryFolder:
         seconds: float = _SECONDS,
     ) -> None:
         self.folder = Path(folder)
-        if self.folder.is_dir() and any(
-            name.startswith(_FILE) for name in list_names(self.folder)
-        ):
+        if self.folder.is_dir() and any(name.startswith(_FILE) for name in list_names(self.folder)):
             raise InspectionError(
-                f"folder={str(folder)!r}: it holds the steps of another run. Choose another folder, "
-                "or remove that one."
+                f"folder={str(folder)!r}: it holds the steps of another run. Choose another "
+                "folder, or remove that one."
             )
         if self.folder.exists() and not self.folder.is_dir():
             raise InspectionError(f"folder={str(folder)!r}: that is a file. Name a folder.")

@@ -108,23 +108,8 @@ def save_inspection(inspection: Any, path: Path) -> None:
     """
     columns = Columns()
     masks: dict[int, list[str | None]] = {}
-    records = []
-    for record in {id(each): each for each in inspection.values()}.values():
-        records.append(
-            {
-                "layer": record.layer,
-                "kind": record.kind,
-                "names": list(record.names),
-                "what": list(record.what),
-                "calls": [_call(call, columns, masks) for call in record.calls],
-                "parameters": [
-                    [backward, what, name, _value(value, columns, masks)]
-                    for backward, found in record._parameters.items()
-                    for what, values in found.items()
-                    for name, value in values.items()
-                ],
-            }
-        )
+    unique = {id(each): each for each in inspection.values()}.values()
+    records = [_record(each, columns, masks) for each in unique]
     grids = {name: getattr(inspection, name) for name in ("token_ids", "kept")}
     write_sealed(
         path,
@@ -137,11 +122,29 @@ def save_inspection(inspection: Any, path: Path) -> None:
             "tokens": list(inspection.tokens),
             "layers": list(inspection),
             "records": records,
-            **{name: None if each is None else [columns.add(each), list(each.shape)]
-               for name, each in grids.items()},
+            **{
+                name: None if each is None else [columns.add(each), list(each.shape)]
+                for name, each in grids.items()
+            },
         },
         columns,
     )
+
+
+def _record(record: Record, columns: Columns, masks: dict[int, list[str | None]]) -> dict[str, Any]:
+    return {
+        "layer": record.layer,
+        "kind": record.kind,
+        "names": list(record.names),
+        "what": list(record.what),
+        "calls": [_call(call, columns, masks) for call in record.calls],
+        "parameters": [
+            [backward, what, name, _value(value, columns, masks)]
+            for backward, found in record._parameters.items()
+            for what, values in found.items()
+            for name, value in values.items()
+        ],
+    }
 
 
 def _call(call: Call, columns: Columns, masks: dict[int, list[str | None]]) -> dict[str, Any]:
@@ -161,11 +164,12 @@ def _call(call: Call, columns: Columns, masks: dict[int, list[str | None]]) -> d
 
 
 def _value(value: Value, columns: Columns, masks: dict[int, list[str | None]]) -> dict[str, Any]:
-    if value.has_tensor and (value.tensor.is_complex() or value.tensor.is_nested
-                             or value.tensor.layout != torch.strided):
+    if value.has_tensor and (
+        value.tensor.is_complex() or value.tensor.is_nested or value.tensor.layout != torch.strided
+    ):
         raise InspectionError(
-            f"A tensor of {value.dtype} in layout {value.tensor.layout} cannot be saved: keep it as "
-            "real, dense numbers, or inspect with keep='statistics'."
+            f"A tensor of {value.dtype} in layout {value.tensor.layout} cannot be saved: keep "
+            "it as real, dense numbers, or inspect with keep='statistics'."
         )
     mask = value._mask
     if mask is not None and id(mask) not in masks:
@@ -208,7 +212,9 @@ def _loaded(said: dict[str, Any], tensors: Mapping[str, Stored]) -> dict[str, An
             found[name] = _loaded_value(value, tensors, masks)
         by_name |= dict.fromkeys(record.names, record)
     grids = {
-        name: None if said[name] is None else tensor_of(tensors[said[name][0]], tuple(said[name][1]))
+        name: None
+        if said[name] is None
+        else tensor_of(tensors[said[name][0]], tuple(said[name][1]))
         for name in ("token_ids", "kept")
     }
     plain = {name: said[name] for name in ("model", "loss", "missing", "notes", "tokens")}

@@ -67,8 +67,8 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
 def _settings(options: Namespace) -> tuple[Run, Run, Any]:
     if options.sides:
         raise InspectionError(
-            f"{options.sides[0]!r} and --model were both given: compare two settings of a model, or "
-            "two sides."
+            f"{options.sides[0]!r} and --model were both given: compare two settings of a "
+            "model, or two sides."
         )
     if not options.a and not options.b:
         raise InspectionError("--model needs a setting, such as --a attn=eager --b attn=sdpa.")

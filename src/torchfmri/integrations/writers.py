@@ -71,7 +71,9 @@ class _Summary:
         known = {series.what for series in self._history.series}
         known |= {UPDATES} if step.parameters else set()
         return {
-            f"torchfmri/map/{what}": _picture(self._history, what) for what in _MAPS if what in known
+            f"torchfmri/map/{what}": _picture(self._history, what)
+            for what in _MAPS
+            if what in known
         }
 
     def histograms(self, found: Mapping[Series, Statistics]) -> dict[Series, Statistics]:
@@ -278,7 +280,7 @@ def _picture(history: History, what: str) -> Image:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure: Any = history_plots.plot_history(history, "rms", what).figure
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     pixels: Image = np.asarray(canvas.buffer_rgba())[..., :3].copy()
     return pixels

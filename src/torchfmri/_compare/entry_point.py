@@ -62,7 +62,7 @@ def compare(
         tolerance: The relative difference to allow instead of measuring noise; 0 asks for equal
             values.
         tokenizer: To write tokens as texts.
-        max_bytes: The most bytes of tensors to keep of one pass; beyond it an error names the layer.
+        max_bytes: The most bytes of tensors to keep of one pass; beyond it an error is raised.
 
     Returns:
         A `Comparison`; a `HistoryComparison` of two training runs.
@@ -86,6 +86,9 @@ def compare(
     if "rms" in (one.recording.reduced, two.recording.reduced):
         for side in (one, two):
             side.recording.reduced = "rms"
+    for side, other in ((one, two), (two, one)):
+        if not side.recording.grids:  # made of the same data, or nothing can be compared
+            side.recording.grids = list(other.recording.grids)
     _check_tokens(one, two, tokenizer)
     if tolerance is None:
         _measure(one, two, max_bytes)
@@ -99,8 +102,8 @@ def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[l
     for name, found, each in zip("ab", runs, given, strict=True):
         if not found:
             raise InspectionError(
-                f"{name} is a {type(each).__name__}, and the other side is a training run. Give two "
-                "training runs (History, Monitor or folder), or two runs of a model."
+                f"{name} is a {type(each).__name__}, and the other side is a training run. Give "
+                "two training runs (History, Monitor or folder), or two runs of a model."
             )
     return runs
 
@@ -110,13 +113,17 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
     if not isinstance(side, nn.Module):
         return side
     if data is None and isinstance(other, Run):
-        data, target, loss = other.data, other.target if target is None else target, loss or other.loss
+        data, target, loss = (
+            other.data,
+            other.target if target is None else target,
+            loss or other.loss,
+        )
     if data is None:
         data = _recorded_data(other)
     if data is None:
         raise InspectionError(
-            f"data=None: compare needs what the {type(side).__name__} is called with. Give data=, or "
-            "torchfmri.Run(model, data) as the side."
+            f"data=None: compare needs what the {type(side).__name__} is called with. Give data=, "
+            "or torchfmri.Run(model, data) as the side."
         )
     return Run(side, data, target, loss)
 
@@ -153,7 +160,9 @@ def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
     a, b = (grid.token_ids for grid in grids)
     if a == b or _other_padding(one, two):
         return
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    at = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     row, position = grids[0].places[at] if at < len(a) else grids[1].places[at]
 
     def said(ids: list[int]) -> str:
@@ -164,8 +173,8 @@ def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
 
     raise InspectionError(
         f"The two were given other tokens: at position {position} of row {row} a has {said(a)} and "
-        f"b has {said(b)} ({len(a)} and {len(b)} tokens in all). Run both on the same token ids; if "
-        "the text is the same, the tokenizers are not."
+        f"b has {said(b)} ({len(a)} and {len(b)} tokens in all). Run both on the same token ids; "
+        "if the text is the same, the tokenizers are not."
     )
 
 
@@ -177,7 +186,9 @@ def _other_padding(one: Side, two: Side) -> bool:
     kept = a.kept & b.kept
     for side, grid in ((one, a), (two, b)):
         if more := int((grid.kept & ~kept).sum()):
-            side.notes.append(f"takes {more} positions for tokens that are padding on the other side")
+            side.notes.append(
+                f"takes {more} positions for tokens that are padding on the other side"
+            )
         side.recording.grids[0] = replace(grid, kept=kept)
     return True
 
@@ -272,9 +283,7 @@ def _first_row(pair: Pair) -> int:
     return min(differing, key=lambda index: (places[index][1], places[index][0]))
 
 
-def _kinds(
-    pair: Pair, layer: str, matching: Matching, one: Side, two: Side
-) -> tuple[Kind, ...]:
+def _kinds(pair: Pair, layer: str, matching: Matching, one: Side, two: Side) -> tuple[Kind, ...]:
     found: list[Kind] = []
     modules_a, modules_b = one.modules, two.modules
     partner = matching.pairs.get(layer, layer)
@@ -297,10 +306,8 @@ def _padded_notes(pairs: Sequence[Pair], one: Side, two: Side) -> list[str]:
             continue
         gap = float(relative(a, b).max())
         if gap > pair.threshold:
-            return [
-                f"only padded positions differ, first in {pair.place.layer!r} (by {gap:.1e}): no "
-                "token sees them"
-            ]
+            where = f"first in {pair.place.layer!r} (by {gap:.1e})"
+            return [f"only padded positions differ, {where}: no token sees them"]
     return []
 
 
@@ -319,5 +326,3 @@ def _explain_autocast(
         for direction, each in found.differences.items():
             kinds = (*each.kinds, Kind("autocast", "only under autocast: without it they agree"))
             found.differences[direction] = replace(each, kinds=kinds)
-
-

@@ -200,7 +200,7 @@ class HistoryFolder:
     Args:
         folder: Where to; made if it is not there. One run per folder.
         findings: Asked for what was found so far when steps are written.
-        seconds: How long steps wait at least before they are written.
+        seconds: How long steps wait at least before they are written; 0 writes each at once.
 
     Raises:
         InspectionError: The folder holds another run.
@@ -251,7 +251,8 @@ class _Pending:
         )  # fmt: skip
         self._steps.append(copied, found)
         now = time.monotonic()
-        if now - self._last >= max(self._seconds, _SHARE * (now - self._began)):
+        wait = max(self._seconds, _SHARE * (now - self._began)) if self._seconds else 0.0
+        if now - self._last >= wait:
             self.write()
 
     def write(self) -> None:

@@ -41,8 +41,10 @@ class _Summary:
             matplotlib; without it there are none.
     """
 
-    def __init__(self, fields: Sequence[str], histograms: bool, images: int) -> None:
-        self._fields = check_each("fields", fields, _KNOWN, "name statistics") if fields else ()
+    def __init__(self, fields: Sequence[str] | None, histograms: bool, images: int) -> None:
+        self._fields: Sequence[str] = ()
+        if fields is not None:
+            self._fields = check_each("fields", fields, _KNOWN, "name statistics")
         check_number("images", images, 0, "a number of steps between heat maps, or 0 for none")
         self._histograms = histograms
         self._images = images if find_spec("matplotlib") is not None else 0
@@ -98,7 +100,7 @@ class TensorBoardWriter(_Summary):
     """
 
     def __init__(
-        self, writer: Any, fields: Sequence[str] = (), histograms: bool = False, images: int = 100
+        self, writer: Any, fields: Sequence[str] | None = None, histograms: bool = False, images: int = 100
     ) -> None:
         meaning = "give a SummaryWriter of torch.utils.tensorboard"
         require(hasattr(writer, "add_scalar"), "writer", writer, meaning)
@@ -143,7 +145,7 @@ class WandbWriter(_Summary):
     """
 
     def __init__(
-        self, run: Any, fields: Sequence[str] = (), histograms: bool = False, images: int = 100
+        self, run: Any, fields: Sequence[str] | None = None, histograms: bool = False, images: int = 100
     ) -> None:
         require(hasattr(run, "log"), "run", run, "give a run, which wandb.init() returns")
         super().__init__(fields, histograms, images)
@@ -188,7 +190,7 @@ class TrackioWriter(_Summary):
         images: One heat map of layers over steps in so many watched steps; 0 for none.
     """
 
-    def __init__(self, run: Any, fields: Sequence[str] = (), images: int = 100) -> None:
+    def __init__(self, run: Any, fields: Sequence[str] | None = None, images: int = 100) -> None:
         require(hasattr(run, "log"), "run", run, "give a run, which trackio.init() returns")
         super().__init__(fields, False, images)
         self._run = run

@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfmri._checkup import diagnose
+    from torchfmri._compare import (
+        Comparison,
+        Difference,
+        HistoryComparison,
+        Run,
+        StepDifference,
+        compare,
+        import_hidden_states,
+    )
     from torchfmri._contrast import (
         GLM,
         Classification,
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
     from torchfmri._edit import Edit, edited
     from torchfmri._explain import Explanation, explain, explained
     from torchfmri._incidents import Incident, Incidents
-    from torchfmri._inspect import Difference, Inspector, first_difference
+    from torchfmri._inspect import Inspector
     from torchfmri._lens import InputAttribution, Lens, LogitAttribution
     from torchfmri._lesion import LesionMap, PatchMap, lesion, patch
     from torchfmri._model import NamedModel, load_model
@@ -90,6 +99,7 @@ __all__ = [
     "Call",
     "ChannelStatistics",
     "Classification",
+    "Comparison",
     "Contrast",
     "ContrastReport",
     "Cost",
@@ -109,6 +119,7 @@ __all__ = [
     "Growth",
     "GuardError",
     "History",
+    "HistoryComparison",
     "Incident",
     "Incidents",
     "InputAttribution",
@@ -133,6 +144,7 @@ __all__ = [
     "PatchMap",
     "Peak",
     "Record",
+    "Run",
     "Scan",
     "ScanFormatError",
     "ScanOptions",
@@ -140,6 +152,7 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Statistics",
+    "StepDifference",
     "TokenGradient",
     "TokenGradients",
     "TokenLossGradient",
@@ -155,13 +168,14 @@ __all__ = [
     "attribute_inputs",
     "attribute_logit",
     "calculate_statistics",
+    "compare",
     "contrast",
     "cost",
     "diagnose",
     "edited",
     "explain",
     "explained",
-    "first_difference",
+    "import_hidden_states",
     "lens",
     "lesion",
     "load",
@@ -189,14 +203,23 @@ _NAMES = {
         "Peak",
         "load_contrast",
     ),
+    "_compare": (
+        "Comparison",
+        "Difference",
+        "HistoryComparison",
+        "Run",
+        "StepDifference",
+        "compare",
+        "import_hidden_states",
+    ),
     "_cost": ("Advice", "Cost", "Growth", "LayerCost", "Option", "advise", "cost"),
     "_diagnosis": ("Diagnosis",),
     "_edit": ("Edit", "edited"),
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
-    "_inspect": ("Difference", "Inspector", "first_difference"),
     "_lesion": ("LesionMap", "PatchMap", "lesion", "patch"),
     "_lens": ("InputAttribution", "Lens", "LogitAttribution"),
+    "_inspect": ("Inspector",),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),

@@ -259,9 +259,15 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Record.tensors": _of(lambda world: world.inspection["mlp"].tensors),
     "Call.statistics": _of(lambda world: world.inspection["mlp"].calls[0].statistics),
     "Call.tensors": _of(lambda world: world.inspection["mlp"].calls[0].tensors),
-    "first_difference": lambda world, **o: torchfmri.first_difference(
+    "compare": lambda world, **o: torchfmri.compare(
         **({"a": world.inspection, "b": world.inspection} | o)
     ),
+    "Run": lambda world, **o: torchfmri.Run(**({"model": world.model, "data": world.ids} | o)),
+    "import_hidden_states": lambda _, **o: torchfmri.import_hidden_states(**o),
+    "Inspection.save": _of(lambda world: world.inspection.save),
+    "Inspection.load": lambda _, **o: torchfmri.Inspection.load(**o),
+    "History.save": _of(lambda world: world.monitor.history.save),
+    "History.load": lambda _, **o: torchfmri.History.load(**o),
     "load_model": lambda _, **o: torchfmri.load_model(**({"name": "tiny"} | o)),
     "Monitor": lambda world, **o: torchfmri.Monitor(**({"model": world.model} | o)),
     "Monitor.loss": _of(lambda world: world.monitor.loss),
@@ -425,10 +431,18 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "Record.tensors": {"what": ("x", 7, None)},
     "Call.statistics": {"what": ("x", 7), "element": (5, "x", None)},
     "Call.tensors": {"what": ("x", 7, None)},
-    "first_difference": {
-        "a": (None, "x", {}), "b": (None, "x"), "what": ("x", 7, "inputs"),
+    "compare": {
+        "a": (None, "x", {}, 7), "b": (None, "x", []),
         "tolerance": (-1, "x", NAN, True), "names": ("x", [1], {"x": "y"}, 7),
     },
+    "Run": {
+        "model": (*NO_MODEL, None), "data": (None,), "autocast": ("bfloat16", 7), "call": (7, "x"),
+    },
+    "import_hidden_states": {"folder": (7, None, "/no/such/folder")},
+    "Inspection.save": {"path": (7, None, "/no/such/folder/x")},
+    "Inspection.load": {"path": (7, None, "/no/such/file")},
+    "History.save": {"path": (7, None, "/no/such/folder/x")},
+    "History.load": {"path": (7, None, "/no/such/file")},
     "load_model": {
         "name": ("tinny", None, 7, "/no/such/folder"), "dtype": ("x", 7), "device": ("x", 3.5),
     },

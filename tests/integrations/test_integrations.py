@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import InspectionError, Monitor
-from torchfmri.integrations.writers import TensorBoardWriter, WandbWriter
+from torchfmri.integrations.writers import (
+    FIELDS,
+    TensorBoardWriter,
+    TrackioWriter,
+    WandbWriter,
+)
 
 
 def train(monitor: Monitor, model: nn.Module, steps: int = 3) -> None:
@@ -174,7 +179,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     monitor = Monitor(model, histogram=True)
     with SummaryWriter(tmp_path) as writer:
-        monitor.add_writer(TensorBoardWriter(writer))
+        monitor.add_writer(TensorBoardWriter(writer, FIELDS, histograms=True))
         train(monitor, model)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -194,8 +199,13 @@ class Run:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+        self.alerts: list[dict[str, Any]] = []
+
+    def log(self, row: dict[str, Any], step: int | None = None) -> None:
+        self.rows.append(row if step is None else {**row, "its step": step})
+
+    def alert(self, **said: Any) -> None:
+        self.alerts.append(said)
 
 
 def test_wandb_writer_with_a_stand_in() -> None:
@@ -216,7 +226,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     monitor = Monitor(model, histogram=True)
     with wandb.init(mode="offline", dir=str(tmp_path), project="test") as run:
-        monitor.add_writer(WandbWriter(run))
+        monitor.add_writer(WandbWriter(run, FIELDS, histograms=True))
         train(monitor, model)
         assert run.summary["activations/0/rms"] == pytest.approx(
             monitor.history.values("0", field="rms")[-1]
@@ -230,12 +240,97 @@ def test_writer_leaves_out_what_is_not_known() -> None:
 
     model = nn.Sequential(nn.Linear(4, 2), Broken())
     monitor, run = Monitor(model), Run()
-    monitor.add_writer(WandbWriter(run))
+    monitor.add_writer(WandbWriter(run, FIELDS))
     with monitor.step():
         model(torch.randn(3, 4)).sum().backward()
     assert run.rows[0]["activations/1/nan"] == 6.0
     assert "activations/1/rms" not in run.rows[0]
     assert "torchfmri/loss" not in run.rows[0]
+
+
+# -- summaries -----------------------------------------------------------------------------------
+
+
+def broken_run(monitor: Monitor, model: nn.Module, steps: int = 12) -> None:
+    """Train; from the tenth step on the loss is NaN."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(steps):
+        with monitor.step() as step:
+            loss = model(torch.randn(8, 4)).square().mean() * (math.nan if number >= 10 else 1.0)
+            step.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def deep(blocks: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4)) for _ in range(blocks)))
+
+
+def tags(writer: Any) -> set[str]:
+    return {name for row in writer.rows for name in row}
+
+
+def test_a_summary_does_not_grow_with_the_model() -> None:
+    found = []
+    for blocks in (3, 12):
+        model, run = deep(blocks), Run()
+        monitor = Monitor(model)
+        monitor.add_writer(WandbWriter(run, images=0))
+        train(monitor, model)
+        found.append(tags(run))
+    assert found[0] == found[1]
+    assert "torchfmri/gradients/*.*" in found[0]
+    assert all(name.startswith("torchfmri/") for name in found[0])
+    rows = [run.rows[-1]["torchfmri/activations/*.*"]]
+    names = [f"{number}.0" for number in range(1, 13)]
+    values = [monitor.history.values(name, field="rms")[-1] for name in names]
+    assert rows[0] == pytest.approx(max(values)), "the largest of its kind"
+
+
+def test_tensorboard_gets_findings_a_nan_loss_and_maps(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    model = deep(2)
+    monitor = Monitor(model)
+    with SummaryWriter(tmp_path) as writer:
+        monitor.add_writer(TensorBoardWriter(writer))
+        broken_run(monitor, model)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    losses = events.Scalars("torchfmri/loss")
+    assert [event.step for event in losses] == list(range(12))
+    assert math.isnan(losses[10].value)
+    assert events.Scalars("torchfmri/nonfinite/parameter_gradients")[10].value > 0
+    (text,) = events.Tensors("torchfmri/findings/text_summary")[:1]
+    assert text.step == 10
+    assert b"nonfinite" in text.tensor_proto.string_val[0]
+    (image,) = events.Images("torchfmri/map/gradients")
+    assert image.step == 9, "the tenth watched step"
+    assert image.width > 300
+
+
+def test_alerts_have_the_step() -> None:
+    model, run = deep(2), Run()
+    monitor = Monitor(model)
+    monitor.add_writer(WandbWriter(run, images=0))
+    broken_run(monitor, model)
+    assert math.isnan(run.rows[10]["torchfmri/loss"])
+    (alert,) = [each for each in run.alerts if "nonfinite" in each["title"]]
+    assert "step 10" in alert["title"]
+    assert alert["level"] == "ERROR"
+    assert len(run.alerts) == len({each["title"] for each in run.alerts}), "each is said once"
+
+
+def test_trackio_with_a_stand_in() -> None:
+    model, run = deep(2), Run()
+    monitor = Monitor(model, every=2)
+    monitor.add_writer(TrackioWriter(run, images=0))
+    train(monitor, model, 4)
+    assert [row["its step"] for row in run.rows] == [0, 2]
+    assert "torchfmri/updates/*.*.weight" in run.rows[0]
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])

@@ -57,6 +57,10 @@ class LiveDiagnosis:
             found = [each for each in found if not each.problem.startswith("nonfinite")]
         return fold([*found, *origins])
 
+    def known(self) -> list[Finding]:
+        """The findings made so far, in the order in which they were made; looks at nothing."""
+        return list(self._known.values())
+
     def take_fresh(self, held: Collection[int] = ()) -> list[Finding]:
         """The findings that were made since this was last asked.
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfmri._capture import Padding, Taps, Target, masked_modules
 from torchfmri._diagnosis import Diagnosis, diagnose_inspection
@@ -60,7 +60,7 @@ class Inspector:
 
     Example:
         >>> import torch
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> inspector = Inspector(model)
         >>> inspector.watch("*", what=["activations", "gradients"])
@@ -256,6 +256,7 @@ class Inspector:
             if backward:
                 note = partial(recorder.noted, "")
                 stack.enter_context(thawed(model, (arguments, keywords), note))
+            _note_tokens(self.inspection, arguments, keywords)
             output = model(*arguments, **keywords)
             value = loss_of(output, target, loss, backward)
             if value is not None:
@@ -475,6 +476,19 @@ def _note_written(recorder: Recorder, name: str) -> None:
         name.rpartition(".")[0],
         "its forward pass writes into its own parameters: those changes stay",
     )
+
+
+def _note_tokens(
+    inspection: Inspection, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> None:
+    """Keep which tokens the model was given, so that another run can be compared with this one."""
+    ids = keywords.get("input_ids", arguments[0] if arguments else None)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return
+    inspection.token_ids = ids.detach().to("cpu", copy=True)
+    mask = keywords.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        inspection.kept = mask.detach().cpu() != 0
 
 
 def _check_whats(what: str | Sequence[str]) -> list[str]:

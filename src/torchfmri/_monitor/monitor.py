@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,7 +11,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +37,7 @@ from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
-from torchfmri._records import Finding, History, Series, Step
+from torchfmri._records import Finding, History, HistoryFolder, Series, Step
 from torchfmri.exceptions import MEANT_FOR_THE_USER, GuardError, InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
@@ -47,6 +48,17 @@ if TYPE_CHECKING:
 UNREAD = 8
 """How many steps may wait for an accelerator before it is waited for."""
 Writer = Callable[[Step, Mapping[Series, Statistics]], None]
+
+
+@runtime_checkable
+class FindingsWriter(Protocol):
+    """A writer that is told what was found wrong, too."""
+
+    def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        """Take one step."""
+
+    def found(self, step: int, findings: Sequence[Finding]) -> None:
+        """Take what was found since the last step, which has this number."""
 
 
 class MonitorWarning(RuntimeWarning):
@@ -81,6 +93,8 @@ class Monitor:
             every step, whatever `every` is; by default not at all.
         incidents: A folder to write such steps to, or `Incidents` for more options; with it
             on_nonfinite is "continue" by default.
+        folder: A folder to write every watched step to while the model trains, for
+            `torchfmri.History.load` and `torchfmri.compare`; one run per folder.
 
     Example:
         >>> import torch
@@ -114,6 +128,7 @@ class Monitor:
         max_bytes: int | None = None,
         on_nonfinite: str | None = None,
         incidents: str | Path | Incidents | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
@@ -152,6 +167,16 @@ class Monitor:
         self._trained = TrainedModel(model)
         self._block: ExitStack | None = None
         self._live = LiveDiagnosis(lambda: describe(model, given or None))
+        itself = weakref.ref(self)  # what is written at exit must not keep the model alive
+
+        def findings() -> list[Finding]:
+            monitor = itself()
+            return [] if monitor is None else monitor._findings_so_far()
+
+        self._told: set[tuple[str, tuple[str, ...]]] = set()
+        self._folder = None if folder is None else HistoryFolder(folder, findings)
+        if self._folder is not None:
+            self._writers.append(self._folder)
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "attached" if self._attached else "not attached"
@@ -183,6 +208,8 @@ class Monitor:
         """
         self._take_off()
         self._drain(wait=True)
+        if self._folder is not None:
+            self._safely(self._folder.flush)
 
     @kept_whole
     def _take_off(self) -> None:
@@ -475,12 +502,27 @@ class Monitor:
             self._live.add(step, self._history.series)
         for write in self._writers:
             write(step, found)
+        self._tell_findings(step.number)
+
+    def _tell_findings(self, step: int) -> None:
+        """Hand what was found since the last step to the writers that take findings."""
+        held = [] if self._hold is None else [each.finding for each in self._hold.incidents]
+        found = [*self._live.known(), *held]
+        fresh = [each for each in found if (each.problem, each.layers) not in self._told]
+        self._told.update((each.problem, each.layers) for each in fresh)
+        for write in self._writers if fresh else ():
+            if isinstance(write, FindingsWriter):
+                write.found(step, fresh)
 
     @property
     def findings(self) -> list[Finding]:
         """What is wrong so far, the worst first, each with what follows from it."""
         self._drain(wait=True)
         return self._live.findings([each.finding for each in self.incidents])
+
+    def _findings_so_far(self) -> list[Finding]:
+        held = [] if self._hold is None else [each.finding for each in self._hold.incidents]
+        return self._live.findings(held)
 
     def new_findings(self) -> list[Finding]:
         """What was found since this was last asked; for callbacks, which ask at every step.
@@ -493,6 +535,8 @@ class Monitor:
 
     def add_writer(self, write: Writer) -> None:
         """Have `write(step, statistics by series)` called for each watched step once it is read.
+
+        A writer with a method `found(step, findings)` is told what is found wrong as well.
 
         Raises:
             InspectionError: It cannot be called.

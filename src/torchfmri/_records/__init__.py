@@ -1,8 +1,9 @@
 """Results: what is left when the model is gone.
 
 An `Inspection` holds a `Record` per layer with its calls and values; a `History` holds statistics
-over training steps and writes them to files; a `Finding` says what is wrong, where and why. What
-can be watched at all, and which axis of a layer's output is its units, stands in `values`.
+over training steps; a `Finding` says what is wrong, where and why. What can be watched at all, and
+which axis of a layer's output is its units, stands in `values`. `inspection_files`,
+`history_store` and `history_files` write them to disk and read them again.
 """
 
 from torchfmri._records.finding import PHASES, SEVERITIES, Finding, Phase, Severity
@@ -19,7 +20,9 @@ from torchfmri._records.history import (
     Step,
 )
 from torchfmri._records.history_files import write_records
+from torchfmri._records.history_store import HistoryFolder
 from torchfmri._records.inspection import Inspection
+from torchfmri._records.inspection_files import kind_of, tensor_of
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import (
     BACKWARD_WHAT,
@@ -45,6 +48,7 @@ __all__ = [
     "Finding",
     "Floats",
     "History",
+    "HistoryFolder",
     "Inspection",
     "Phase",
     "Record",
@@ -55,5 +59,7 @@ __all__ = [
     "Value",
     "channel_axis",
     "check_what",
+    "kind_of",
+    "tensor_of",
     "write_records",
 ]

@@ -7,14 +7,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._arguments import check_file, check_number, is_whole, require
+from torchfmri._arguments import check_file, check_number, check_path, is_whole, require
 from torchfmri._model import nearest_names
+from torchfmri._records.finding import Finding
 from torchfmri._records.history_files import write_records
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 from torchfmri.statistics import Statistics
@@ -137,6 +139,7 @@ class History:
         series: Every (layer, what) seen so far; a step's table has one row for each.
         missing: Layer -> why it, or something of it, was not captured.
         notes: Reservation -> the layers it holds for.
+        findings: What was found wrong; filled where a Monitor's folder is loaded.
 
     Example:
         >>> import torch
@@ -155,6 +158,7 @@ class History:
         self.series: list[Series] = []
         self.missing: dict[str, str] = {}
         self.notes: dict[str, list[str]] = {}
+        self.findings: list[Finding] = []
         self._index: dict[Series, int] = {}
         self._steps: deque[Step] = deque(maxlen=length)
         self._with_histograms = with_histograms
@@ -318,6 +322,32 @@ class History:
         path = check_file("path", path)
         write_records(self.rows(), COLUMNS, path)
         return path
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write every step to one file, whole or not at all; histograms are not kept.
+
+        Raises:
+            InspectionError: The path is a folder, or in none that exists.
+        """
+        from torchfmri._records.history_store import save_history  # it makes histories itself
+
+        place = check_file("path", path)
+        save_history(self, place)
+        return place
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> History:
+        """The history that `save` wrote, or that a Monitor writes to its folder.
+
+        A run that still trains can be loaded: it has the steps written so far.
+
+        Raises:
+            FileFormatError: There is none, or the file is damaged. A damaged file of a folder is
+                named in `notes` instead.
+        """
+        from torchfmri._records.history_store import load_history
+
+        return load_history(check_path("path", path))
 
     def _find(self, layer: str, what: str) -> int:
         index = self._index.get(Series(layer, what))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from torchfmri._arguments import check_file
 from torchfmri._model import nearest_names
+from torchfmri._records.inspection_files import load_inspection, save_inspection
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import WHAT, check_what
 from torchfmri._text import Row, html_table, text_table
@@ -20,6 +26,9 @@ class Inspection(Mapping[str, Record]):
         missing: Layer -> why it, or something of it, was not captured.
         notes: Reservation -> the layers it holds for.
         loss: The loss of the run, where one was computed.
+        token_ids: (b, s) the token numbers that the model was given, where it was given such.
+        kept: (b, s) False where a position is padding; None where that is not known.
+        tokens: The texts of the tokens without padding, row by row, where they are known.
 
     Example:
         >>> import torch
@@ -39,6 +48,9 @@ class Inspection(Mapping[str, Record]):
         self.missing: dict[str, str] = {}
         self.notes: dict[str, list[str]] = {}
         self.loss: float | None = None
+        self.token_ids: Tensor | None = None
+        self.kept: Tensor | None = None
+        self.tokens: tuple[str, ...] = ()
         self._records = records
 
     def __getitem__(self, layer: str) -> Record:
@@ -119,6 +131,33 @@ class Inspection(Mapping[str, Record]):
             "missing": dict(self.missing),
             "notes": {text: list(layers) for text, layers in self.notes.items()},
         }
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write everything to one file, whole or not at all; `Inspection.load` reads it again.
+
+        Tensors are kept where the inspection has them, else statistics. Statistics per unit
+        (`per="channel"`) are kept with tensors only.
+
+        Raises:
+            InspectionError: The path is a folder, or a tensor cannot be kept.
+        """
+        place = check_file("path", path)
+        save_inspection(self, place)
+        return place
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Inspection:
+        """The inspection that `save` wrote; nothing in the file is code.
+
+        Raises:
+            FileFormatError: The file is missing, damaged, or no inspection.
+        """
+        found = load_inspection(Path(path))
+        inspection = cls(found.pop("model"), found.pop("records"))
+        inspection.tokens = tuple(found.pop("tokens"))
+        for name, value in found.items():
+            setattr(inspection, name, value)
+        return inspection
 
     def _summary(self) -> str:
         watched = sorted({each for record in self._records.values() for each in record.what})

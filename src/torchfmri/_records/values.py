@@ -77,6 +77,10 @@ class Value:
         """Hold the tensor itself; it must be a copy that nobody else writes into."""
         self._tensor = tensor
 
+    def keep_statistics(self, statistics: Statistics) -> None:
+        """Hold statistics that were taken before."""
+        self._statistics = statistics
+
     @property
     def tensor(self) -> Tensor:
         """The tensor itself.

@@ -7,7 +7,9 @@ two. Something new to keep per sequence is a tensor in `store/packing.py`, writt
 """
 
 from torchfmri._scan.loading import load
+from torchfmri._scan.pictures.bands import layer_bands
 from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.blocks import outline_of
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
@@ -44,9 +46,11 @@ __all__ = [
     "contrast",
     "device_of",
     "encode",
+    "layer_bands",
     "lens",
     "load",
     "logits_of",
+    "outline_of",
     "refuse_unknown_ids",
     "repair",
     "require_replaceable",

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from torchfmri import __version__
 from torchfmri._text import printable, terminal_text
 from torchfmri.cli import (
+    compare,
     contrast,
     cost,
     demo,
@@ -102,6 +103,12 @@ COMMANDS = (
         "train a copy for some steps, and say what is wrong, where, why and what to do",
         diagnose.add_arguments,
         diagnose.run,
+    ),
+    Command(
+        "compare",
+        "say where two settings, recordings or training runs part, and whether that is rounding",
+        compare.add_arguments,
+        compare.run,
     ),
     Command(
         "replay",

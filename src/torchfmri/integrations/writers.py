@@ -1,98 +1,271 @@
-"""Writers for `Monitor.add_writer`: each watched step to TensorBoard or Weights & Biases.
+"""Writers for `Monitor.add_writer`: each watched step to TensorBoard, Weights & Biases or trackio.
 
-The names are `<what>/<layer>/<statistic>`, such as `gradients/layers.0.mlp/rms`. Statistics are
-those of all values: a NaN is counted and neither dropped nor passed on. A loss that is NaN is
-written as it is.
+By default a run gets a summary under `torchfmri/`: the loss (also one that is NaN), how many values
+were NaN or infinite, one number per kind of layer (`layers.*.mlp`), heat maps of layers over steps,
+and what was found wrong as alerts or text, always with the step. `fields=` adds statistics of every
+layer, named `<what>/<layer>/<statistic>`, such as `gradients/layers.0.mlp/rms`: hundreds of tags.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from torchfmri._arguments import check_each, require
-from torchfmri._records import COLUMNS, UPDATES, Series, Step
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import check_each, check_number, require
+from torchfmri._records import COLUMNS, UPDATES, Finding, History, Series, Step
+from torchfmri._text import star
 from torchfmri.statistics import Statistics
+from torchfmri.visualization import history_plots
 
 FIELDS = ("rms", "mean", "std", "abs_max", "nan", "inf")
+"""The statistics that `fields=FIELDS` writes of every layer."""
 _KNOWN = tuple(name for name in COLUMNS if name == "rms" or hasattr(Statistics, name))
 _BINS = 64
+_FIRST_IMAGE = 10
+_MAPS = ("activations", "gradients", UPDATES)
+Image = NDArray[np.uint8]
 
 
-class TensorBoardWriter:
+class _Summary:
+    """What a dashboard gets of a run: numbers of each step, and now and then a picture.
+
+    Args:
+        fields: Statistics of every layer to write besides.
+        histograms: Whether to write the histogram of every layer, where the Monitor takes them.
+        images: One heat map of layers over steps in so many watched steps; 0 for none. They need
+            matplotlib; without it there are none.
+    """
+
+    def __init__(self, fields: Sequence[str] | None, histograms: bool, images: int) -> None:
+        self._fields: Sequence[str] = ()
+        if fields is not None:
+            self._fields = check_each("fields", fields, _KNOWN, "name statistics")
+        check_number("images", images, 0, "a number of steps between heat maps, or 0 for none")
+        self._histograms = histograms
+        self._images = images if find_spec("matplotlib") is not None else 0
+        self._history = History(with_histograms=0)
+        self._count = 0
+
+    def numbers(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
+        """The numbers of a step by name."""
+        numbers = dict(_of_step(step))
+        numbers |= _of_kinds(step, found)
+        numbers |= dict(_details(step, found, self._fields))
+        return numbers
+
+    def pictures(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, Image]:
+        """Heat maps by name, where one is due at this step."""
+        if not self._images:
+            return {}
+        self._history.append(
+            Step(step.number, step.loss, step.seconds, parameters=step.parameters,
+                 updates=step.updates, has_loss=step.has_loss),
+            found,
+        )  # fmt: skip
+        self._count += 1
+        if self._count != _FIRST_IMAGE and self._count % self._images:
+            return {}
+        known = {series.what for series in self._history.series}
+        known |= {UPDATES} if step.parameters else set()
+        return {
+            f"torchfmri/map/{what}": _picture(self._history, what)
+            for what in _MAPS
+            if what in known
+        }
+
+    def histograms(self, found: Mapping[Series, Statistics]) -> dict[Series, Statistics]:
+        """The statistics whose histogram is to be written."""
+        if not self._histograms:
+            return {}
+        return {
+            series: each
+            for series, each in found.items()
+            if each.histogram is not None and each.finite
+        }
+
+
+class TensorBoardWriter(_Summary):
     """Writes each watched step to a `torch.utils.tensorboard.SummaryWriter`.
 
     Args:
-        writer: The SummaryWriter.
-        fields: Which statistics.
-        histograms: Whether to write histograms, where the Monitor takes them.
+        writer: The SummaryWriter, such as the one that the trainer has opened.
+        fields: Statistics of every layer to write besides the summary, such as `FIELDS`.
+        histograms: Whether to write the histogram of every layer, where the Monitor takes them.
+        images: One heat map of layers over steps in so many watched steps; 0 for none.
     """
 
     def __init__(
-        self, writer: Any, fields: Sequence[str] = FIELDS, histograms: bool = True
+        self,
+        writer: Any,
+        fields: Sequence[str] | None = None,
+        histograms: bool = False,
+        images: int = 100,
     ) -> None:
         meaning = "give a SummaryWriter of torch.utils.tensorboard"
         require(hasattr(writer, "add_scalar"), "writer", writer, meaning)
-        self._fields = check_each("fields", fields, _KNOWN, "name statistics")
-        self._writer, self._histograms = writer, histograms
+        super().__init__(fields, histograms, images)
+        self._writer = writer
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
-        for name, value in scalars_of(step, found, self._fields):
+        for name, value in self.numbers(step, found).items():
             self._writer.add_scalar(name, value, step.number)
-        if not self._histograms:
-            return
-        for (layer, what), statistics in found.items():
-            if statistics.histogram is None or not statistics.finite:
-                continue
+        for name, image in self.pictures(step, found).items():
+            self._writer.add_image(name, image, step.number, dataformats="HWC")
+        for (layer, what), statistics in self.histograms(found).items():
             counts, edges = statistics.linear_histogram(_BINS)
-            total = statistics.mean * statistics.finite
             self._writer.add_histogram_raw(
                 f"{what}/{layer or 'model'}",
                 min=float(statistics.min),
                 max=float(statistics.max),
                 num=statistics.finite,
-                sum=total,
+                sum=statistics.mean * statistics.finite,
                 sum_squares=statistics.l2**2,
                 bucket_limits=edges[1:].tolist(),
                 bucket_counts=counts.tolist(),
                 global_step=step.number,
             )
 
+    def found(self, step: int, findings: Sequence[Finding]) -> None:
+        """Write what was found wrong, as text."""
+        for each in findings:
+            text = f"**{each.severity}** {each.problem}, {_when(each, step)}: {_said(each)}"
+            self._writer.add_text("torchfmri/findings", text, step)
 
-class WandbWriter:
+
+class WandbWriter(_Summary):
     """Writes each watched step to a Weights & Biases run.
 
     Args:
-        run: What `wandb.init()` returned.
-        fields: Which statistics.
-        histograms: Whether to write histograms, where the Monitor takes them.
+        run: What `wandb.init()` returned, such as the run that the trainer has opened.
+        fields: Statistics of every layer to write besides the summary, such as `FIELDS`.
+        histograms: Whether to write the histogram of every layer, where the Monitor takes them.
+        images: One heat map of layers over steps in so many watched steps; 0 for none.
     """
 
-    def __init__(self, run: Any, fields: Sequence[str] = FIELDS, histograms: bool = True) -> None:
+    def __init__(
+        self,
+        run: Any,
+        fields: Sequence[str] | None = None,
+        histograms: bool = False,
+        images: int = 100,
+    ) -> None:
         require(hasattr(run, "log"), "run", run, "give a run, which wandb.init() returns")
-        self._fields = check_each("fields", fields, _KNOWN, "name statistics")
-        self._run, self._histograms = run, histograms
+        super().__init__(fields, histograms, images)
+        self._run = run
+        if hasattr(run, "define_metric"):  # the trainer counts steps of its own
+            run.define_metric("torchfmri/step")
+            run.define_metric("torchfmri/*", step_metric="torchfmri/step")
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
-        row: dict[str, Any] = dict(scalars_of(step, found, self._fields))
-        row["torchfmri/step"] = step.number
-        if self._histograms:
-            row |= _wandb_histograms(found)
+        row: dict[str, Any] = {**self.numbers(step, found), "torchfmri/step": step.number}
+        images, histograms = self.pictures(step, found), self.histograms(found)
+        if images or histograms:
+            import wandb
+
+            row |= {name: wandb.Image(image) for name, image in images.items()}
+            row |= {
+                f"{what}/{layer or 'model'}": wandb.Histogram(
+                    np_histogram=each.linear_histogram(_BINS)
+                )
+                for (layer, what), each in histograms.items()
+            }
         self._run.log(row)
 
+    def found(self, step: int, findings: Sequence[Finding]) -> None:
+        """Send what was found wrong as alerts."""
+        levels = {"alarm": "ERROR", "warn": "WARN", "inform": "INFO"}
+        for each in findings:
+            self._run.alert(
+                title=f"torchfmri: {each.problem}, {_when(each, step)}",
+                text=_said(each),
+                level=levels[each.severity],
+            )
 
-def scalars_of(
-    step: Step, found: Mapping[Series, Statistics], fields: Sequence[str]
-) -> Iterator[tuple[str, float]]:
-    """The numbers of a step by name; those that are not known are left out."""
+
+class TrackioWriter(_Summary):
+    """Writes each watched step to a trackio run.
+
+    Args:
+        run: What `trackio.init()` returned.
+        fields: Statistics of every layer to write besides the summary, such as `FIELDS`.
+        images: One heat map of layers over steps in so many watched steps; 0 for none.
+    """
+
+    def __init__(self, run: Any, fields: Sequence[str] | None = None, images: int = 100) -> None:
+        require(hasattr(run, "log"), "run", run, "give a run, which trackio.init() returns")
+        super().__init__(fields, False, images)
+        self._run = run
+
+    def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        """Write one step."""
+        row: dict[str, Any] = {**self.numbers(step, found), "torchfmri/step": step.number}
+        images = self.pictures(step, found)
+        if images:
+            import trackio
+
+            row |= {name: trackio.Image(image) for name, image in images.items()}
+        self._run.log(row, step=step.number)
+
+    def found(self, step: int, findings: Sequence[Finding]) -> None:
+        """Send what was found wrong as alerts."""
+        if not findings:
+            return
+        import trackio
+
+        levels = {"alarm": "ERROR", "warn": "WARN", "inform": "INFO"}
+        for each in findings:
+            self._run.alert(
+                title=f"torchfmri: {each.problem}, {_when(each, step)}",
+                text=_said(each),
+                level=getattr(trackio.AlertLevel, levels[each.severity]),
+                step=step,
+            )
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def _of_step(step: Step) -> Iterator[tuple[str, float]]:
+    """The numbers of the step itself; those that are not known are left out."""
     if step.has_loss:  # also one that is NaN
         yield "torchfmri/loss", step.loss
     for name, value in {"seconds": step.seconds, **step.scalars}.items():
         if not math.isnan(value):
             yield f"torchfmri/{name}", value
+
+
+def _of_kinds(step: Step, found: Mapping[Series, Statistics]) -> dict[str, float]:
+    """Of layers whose names differ only in numbers, the largest rms; of all, what is not finite."""
+    largest: dict[str, float] = {}
+    bad: dict[str, float] = {}
+    for (layer, what), statistics in found.items():
+        bad[what] = bad.get(what, 0.0) + statistics.nan + statistics.inf
+        if what == "parameters":  # they change slowly: the updates say how fast
+            continue
+        value = _field(statistics, "rms")
+        if not math.isnan(value):
+            name = f"torchfmri/{what}/{star(layer) or 'model'}"
+            largest[name] = max(largest.get(name, 0.0), value)
+    for parameter, ratio in step.update_ratios.items():
+        if not math.isnan(ratio):
+            name = f"torchfmri/{UPDATES}/{star(parameter)}"
+            largest[name] = max(largest.get(name, 0.0), ratio)
+    return {**{f"torchfmri/nonfinite/{what}": count for what, count in bad.items()}, **largest}
+
+
+def _details(
+    step: Step, found: Mapping[Series, Statistics], fields: Sequence[str]
+) -> Iterator[tuple[str, float]]:
+    """Statistics of every layer; those that are not known are left out."""
+    if not fields:
+        return
     for (layer, what), statistics in found.items():
         for field in fields:
             value = _field(statistics, field)
@@ -109,15 +282,23 @@ def _field(statistics: Statistics, field: str) -> float:
     return statistics.l2 / math.sqrt(statistics.finite) if statistics.finite else math.nan
 
 
-def _wandb_histograms(found: Mapping[Series, Statistics]) -> dict[str, Any]:
-    taken = {
-        series: each for series, each in found.items() if each.histogram is not None and each.finite
-    }
-    if not taken:
-        return {}
-    import wandb
+# -- pictures and words --------------------------------------------------------------------------
 
-    return {
-        f"{what}/{layer or 'model'}": wandb.Histogram(np_histogram=each.linear_histogram(_BINS))
-        for (layer, what), each in taken.items()
-    }
+
+def _picture(history: History, what: str) -> Image:
+    """A heat map of layers over steps as pixels (height, width, 3)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure: Any = history_plots.plot_history(history, "rms", what).figure
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels: Image = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels
+
+
+def _when(finding: Finding, step: int) -> str:
+    return f"step {step if finding.step is None else finding.step}"
+
+
+def _said(finding: Finding) -> str:
+    return f"{finding.text} {finding.advice}".strip()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ABSENT, _HATCH = "#e4e4e4", "#bdbdbd"
+_MARK = "#D55E00"
 _SINGLE, _GAP = 0.17, 0.05
 _SMALLEST_BAND, _LARGEST_BAND = 0.34, 1.5
 _ROW = 0.042
@@ -72,6 +73,8 @@ class Brain(NamedTuple):
         most_inches: How high the map may be.
         beside: Whether the subtitle stands beside the title.
         remark: What to say below the texts.
+        mark: (row, s) of a value to draw a ring around; None for none.
+        top: The brightest colour stands for this value at least.
     """
 
     bands: Sequence[Band]
@@ -84,6 +87,8 @@ class Brain(NamedTuple):
     most_inches: float = 7.5
     beside: bool = False
     remark: str = ""
+    mark: tuple[int, int] | None = None
+    top: float = 0.0
 
     @property
     def inches(self) -> tuple[float, float]:
@@ -134,6 +139,8 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
         surprisal: Whether to draw the track of surprisal above.
     """
     scale = scale_colours(brain.values, brain.metric, brain.normalise)
+    if brain.top > scale.high:
+        scale = scale._replace(high=brain.top, beyond=scale.beyond.replace("max", "neither"))
     number = len(brain.tokens)
     edges = band_edges(brain.bands, brain.most_inches)
     images = [
@@ -153,6 +160,8 @@ def draw_brain(ax: Axes, brain: Brain, *, text: bool = True, surprisal: bool = T
     if surprisal and number:
         draw_surprisal(ax, brain.tokens)
     _write_title(ax, brain, surprisal and number > 0)
+    if brain.mark is not None:
+        _draw_mark(ax, brain, edges)
     if images:
         _draw_bar(ax, images[0], scale, brain.inches[1])
     else:
@@ -183,6 +192,20 @@ def _draw_band(
         # Neighbours must not be mixed where every cell can be seen.
         interpolation="nearest" if len(rows) < 120 and number < 400 else "auto",
     )
+
+
+def _draw_mark(ax: Axes, brain: Brain, edges: Sequence[tuple[float, float]]) -> None:
+    """A ring around one value, which is seen on dark and on bright colours."""
+    assert brain.mark is not None
+    row, column = brain.mark
+    for band, (top, end) in zip(brain.bands, edges, strict=False):
+        if row in band.rows:
+            at = top + (list(band.rows).index(row) + 0.5) * (end - top) / len(band.rows)
+            for colour, width in (("white", 3.6), (_MARK, 1.8)):
+                ax.plot(
+                    column, at, "o", markersize=13, markerfacecolor="none", markeredgecolor=colour,
+                    markeredgewidth=width, zorder=5, clip_on=False,
+                )  # fmt: skip
 
 
 def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, float]]) -> str:

@@ -1,0 +1,30 @@
+"""`compare`: where two runs part, and whether that is rounding or a bug.
+
+`run` records a model, `rounding` lets its layers round anew, `grid` and `recording` turn tensors
+into rows of tokens. `sources` makes a side of what is given, `matching` finds partners, `pairing`
+measures; `origin`, `causes` and `kinds` say where a difference comes from and what it is (a new
+kind is a test in `kinds`); `comparison` and `pictures` show it. `histories` compares training runs,
+`hidden_states` imports what other engines export, `settings` makes runs for the command line.
+"""
+
+from torchfmri._compare.comparison import Comparison
+from torchfmri._compare.difference import Difference
+from torchfmri._compare.entry_point import compare
+from torchfmri._compare.hidden_states import import_hidden_states
+from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
+from torchfmri._compare.run import Run
+from torchfmri._compare.settings import CHOICES as SETTINGS
+from torchfmri._compare.settings import parse_settings, run_with
+
+__all__ = [
+    "SETTINGS",
+    "Comparison",
+    "Difference",
+    "HistoryComparison",
+    "Run",
+    "StepDifference",
+    "compare",
+    "import_hidden_states",
+    "parse_settings",
+    "run_with",
+]

@@ -1,0 +1,162 @@
+"""What a comparison found: every pair of tensors, and the first that differs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._compare.grid import Grid
+from torchfmri._compare.recording import Place
+
+Floats = NDArray[np.float64]
+
+
+class Kind(NamedTuple):
+    """What kind of difference it is.
+
+    Attributes:
+        name: A short name, such as "factor" or "epsilon".
+        text: In words, with the numbers.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One tensor of both sides.
+
+    Attributes:
+        direction: forward, backward or parameters.
+        place: Where it is in a.
+        partner: Where it is in b; None where b has none.
+        gaps: (row,) the relative difference in each row: of each token, where `grid` is known.
+        grid: What the rows are; None where they are no tokens.
+        spread_a: The largest relative difference between a and a; nan where it was not measured.
+        spread_b: That of b.
+        threshold: What `gaps` may be.
+        largest: The largest absolute difference of one value; nan for statistics.
+        reason: Why they cannot be compared, or how they differ; empty for a plain difference.
+    """
+
+    direction: str
+    place: Place
+    partner: Place | None
+    gaps: Floats
+    grid: Grid | None
+    spread_a: float
+    spread_b: float
+    threshold: float
+    largest: float
+    reason: str = ""
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference of a row."""
+        return float(self.gaps.max(initial=0.0))
+
+    @property
+    def differs(self) -> bool:
+        """Whether some row differs by more than both sides differ from themselves."""
+        return self.worst > self.threshold
+
+    @property
+    def beyond(self) -> Floats:
+        """(row,) the difference in units of what is allowed."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = self.gaps / self.threshold
+        return np.where(self.gaps > 0, ratio, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """The first place where two runs part.
+
+    Attributes:
+        direction: forward, backward or parameters (their gradients).
+        layer: The layer in a that the difference comes from, as far as that can be told.
+        seen_at: The layer in a whose tensor is the first to differ; often `layer` itself.
+        partner: `layer` in b.
+        call: Which call of it.
+        what: activations, gradients or parameter_gradients.
+        element: The path of the tensor in a tuple or dict, or the name of the parameter.
+        row: Which row of the batch; None where rows are no tokens.
+        token: Which token of that row, counted from 0 without padding; None likewise.
+        text: The text of the token, where it is known.
+        relative: |a - b| there, divided by the larger of |a| and |b| (L2 over units).
+        largest: The largest absolute difference of one value of that tensor.
+        spread_a: What a differs from itself in that tensor; nan where it was not measured.
+        spread_b: What b differs from itself.
+        threshold: The relative difference that was allowed.
+        compared: How many tensors agree before it.
+        kinds: What kind of difference it is, as far as that can be told.
+        reason: In words.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.PReLU())
+        >>> x, inspector = torch.randn(8, 4), torchfmri.Inspector(model, keep="tensors")
+        >>> before = inspector.run_inspection(x)
+        >>> with torch.no_grad():
+        ...     _ = model[2].weight.mul_(1.1)
+        >>> difference = torchfmri.compare(before, inspector.run_inspection(x)).first
+        >>> difference.layer, difference.compared
+        ('2', 2)
+    """
+
+    direction: str
+    layer: str
+    seen_at: str
+    partner: str
+    call: int
+    what: str
+    element: str
+    row: int | None
+    token: int | None
+    text: str
+    relative: float
+    largest: float
+    spread_a: float
+    spread_b: float
+    threshold: float
+    compared: int
+    kinds: tuple[Kind, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place()}: {self.reason}{self.kind_text()}"
+
+    def place(self) -> str:
+        """Where it is, in words."""
+        name = {"activations": "output", "gradients": "dL/d output"}.get(self.what)
+        element = f" ({self.element})" if self.element and name else ""
+        subject = f"the {name}{element}" if name else f"dL/d {self.element}"
+        where = f"{subject} of {self.seen_at or 'the model'!r}"
+        where += f", call {self.call}" if self.call else ""
+        if self.token is not None:
+            said = f" {self.text!r}" if self.text else ""
+            where += f", token {self.token}{said}" + (f" of row {self.row}" if self.row else "")
+        if self.layer != self.seen_at:
+            where += f"; it comes from {self.layer or 'the model'!r}"
+        return where
+
+    def kind_text(self) -> str:
+        """The kinds, as the rest of a sentence."""
+        return "".join(f"; {kind.text}" for kind in self.kinds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The difference as plain data, for JSON."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**found, "kinds": [{"name": k.name, "text": k.text} for k in self.kinds]}
+
+
+def spread_text(value: float) -> str:
+    """A relative difference in words."""
+    if math.isnan(value):
+        return "not measured"
+    return "0" if value == 0 else f"{value:.1e}"

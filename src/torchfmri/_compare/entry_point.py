@@ -1,0 +1,328 @@
+"""`compare`: where two runs part, and whether that is rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchfmri._arguments import check_real, require
+from torchfmri._compare.causes import causes_of
+from torchfmri._compare.comparison import Comparison
+from torchfmri._compare.difference import Difference, Kind, Pair
+from torchfmri._compare.histories import compare_histories, histories_of
+from torchfmri._compare.kinds import kinds_of
+from torchfmri._compare.matching import Matching, match_layers
+from torchfmri._compare.origin import origin_of
+from torchfmri._compare.pairing import pair_up
+from torchfmri._compare.recording import FORWARD, WHAT, relative
+from torchfmri._compare.run import Run
+from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
+from torchfmri._compare.sources import opened, side_of
+from torchfmri._model import Loss
+from torchfmri._records import History, Inspection
+from torchfmri._scan import Scan
+from torchfmri._text import listed, plural
+from torchfmri.exceptions import InspectionError
+
+
+def compare(
+    a: Any,
+    b: Any,
+    *,
+    data: Any = None,
+    target: Any = None,
+    loss: Loss = None,
+    names: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+    tokenizer: Any = None,
+    max_bytes: int | None = None,
+) -> Any:
+    """Where two runs part: the first layer, token and direction beyond the noise of both.
+
+    Each side that can be run is run again: as it was, with the rows of its batch and the number of
+    threads arranged otherwise, and with every layer rounding anew. What it then differs from
+    itself, layer by layer, is its noise. A difference counts where it is 8 times as large as the
+    noise of both sides.
+
+    Args:
+        a: The reference: a model (with `data`), a `Run`, an `Inspection` or several of the same
+            run, a `Scan`, what `import_hidden_states` returned, or the path of a saved one. Two
+            training runs: a `History`, a `Monitor`, or the folder of one; or several of the same.
+        b: The side to compare with it.
+        data: What both models are called with; `Run` has its own.
+        target: Handed to the loss as its second argument.
+        loss: As for `Inspector.run_inspection`. Without one the backward pass is not compared.
+        names: Layer of a -> layer of b, where they are called differently.
+        tolerance: The relative difference to allow instead of measuring noise; 0 asks for equal
+            values.
+        tokenizer: To write tokens as texts.
+        max_bytes: The most bytes of tensors to keep of one pass; beyond it an error is raised.
+
+    Returns:
+        A `Comparison`; a `HistoryComparison` of two training runs.
+
+    Raises:
+        InspectionError: A side cannot be compared, or the two have nothing in common.
+    """
+    if tolerance is not None:
+        check_real("tolerance", tolerance, "a relative difference, such as 1e-5", 0.0)
+    mapped = names is None or (
+        isinstance(names, Mapping)
+        and all(isinstance(each, str) for pair in names.items() for each in pair)
+    )
+    require(mapped, "names", names, "map layers of a to layers of b: {'layer in a': 'layer in b'}")
+    a, b = opened(a), opened(b)
+    runs = [histories_of(each) for each in (a, b)]
+    if any(runs):
+        return compare_histories(*_both_histories(runs, (a, b)))
+    a, b = _with_data(a, b, data, target, loss), _with_data(b, a, data, target, loss)
+    one, two = side_of(a, "a", max_bytes), side_of(b, "b", max_bytes)
+    if "rms" in (one.recording.reduced, two.recording.reduced):
+        for side in (one, two):
+            side.recording.reduced = "rms"
+    for side, other in ((one, two), (two, one)):
+        if not side.recording.grids:  # made of the same data, or nothing can be compared
+            side.recording.grids = list(other.recording.grids)
+    _check_tokens(one, two, tokenizer)
+    if tolerance is None:
+        _measure(one, two, max_bytes)
+    found = _compared(one, two, names, tolerance, tokenizer)
+    if found.first is not None and found.first.direction == FORWARD:
+        _explain_autocast(found, one, two, names, tolerance, max_bytes)
+    return found
+
+
+def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[list[History]]:
+    for name, found, each in zip("ab", runs, given, strict=True):
+        if not found:
+            raise InspectionError(
+                f"{name} is a {type(each).__name__}, and the other side is a training run. Give "
+                "two training runs (History, Monitor or folder), or two runs of a model."
+            )
+    return runs
+
+
+def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any:
+    """A model as a run: on the data given, or on the tokens that the other side recorded."""
+    if not isinstance(side, nn.Module):
+        return side
+    if data is None and isinstance(other, Run):
+        data, target, loss = (
+            other.data,
+            other.target if target is None else target,
+            loss or other.loss,
+        )
+    if data is None:
+        data = _recorded_data(other)
+    if data is None:
+        raise InspectionError(
+            f"data=None: compare needs what the {type(side).__name__} is called with. Give data=, "
+            "or torchfmri.Run(model, data) as the side."
+        )
+    return Run(side, data, target, loss)
+
+
+def _recorded_data(other: Any) -> Any:
+    """The tokens that the other side recorded."""
+    first = other[0] if isinstance(other, (list, tuple)) and other else other
+    if isinstance(first, Scan) and len(first):
+        return {"input_ids": torch.from_numpy(np.array(first[0].tokens.ids))[None]}
+    if not isinstance(first, Inspection) or first.token_ids is None:
+        return None
+    found = {"input_ids": first.token_ids}
+    return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
+
+
+def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
+    """Fill the spreads of the sides that can be run; a recording has the rounding of its dtype."""
+    for side, other in ((one, two), (two, one)):
+        if side.run is not None:
+            coarsest = other.coarsest() if other.run is None else None
+            measure_spread(side, coarsest, max_bytes)
+    if one.run is None and two.run is None and not (one.spread or two.spread):
+        one.notes.append(
+            "neither side can be run again, so its noise was not measured: what rounding usually "
+            "amounts to in the dtype of each tensor was allowed"
+        )
+
+
+def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
+    """Raise where two sides were given other tokens: nothing could be compared."""
+    grids = [side.recording.grids[0] for side in (one, two) if side.recording.grids]
+    if len(grids) < 2 or not all(grid.token_ids for grid in grids):
+        return
+    a, b = (grid.token_ids for grid in grids)
+    if a == b or _other_padding(one, two):
+        return
+    at = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+    row, position = grids[0].places[at] if at < len(a) else grids[1].places[at]
+
+    def said(ids: list[int]) -> str:
+        if at >= len(ids):
+            return "nothing more"
+        text = f" {tokenizer.decode([ids[at]])!r}" if tokenizer is not None else ""
+        return f"token {ids[at]}{text}"
+
+    raise InspectionError(
+        f"The two were given other tokens: at position {position} of row {row} a has {said(a)} and "
+        f"b has {said(b)} ({len(a)} and {len(b)} tokens in all). Run both on the same token ids; "
+        "if the text is the same, the tokenizers are not."
+    )
+
+
+def _other_padding(one: Side, two: Side) -> bool:
+    """Whether only the padding differs: positions are then compared that are tokens in both."""
+    a, b = one.recording.grids[0], two.recording.grids[0]
+    if a.ids is None or b.ids is None or not torch.equal(a.ids, b.ids):
+        return False
+    kept = a.kept & b.kept
+    for side, grid in ((one, a), (two, b)):
+        if more := int((grid.kept & ~kept).sum()):
+            side.notes.append(
+                f"takes {more} positions for tokens that are padding on the other side"
+            )
+        side.recording.grids[0] = replace(grid, kept=kept)
+    return True
+
+
+def _compared(
+    one: Side, two: Side, names: Mapping[str, str] | None, tolerance: float | None, tokenizer: Any
+) -> Comparison:
+    matching = match_layers(one.recording, two.recording, names)
+    pairs = pair_up(one, two, matching, tolerance)
+    if not pairs:
+        raise InspectionError(
+            "There is nothing to compare: the layers in common have no tensors of one kind on both "
+            "sides. Watch the same (activations, gradients) in both."
+        )
+    texts = _texts(one, two, tokenizer)
+    differences: dict[str, Difference] = {}
+    for direction in WHAT:
+        if any(pair.direction == direction and pair.differs for pair in pairs):
+            # What comes after a difference follows from it: its own origin would mislead.
+            follows = bool(differences)
+            found = _difference(direction, pairs, one, two, matching, texts, follows)
+            differences[direction] = found
+    notes = [matching.doubt] if matching.doubt else []
+    for name, side in (("a", one), ("b", two)):
+        notes += [f"{name}: {note}" for note in dict.fromkeys(side.notes)]
+    unknown = [pair.place.layer for pair in pairs if pair.threshold == math.inf]
+    if unknown:
+        notes.append(
+            f"{plural(len(unknown), 'tensor')} could not be judged, because its noise was not "
+            f"measured: of {listed(list(dict.fromkeys(unknown)))}"
+        )
+    if not differences and one.run is not None and two.run is not None:
+        notes += _padded_notes(pairs, one, two)
+    return Comparison(pairs, differences, matching, notes, texts)
+
+
+def _texts(one: Side, two: Side, tokenizer: Any) -> list[str]:
+    for side in (one, two):
+        if side.tokens:
+            return side.tokens
+        grids = side.recording.grids
+        if tokenizer is not None and grids and grids[0].token_ids:
+            return [tokenizer.decode([each]) for each in grids[0].token_ids]
+    return []
+
+
+def _difference(
+    direction: str, pairs: Sequence[Pair], one: Side, two: Side, matching: Matching,
+    texts: Sequence[str], follows: bool,
+) -> Difference:  # fmt: skip
+    own = [pair for pair in pairs if pair.direction == direction]
+    at, pair = next((at, pair) for at, pair in enumerate(own) if pair.differs)
+    layer = pair.place.layer
+    if not follows:
+        layer = origin_of(pair, own, one, two, dict(matching.pairs))
+    # A tensor without tokens (of experts, of another shape) is followed by one that has them.
+    told = next((each for each in own[at:] if each.differs and each.grid is not None), pair)
+    index, place = _first_row(pair), _first_row(told)
+    row, token = told.grid.places[place] if told.grid is not None else (None, None)
+    relative_gap = float(pair.gaps[index])
+    reason = pair.reason or (
+        f"differs by {relative_gap:.2e} (allowed {pair.threshold:.1e}), at most {pair.largest:.3e}"
+    )
+    return Difference(
+        direction=direction,
+        layer=layer,
+        seen_at=pair.place.layer,
+        partner=matching.pairs.get(layer, layer),
+        call=pair.place.call,
+        what=pair.place.what,
+        element=pair.place.element,
+        row=row,
+        token=token,
+        text=texts[place] if told.grid is not None and place < len(texts) else "",
+        relative=relative_gap,
+        largest=pair.largest,
+        spread_a=pair.spread_a,
+        spread_b=pair.spread_b,
+        threshold=pair.threshold,
+        compared=at,
+        kinds=() if follows else _kinds(pair, layer, matching, one, two),
+        reason=reason,
+    )
+
+
+def _first_row(pair: Pair) -> int:
+    """The first differing token: the earliest position of any row."""
+    differing = [index for index, gap in enumerate(pair.gaps) if gap > pair.threshold]
+    if pair.grid is None:
+        return differing[0]
+    places = pair.grid.places
+    return min(differing, key=lambda index: (places[index][1], places[index][0]))
+
+
+def _kinds(pair: Pair, layer: str, matching: Matching, one: Side, two: Side) -> tuple[Kind, ...]:
+    found: list[Kind] = []
+    modules_a, modules_b = one.modules, two.modules
+    partner = matching.pairs.get(layer, layer)
+    if layer in modules_a and partner in modules_b:
+        found += causes_of(modules_a[layer], modules_b[partner])
+    if pair.partner is not None:
+        a, b = one.recording.rows(pair.place), two.recording.rows(pair.partner)
+        if a is not None and b is not None:
+            found += kinds_of(a, b, pair.threshold)
+    return tuple(dict.fromkeys(found))
+
+
+def _padded_notes(pairs: Sequence[Pair], one: Side, two: Side) -> list[str]:
+    """A remark where tokens agree and padded positions do not."""
+    for pair in pairs:
+        if pair.partner is None or pair.grid is None:
+            continue
+        a, b = one.recording.padded(pair.place), two.recording.padded(pair.partner)
+        if a is None or b is None or a.shape != b.shape:
+            continue
+        gap = float(relative(a, b).max())
+        if gap > pair.threshold:
+            where = f"first in {pair.place.layer!r} (by {gap:.1e})"
+            return [f"only padded positions differ, {where}: no token sees them"]
+    return []
+
+
+def _explain_autocast(
+    found: Comparison, one: Side, two: Side, names: Mapping[str, str] | None,
+    tolerance: float | None, max_bytes: int | None,
+) -> None:  # fmt: skip
+    """Say so where the difference is gone without autocast."""
+    runs = (one.run, two.run)
+    if None in runs or not any(run.autocast for run in runs if run is not None):
+        return
+    plain = [live_side(without_autocast(run), max_bytes) for run in runs if run is not None]
+    if tolerance is None:
+        _measure(plain[0], plain[1], max_bytes)
+    if _compared(plain[0], plain[1], names, tolerance, None).agree:
+        for direction, each in found.differences.items():
+            kinds = (*each.kinds, Kind("autocast", "only under autocast: without it they agree"))
+            found.differences[direction] = replace(each, kinds=kinds)

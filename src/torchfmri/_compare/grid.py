@@ -1,0 +1,109 @@
+"""Where the tokens of a batch are, so that two batches are compared token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfmri._capture import TokenMask
+from torchfmri._records import Inspection
+from torchfmri._torch import flatten
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_EMBEDDED = ("inputs_embeds", "decoder_inputs_embeds")
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The tokens of a batch: row by row, those that are not padding.
+
+    Attributes:
+        kept: (b, s) True where a position is a token.
+        order: Row i of the reference is row `order[i]` of this batch.
+        ids: (b, s) the token numbers; None where the batch has none.
+    """
+
+    kept: Tensor
+    order: tuple[int, ...]
+    ids: Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self.kept.sum())
+
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """The (row, position) of each token, counted from 0 without padding, rows in order."""
+        counts = [int(self.kept[row].sum()) for row in self.order]
+        return [(row, position) for row, count in enumerate(counts) for position in range(count)]
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """The number of each token, in the order of `places`; empty where there are none."""
+        if self.ids is None:
+            return []
+        return [int(each) for row in self.order for each in self.ids[row][self.kept[row]]]
+
+    def rows(self, tensor: Tensor, *, padded: bool = False) -> Tensor | None:
+        """The values at the tokens (or at the padded positions), (token, units).
+
+        None for a tensor without a token axis.
+        """
+        values = self.aligned(tensor)
+        if values is None:
+            return None
+        chosen = ~self.kept if padded else self.kept
+        parts = [values[row][chosen[row]] for row in self.order]
+        return torch.cat(parts).flatten(1)
+
+    def aligned(self, tensor: Tensor) -> Tensor | None:
+        """The tensor as (b, s, ...); None for one without a token axis."""
+        b, s = self.kept.shape
+        if tensor.is_nested:
+            return None
+        if tensor.ndim >= 3 and tuple(tensor.shape[:2]) == (1, s) and b > 1:
+            tensor = tensor.expand(b, *tensor.shape[1:])  # one for all rows, such as rotations
+        aligned = TokenMask(self.kept).align(tensor)
+        if aligned is None:
+            return None
+        values, mask = aligned
+        values = values if mask.ndim == 2 else values.reshape(b, s, -1)
+        return values.unsqueeze(-1) if values.ndim == 2 else values
+
+
+def grids_of(data: Any) -> list[Grid]:
+    """The grids of what a model is given: one for each length, such as encoder's and decoder's."""
+    elements = flatten(data)
+    by_name = {element.path.rpartition(".")[2]: element.tensor for element in elements}
+    masks = [by_name[name] for name in _MASKS if name in by_name and by_name[name].ndim == 2]
+    found: dict[tuple[int, ...], Grid] = {}
+    for path, tensor in elements:
+        name = path.rpartition(".")[2]
+        whole = tensor.ndim == 2 and not tensor.is_floating_point() and name not in _MASKS
+        embedded = tensor.ndim == 3 and name in _EMBEDDED
+        shape = tuple(tensor.shape[:2])
+        if not (whole or embedded) or shape in found:
+            continue
+        mask = next((each for each in masks if tuple(each.shape) == shape), None)
+        kept = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
+        ids = tensor.cpu() if whole else None
+        found[shape] = Grid(kept=kept, order=tuple(range(shape[0])), ids=ids)
+    return list(found.values())
+
+
+def grids_seen(inspection: Inspection, rows: int) -> list[Grid]:
+    """The grid that most outputs (b, s, w) have, of a model that is given no token numbers."""
+    counts = Counter(
+        value.shape[:2]
+        for call in inspection.calls()
+        for value in call.values("activations")
+        if value is not None and len(value.shape) == 3 and value.shape[0] == rows
+    )
+    return [
+        Grid(kept=torch.ones(shape, dtype=torch.bool), order=tuple(range(rows)))
+        for shape, _ in counts.most_common(1)
+    ]

@@ -1,0 +1,268 @@
+"""Two training runs: the first step and layer where they part, beyond their own noise.
+
+The statistics of every layer are compared step by step. Runs that differ by rounding drift apart
+slowly; what jumps is a difference. With several runs of one side the spread between them is its
+noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchfmri._arguments import is_list
+from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
+from torchfmri._monitor import Monitor
+from torchfmri._records import COUNTS, STORED, UPDATES, Floats, History, Series
+from torchfmri._text import listed
+from torchfmri.exceptions import InspectionError
+
+LOSS = Series("", "loss")
+_ORDER = ("parameters", "activations", "loss", "gradients", "parameter_gradients", UPDATES)
+"""The order in which the numbers of a step come about."""
+_FLOOR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+"""What rounding may do to the statistics of a layer, relative to its rms."""
+_JUMP, _FACTOR = 10.0, 4.0
+"""How many times the largest difference so far, and the spread of repeated runs, is a jump."""
+
+
+def histories_of(given: Any) -> list[History]:
+    """The training runs of a side, several if it was repeated; empty where it is something else."""
+    several = list(given) if is_list(given) and given else [given]
+    found = [each.history if isinstance(each, Monitor) else each for each in several]
+    if not all(isinstance(each, History) for each in found):
+        return []
+    for history, each in zip(found, several, strict=True):
+        if isinstance(each, Monitor):
+            history.findings = each.findings
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """The numbers of a run at chosen steps: of each series, (step, series, field)."""
+
+    values: Floats
+    updates: Floats
+    loss: Floats
+
+
+class _Common(NamedTuple):
+    """What both sides have."""
+
+    steps: list[int]
+    series: list[Series]
+    updated: list[str]
+
+
+def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComparison:
+    """Where two training runs part.
+
+    Args:
+        a: The reference, and repetitions of it.
+        b: The other run, and repetitions of it.
+
+    Raises:
+        InspectionError: One has no steps, or they have neither steps nor layers in common.
+    """
+    for name, runs in (("a", a), ("b", b)):
+        if any(not len(each) for each in runs):
+            raise InspectionError(
+                f"{name} has no steps: nothing was watched yet, or TORCHFMRI=off. Give a run that "
+                "has trained."
+            )
+    common = _common([*a, *b])
+    one, two = ([_table(each, common) for each in side] for side in (a, b))
+    gaps = _gaps(one[0], two[0])
+    noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
+    series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
+    floors = np.array([_floor(a[0], each) for each in series])
+    least = np.maximum(floors[None], _FACTOR * noise)
+    allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
+    first = _first(gaps, allowed, series, common.steps, a[0], b[0])
+    if first is not None:  # what comes later is no drift: it is measured by what was before
+        row = common.steps.index(first.step)
+        allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
+    return HistoryComparison(
+        a=a[0], b=b[0], steps=common.steps, series=series, gaps=gaps, allowed=allowed, first=first,
+        notes=_notes(a, b, common),
+    )  # fmt: skip
+
+
+def _common(runs: Sequence[History]) -> _Common:
+    steps = set(runs[0].steps.tolist())
+    series, updated = list(runs[0].series), list(_updated(runs[0]))
+    for each in runs[1:]:
+        steps &= set(each.steps.tolist())
+        known, names = set(each.series), set(_updated(each))
+        series = [one for one in series if one in known]
+        updated = [name for name in updated if name in names]
+    if not steps:
+        spans = [f"{each.steps[0]} to {each.steps[-1]}" for each in (runs[0], runs[-1])]
+        raise InspectionError(
+            f"The runs have no step in common: a has steps {spans[0]}, b has {spans[1]}. Give runs "
+            "that were watched at the same steps."
+        )
+    if not series and not updated:
+        layers = [listed(each.layers) for each in (runs[0], runs[-1])]
+        raise InspectionError(
+            f"The runs have no layer in common: a has {layers[0]}, b has {layers[1]}. Give runs of "
+            "the same model."
+        )
+    return _Common(sorted(steps), series, updated)
+
+
+def _updated(history: History) -> list[str]:
+    return list(dict.fromkeys(name for step in history for name in step.parameters))
+
+
+def _table(history: History, common: _Common) -> _Table:
+    rows = {step.number: step for step in history}
+    places = [history.series.index(each) for each in common.series]
+    values = np.full((len(common.steps), len(places), len(STORED)), math.nan)
+    updates = np.full((len(common.steps), len(common.updated)), math.nan)
+    loss = np.full(len(common.steps), math.nan)
+    for row, number in enumerate(common.steps):
+        step = rows[number]
+        known = [(at, place) for at, place in enumerate(places) if place < len(step.table)]
+        if known:
+            values[row, [at for at, _ in known]] = step.table[[place for _, place in known]]
+        ratios = step.update_ratios
+        updates[row] = [ratios.get(name, math.nan) for name in common.updated]
+        # A loss of NaN that was seen is something else than one that was not.
+        loss[row] = step.loss if step.has_loss and not math.isnan(step.loss) else (
+            math.inf if step.has_loss else math.nan
+        )  # fmt: skip
+    return _Table(values, updates, loss)
+
+
+def _gaps(a: _Table, b: _Table) -> Floats:
+    """(step, series) how far two runs are apart: statistics, then the loss, then updates."""
+    parts = [_statistics_gaps(a.values, b.values)]
+    parts += [_number_gaps(a.loss, b.loss)[:, None], _number_gaps(a.updates, b.updates)]
+    return np.concatenate(parts, 1)
+
+
+def _statistics_gaps(a: Floats, b: Floats) -> Floats:
+    fields = {name: index for index, name in enumerate(STORED)}
+
+    def get(table: Floats, name: str) -> Floats:
+        column: Floats = table[..., fields[name]]
+        return column
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes, spreads = [], []
+        for table in (a, b):
+            finite = get(table, "count") - get(table, "nan")
+            finite = finite - get(table, "pos_inf") - get(table, "neg_inf")
+            spread = get(table, "squared_deviations") / finite
+            spreads.append(np.sqrt(spread))
+            sizes.append(np.sqrt(spread + get(table, "mean") ** 2))
+        size = np.fmax(*sizes)
+        gaps = [np.abs(spreads[0] - spreads[1])]
+        gaps += [np.abs(get(a, name) - get(b, name)) for name in ("mean", "min", "max")]
+        found = np.fmax.reduce(gaps) / size
+        found = np.where(np.fmax.reduce(gaps) == 0, 0.0, found)
+    counts = ("count", "nan", "pos_inf", "neg_inf")
+    assert set(counts) <= COUNTS
+    other = np.any([get(a, name) != get(b, name) for name in counts], 0)
+    seen = [~np.isnan(get(table, "count")) for table in (a, b)]
+    found = np.where(other & seen[0] & seen[1], math.inf, found)
+    return np.where(seen[0] & seen[1], np.nan_to_num(found, nan=0.0, posinf=math.inf), math.nan)
+
+
+def _number_gaps(a: Floats, b: Floats) -> Floats:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        gap = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    gap = np.where(a == b, 0.0, gap)
+    gap = np.where(np.isinf(a) ^ np.isinf(b), math.inf, gap)
+    return np.where(np.isnan(a) | np.isnan(b), math.nan, gap)
+
+
+def _spread(runs: Sequence[_Table], shape: tuple[int, ...]) -> Floats:
+    """(step, series) the largest difference between the repetitions of one side."""
+    found = np.zeros(shape)
+    for other in runs[1:]:
+        found = np.fmax(found, _gaps(runs[0], other))
+    return np.maximum.accumulate(np.nan_to_num(found), 0)  # noise grows, and is drawn once only
+
+
+def _largest_so_far(gaps: Floats) -> Floats:
+    """(step, series) the largest finite difference in the steps before."""
+    known = np.where(np.isfinite(gaps), gaps, 0.0)
+    before = np.maximum.accumulate(known, 0)
+    return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
+
+
+def _floor(history: History, series: Series) -> float:
+    if series in history.series:
+        return _FLOOR.get(history.statistics(*series).dtype, _FLOOR["float32"])
+    return _FLOOR["float32"]
+
+
+def _first(
+    gaps: Floats, allowed: Floats, series: Sequence[Series], steps: Sequence[int],
+    a: History, b: History,
+) -> StepDifference | None:  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        beyond = gaps > allowed
+    rows = np.flatnonzero(beyond.any(1))
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    columns = np.flatnonzero(beyond[row]).tolist()
+    column = min(columns, key=lambda each: _rank(series[each], each))
+    layer, what = series[column]
+    return StepDifference(
+        step=steps[row],
+        layer=layer,
+        what=what,
+        relative=float(gaps[row, column]),
+        allowed=float(allowed[row, column]),
+        before=float(np.nan_to_num(gaps[:row, column]).max(initial=0.0)),
+        reason=_reason(a, b, steps[row], series[column]),
+    )
+
+
+def _rank(series: Series, column: int) -> tuple[int, int]:
+    place = _ORDER.index(series.what) if series.what in _ORDER else len(_ORDER)
+    return place, -column if series.what == "gradients" else column
+
+
+def _reason(a: History, b: History, step: int, series: Series) -> str:
+    said = []
+    for history in (a, b):
+        at = history.steps.tolist().index(step)
+        record = history[at]
+        if series.what == "loss":
+            said.append(f"{record.loss:.6g}")
+        elif series.what == UPDATES:
+            said.append(f"update / weight {record.update_ratios[series.layer]:.4g}")
+        else:
+            found = history.statistics(*series, at)
+            bad = f", {found.nan:,} NaN" if found.nan else ""
+            said.append(f"mean {found.mean:.5g}, std {found.std:.5g} of {found.count:,}{bad}")
+    return f"{said[0]} against {said[1]}"
+
+
+def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[str]:
+    found = []
+    for name, runs in (("a", a), ("b", b)):
+        extra = [each.layer for each in runs[0].series if each not in common.series]
+        if extra:
+            layers = list(dict.fromkeys(extra))
+            found.append(f"only {name} has {len(extra)} series: of {listed(layers)}")
+        left = len(runs[0]) - len(common.steps)
+        if left:
+            found.append(f"{left} steps of {name} are not in both runs")
+        found += [f"{name}: {text}" for text in runs[0].notes if "cannot be read" in text]
+    if len(a) == len(b) == 1:
+        found.append(
+            "one run on each side: what rounding amounts to is taken from the dtype, and slow "
+            "drift does not count. Give several runs of a side to measure its own spread"
+        )
+    return found

@@ -1,0 +1,264 @@
+"""The result of comparing two training runs: the first step that parts, a table, a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchfmri._records import Finding, Floats, History, Series
+from torchfmri._scan import layer_bands, outline_of
+from torchfmri._text import Column, Grid
+from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import (
+    Brain,
+    TokenTrack,
+    axes_or_new,
+    draw_brain,
+    new_figure,
+    save_figure,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 160
+_MOST_TICKS = 12
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The first step where two training runs part.
+
+    Attributes:
+        step: Its number.
+        layer: The layer, or the parameter; empty for the loss.
+        what: activations, gradients, parameters, parameter_gradients, updates or loss.
+        relative: How far the statistics are apart, relative to the rms of the values.
+        allowed: What was allowed.
+        before: The largest difference of that series in the steps before.
+        reason: Both sides in words.
+    """
+
+    step: int
+    layer: str
+    what: str
+    relative: float
+    allowed: float
+    before: float
+    reason: str
+
+    def __str__(self) -> str:
+        of = "the loss" if self.what == "loss" else f"{self.what} of {self.layer or 'the model'!r}"
+        return (
+            f"step {self.step}: {of}: {self.reason} (they differ by {self.relative:.1e}, allowed "
+            f"{self.allowed:.1e}, before {self.before:.1e})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HistoryComparison:
+    """Where two training runs part, or that they do not.
+
+    Attributes:
+        a: The reference.
+        b: The other run.
+        steps: The steps that both have.
+        series: What was compared: (layer, what) of each column.
+        gaps: (step, series) relative differences; nan where one side has nothing.
+        allowed: (step, series) what noise explains.
+        first: The first step, layer and what beyond that; None where there is none.
+        notes: What to know about the comparison.
+    """
+
+    a: History
+    b: History
+    steps: list[int]
+    series: list[Series]
+    gaps: Floats
+    allowed: Floats
+    first: StepDifference | None
+    notes: list[str]
+
+    @property
+    def agree(self) -> bool:
+        """Whether no step parts beyond noise."""
+        return self.first is None
+
+    def summary(self) -> str:
+        """The result in a sentence."""
+        if self.first is not None:
+            return f"the runs part at {self.first}"
+        known = self.gaps[np.isfinite(self.gaps)]
+        worst = float(known.max(initial=0.0))
+        size = "equal to the last bit" if worst == 0 else f"at most {worst:.1e} apart"
+        return f"no step parts beyond noise in {len(self.steps)} steps: {size}"
+
+    def __repr__(self) -> str:
+        return f"<HistoryComparison: {self.summary()}>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """The result for a terminal: for each kind of number the first step that parts."""
+        kinds = list(dict.fromkeys(each.what for each in self.series))
+        rows = [self._first_of(what) for what in kinds]
+        columns = [
+            Column("first step", [row[0] for row in rows], 5),
+            Column("there", [row[1] for row in rows], 4, right=False),
+            Column("difference then", [row[2] for row in rows], 3),
+            Column("at the last step", [row[3] for row in rows], 2),
+        ]
+        grid = Grid(self.summary(), "what", kinds, columns, [*self.notes, *self._findings()])
+        return grid.text()
+
+    def _first_of(self, what: str) -> tuple[str, str, str, str]:
+        columns = [at for at, each in enumerate(self.series) if each.what == what]
+        gaps = self.gaps[:, columns]
+        last = gaps[-1][np.isfinite(gaps[-1])]
+        ending = f"{float(last.max(initial=0.0)):.1e}"
+        with np.errstate(invalid="ignore"):
+            beyond = gaps > self.allowed[:, columns]
+        rows = np.flatnonzero(beyond.any(1))
+        if not len(rows):
+            return "none", "", "", ending
+        row = int(rows[0])
+        place = int(np.flatnonzero(beyond[row])[0])
+        layer = self.series[columns[place]].layer
+        return str(self.steps[row]), layer, f"{gaps[row, place]:.1e}", ending
+
+    def _findings(self) -> list[str]:
+        """The findings of both runs, side by side."""
+        found: dict[str, list[str]] = {}
+        for name, history in (("a", self.a), ("b", self.b)):
+            for finding in history.findings:
+                found.setdefault(finding.problem, []).append(f"{name}: {_said(finding)}")
+        return [f"found {problem}: {'; '.join(each)}" for problem, each in found.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        first = self.first
+        return {
+            "agree": self.agree,
+            "steps": [self.steps[0], self.steps[-1]],
+            "first": None
+            if first is None
+            else {name: getattr(first, name) for name in first.__dataclass_fields__},
+            "kinds": {
+                what: dict(
+                    zip(("step", "layer", "difference", "last"), self._first_of(what), strict=True)
+                )
+                for what in dict.fromkeys(each.what for each in self.series)
+            },
+            "findings": {
+                name: [finding.to_dict() for finding in history.findings]
+                for name, history in (("a", self.a), ("b", self.b))
+            },
+            "notes": self.notes,
+        }
+
+    def plot(self, what: str = "activations", *, ax: Axes | None = None) -> Axes:
+        """Layers down, steps across: the difference in units of what noise explains.
+
+        Args:
+            what: activations, gradients, parameters, parameter_gradients or updates.
+            ax: Where to draw.
+
+        Raises:
+            InspectionError: Nothing of that kind was compared.
+        """
+        columns = [at for at, each in enumerate(self.series) if each.what == what]
+        if not columns:
+            known = ", ".join(dict.fromkeys(each.what for each in self.series))
+            raise InspectionError(f"There are no {what!r} in both runs, only {known}.")
+        names = [self.series[at].layer for at in columns]
+        chosen = outline_of(names)
+        columns, names = [columns[at] for at in chosen], [names[at] for at in chosen]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = (self.gaps / self.allowed)[:, columns].T
+        first, mark = self.first, None
+        if first is not None and first.what == what and first.layer in names:
+            mark = (names.index(first.layer), self.steps.index(first.step))
+        count = len(self.steps)
+        no = np.zeros(count, bool)
+        brain = Brain(
+            bands=layer_bands(names, "kind"),
+            values=np.where(np.isposinf(values), np.nan, values),
+            tokens=TokenTrack([""] * count, np.full(count, np.nan), no, no),
+            metric="difference in units of what noise explains",
+            normalise="global",
+            title=f"Where two training runs part: {what.replace('_', ' ')}",
+            subtitle="they agree"
+            if first is None
+            else f"first at step {first.step}: {first.what} of {first.layer or 'the model'}",
+            mark=mark,
+            top=1.0,
+        )
+        ax = draw_brain(axes_or_new(ax, *brain.figure_inches), brain, text=False, surprisal=False)
+        places = sorted(
+            {round(each) for each in np.linspace(0, count - 1, min(count, _MOST_TICKS))}
+        )
+        ax.set_xticks(places, [str(self.steps[at]) for at in places], fontsize=7)
+        ax.tick_params(axis="x", labelbottom=True, pad=6)
+        ax.set_xlabel("step", fontsize=8)
+        return ax
+
+    def plot_curves(
+        self, layer: str = "", what: str = "loss", field: str = "rms", *, ax: Axes | None = None
+    ) -> Axes:
+        """One number of both runs over the steps, with the step where they part.
+
+        Args:
+            layer: The layer or parameter; none for the loss.
+            what: loss, or as for `History.values`.
+            field: The statistic, as for `History.values`.
+            ax: Where to draw.
+        """
+        ax = axes_or_new(ax, 9.0, 3.2)
+        for name, run, colour, dashes in (
+            ("a", self.a, "#0072B2", "-"), ("b", self.b, "#D55E00", "--"),
+        ):  # fmt: skip
+            values = run.loss if what == "loss" else run.values(layer, what, field)
+            ax.plot(run.steps, values, dashes, color=colour, linewidth=1.4, label=name)
+        if self.first is not None:
+            ax.axvline(self.first.step, color="#7f7f7f", linestyle=":", linewidth=1.0)
+            ax.text(
+                self.first.step,
+                1.0,
+                f" part at step {self.first.step}",
+                fontsize=7.5,
+                color="#555555",
+                va="bottom",
+                transform=ax.get_xaxis_transform(),
+            )
+        ax.set_xlabel("step", fontsize=8)
+        ax.set_ylabel("loss" if what == "loss" else f"{field} of {what}\nof {layer}", fontsize=8)
+        ax.legend(frameon=False, fontsize=8)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.margins(x=0.01)
+        return ax
+
+    def draw(self, path: str | PathLike[str] | None = None) -> Figure:
+        """The picture of layers and steps above the curves of the loss, in one figure.
+
+        Args:
+            path: Where to write it, if anywhere.
+        """
+        kinds = list(dict.fromkeys(each.what for each in self.series if each.what != "loss"))
+        wanted = self.first.what if self.first is not None else "activations"
+        figure = new_figure(11.0, 8.5)
+        above, below = figure.subplots(2, 1, height_ratios=[2.4, 1])
+        self.plot(wanted if wanted in kinds else kinds[0], ax=above)
+        self.plot_curves(ax=below)
+        if path is not None:
+            save_figure(figure, path, dpi=_DOTS_PER_INCH)
+        return figure
+
+
+def _said(finding: Finding) -> str:
+    when = "" if finding.step is None else f"step {finding.step}, "
+    return f"{when}{finding.text}"

@@ -1,0 +1,230 @@
+"""What kind of difference two tables of values show: a factor, a shift, swapped heads, ...
+
+Each test asks whether one simple change explains nearly all of the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchfmri._compare.difference import Kind
+from torchfmri._compare.recording import Rows, relative
+
+_EXPLAINED = 0.02
+"""A change explains a difference if it leaves no more than this share of it."""
+_MOST_POSITIONS = 4
+_TOKENS = 2
+"""Fewer rows cannot tell a rule from a coincidence."""
+_MOST_NOISE = 0.1
+
+
+def kinds_of(a: Rows, b: Rows, threshold: float) -> list[Kind]:
+    """What kind of difference it is, as far as the values tell; the simplest explanation alone."""
+    one, two = a.values, b.values
+    if one.shape != two.shape:
+        turned = _is_turned(one, two)
+        return [Kind("transposed", "b is a transposed")] if turned else []
+    if not (one.isfinite().all() and two.isfinite().all()):
+        bad = [name for name, x in (("a", one), ("b", two)) if not x.isfinite().all()]
+        if len(bad) == 1:
+            return [Kind("nonfinite", f"only {bad[0]} has NaN or infinite values")]
+        return []
+    gaps = relative(one, two)
+    found = _position_kinds(a, gaps > threshold)
+    differing = gaps > threshold
+    tests: tuple[Callable[[Tensor, Tensor], Kind | None], ...] = (
+        _factor, _permutation, _shift, _factor_per_unit, _factor_per_token, _precision,
+    )  # fmt: skip
+    shifted = _shifted_positions(a, b, threshold)
+    if shifted is not None:
+        return [shifted]
+    rows = differing if int(differing.sum()) >= _TOKENS else torch.ones_like(differing)
+    for test in tests:
+        kind = test(one[rows], two[rows])
+        if kind is not None:
+            return [kind, *found]
+    return found
+
+
+def _left(one: Tensor, two: Tensor, explained: Tensor) -> float:
+    """Which share of the difference a change of `one` leaves unexplained."""
+    return float((two - explained).norm() / (two - one).norm().clamp_min(1e-300))
+
+
+def _factor(one: Tensor, two: Tensor) -> Kind | None:
+    factor = float((one * two).sum() / one.square().sum().clamp_min(1e-300))
+    if one.numel() < _TOKENS or not factor or _left(one, two, factor * one) > _EXPLAINED:
+        return None
+    return Kind("factor", f"b is a times {factor:.4g}")
+
+
+def _shift(one: Tensor, two: Tensor) -> Kind | None:
+    """The same vector added at every token."""
+    if len(one) < _TOKENS:
+        return None
+    by = (two - one).mean(0, keepdim=True)
+    if _left(one, two, one + by) > _EXPLAINED:
+        return None
+    units = int((by.abs() > by.abs().max() * 1e-3).sum())
+    if units == one.shape[1] and float(by.std()) < _EXPLAINED * float(by.abs().mean()):
+        return Kind("shift", f"b is a plus {float(by.mean()):.4g} everywhere")
+    return Kind("shift", f"b is a plus the same {units} numbers at every token, as of a bias")
+
+
+def _factor_per_unit(one: Tensor, two: Tensor) -> Kind | None:
+    if len(one) < _TOKENS or one.shape[1] < _TOKENS:
+        return None
+    factors = (one * two).sum(0) / one.square().sum(0).clamp_min(1e-300)
+    if _left(one, two, one * factors) > _EXPLAINED:
+        return None
+    low, high = float(factors.min()), float(factors.max())
+    return Kind(
+        "factor_per_unit",
+        f"each unit has a factor of its own, {low:.3g} to {high:.3g}, as of the weight of a norm",
+    )
+
+
+def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
+    if one.shape[1] < 2 * _TOKENS:
+        return None
+    factors = (one * two).sum(1) / one.square().sum(1).clamp_min(1e-300)
+    if _left(one, two, one * factors[:, None]) > _EXPLAINED:
+        return None
+    low, high = float(factors.min()), float(factors.max())
+    return Kind(
+        "factor_per_token",
+        f"each token has a factor of its own, {low:.4g} to {high:.4g}, "
+        "as of another epsilon in a norm or another normalisation",
+    )
+
+
+def _permutation(one: Tensor, two: Tensor) -> Kind | None:
+    """The same units in another order: found by sorting them by a random sum over tokens."""
+    tokens, units = one.shape
+    if units < 2 or tokens < _TOKENS:
+        return None
+    sums = torch.rand(tokens, generator=torch.Generator().manual_seed(0), dtype=one.dtype) + 0.5
+    order_one, order_two = (sums @ one).argsort(), (sums @ two).argsort()
+    source = torch.empty_like(order_one)
+    source[order_two] = order_one
+    if _left(one, two, one[:, source]) > _EXPLAINED:
+        return None
+    moved = source != torch.arange(units)
+    if not moved.any():
+        return None
+    for size in range(units // 2, 1, -1):
+        if units % size == 0 and _moves_blocks(source, size):
+            heads = sorted({int(each) // size for each in torch.nonzero(moved).flatten()})
+            names = ", ".join(map(str, heads[:8]))
+            return Kind("swapped_heads", f"heads of {size} units have changed places: {names}")
+    return Kind("permuted_units", f"{int(moved.sum())} of {units} units have changed places")
+
+
+def _moves_blocks(source: Tensor, size: int) -> bool:
+    blocks = source.view(-1, size)
+    first = blocks[:, :1]
+    whole = (blocks == first + torch.arange(size)).all() and (first % size == 0).all()
+    return bool(whole)
+
+
+def _precision(one: Tensor, two: Tensor) -> Kind | None:
+    """Noise of one size everywhere that has nothing to do with the values: fewer bits."""
+    gap = two - one
+    size, noise = float(one.norm()), float(gap.norm())
+    if not size or one.numel() < 32 or abs(float((one * gap).sum())) > 0.1 * size * noise:
+        return None
+    each = gap.norm(dim=1) / one.norm(dim=1).clamp_min(1e-300)
+    if float(each.max()) > 8 * float(each.median()):
+        return None
+    if noise > _MOST_NOISE * size:
+        return None
+    return Kind(
+        "precision",
+        f"noise without a pattern, {noise / size:.0e} of the size, as of "
+        "values in a lower precision",
+    )
+
+
+def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:
+    if rows.grid is None or not differing.any():
+        return []
+    places = rows.grid.places
+    positions = torch.tensor([position for _, position in places])
+    first = int(positions[differing].min())
+    later = positions >= first
+    if first and differing[later].double().mean() > 0.8:
+        return [Kind("from_position", f"only from position {first} on")]
+    return []
+
+
+def _shifted_positions(a: Rows, b: Rows, threshold: float) -> Kind | None:
+    """What a has at one position, b has at a neighbouring one."""
+    if a.grid is None or b.grid is None:
+        return None
+    rows = torch.tensor([row for row, _ in a.grid.places])
+    for by in (each for step in range(1, _MOST_POSITIONS + 1) for each in (step, -step)):
+        n = len(rows) - abs(by)
+        ahead, behind = slice(abs(by), None), slice(None, max(0, n))
+        same = rows[ahead] == rows[behind]
+        if int(same.sum()) < _TOKENS:
+            continue
+        ours, theirs = (ahead, behind) if by > 0 else (behind, ahead)
+        gaps = relative(a.values[ours][same], b.values[theirs][same])
+        plain = relative(a.values[ours][same], b.values[ours][same])
+        if bool((gaps <= threshold).all()) and bool((plain > threshold).any()):
+            return Kind("shifted_positions", f"b has at each position what a has {by:+d} from it")
+    return None
+
+
+def _is_turned(one: Tensor, two: Tensor) -> bool:
+    if one.numel() != two.numel() or one.shape != two.shape[::-1]:
+        return False
+    return bool(torch.allclose(one.T, two, rtol=1e-3))
+
+
+# -- parameters ----------------------------------------------------------------------------------
+
+
+def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
+    """How a parameter or buffer of b differs from that of a; None where they are equal."""
+    if one.shape == two.shape and torch.equal(one, two.to(one.dtype)):
+        return None
+    x, y = one.detach().double().cpu(), two.detach().double().cpu()
+    turned = x.ndim == 2 and x.shape == y.T.shape and torch.allclose(x, y.T, rtol=1e-2)
+    if turned and not (x.shape == y.shape and torch.allclose(x, y, rtol=1e-2)):
+        return Kind("transposed", f"{name} is transposed")
+    if x.shape != y.shape:
+        return Kind("shape", f"{name} is {tuple(x.shape)} in a and {tuple(y.shape)} in b")
+    if "inv_freq" in name and x.ndim == 1 and len(x) > 1:
+        return _rope_base(x, y)
+    if torch.allclose(x, y, rtol=1e-2, atol=float(x.abs().max()) * 1e-2 + 1e-12):
+        if one.dtype != two.dtype:
+            return None  # the same weights in another precision
+        return Kind("parameter", f"{name} differs by {_distance(x, y):.1e}")
+    for present, other in ((x, y), (y, x)):
+        if not other.any() and present.any():
+            side = "b" if other is y else "a"
+            return Kind("missing_parameter", f"{name} is zero in {side}")
+    if x.ndim >= 2:
+        kind = _factor(x.flatten(1), y.flatten(1)) or _permutation(
+            x.flatten(1).T.contiguous(), y.flatten(1).T.contiguous()
+        )
+        if kind is not None:
+            return Kind(kind.name, f"{name}: {kind.text}")
+    return Kind("parameter", f"{name} differs by {_distance(x, y):.1e}")
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / x.norm().clamp_min(1e-300))
+
+
+def _rope_base(x: Tensor, y: Tensor) -> Kind | None:
+    """inv_freq[i] = base ** (-i / n): the second one tells the base."""
+    bases = [float(each[1]) ** -len(each) if each[1] > 0 else math.nan for each in (x, y)]
+    if math.isclose(*bases, rel_tol=1e-4):
+        return None
+    return Kind("rope_base", f"the rope base is {bases[0]:.6g} in a and {bases[1]:.6g} in b")

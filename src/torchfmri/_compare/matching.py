@@ -1,0 +1,146 @@
+"""Which layer of one side is which layer of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from torchfmri._compare.recording import Recording
+from torchfmri._text import listed, plural
+from torchfmri.exceptions import InspectionError
+
+EXPORTED = "hidden_states"
+"""The name of hidden states that were exported without saying of which layers."""
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Pairs of layers.
+
+    Attributes:
+        pairs: Layer of a -> layer of b.
+        only_a: Layers of a without a partner.
+        only_b: Layers of b without a partner.
+        doubt: What is not certain about the pairs, in words; empty where names agree.
+    """
+
+    pairs: Mapping[str, str]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    doubt: str = ""
+
+
+def match_layers(a: Recording, b: Recording, names: Mapping[str, str] | None) -> Matching:
+    """Match by the user's mapping, then by name, by the end of the name, or by order and shape.
+
+    Raises:
+        InspectionError: The mapping names layers that are not there, or nothing matches.
+    """
+    layers_a, layers_b = a.layers, b.layers
+    pairs = _given(names or {}, layers_a, layers_b)
+    taken = set(pairs.values())
+    pairs |= {
+        each: each for each in layers_a if each in set(layers_b) - taken and each not in pairs
+    }
+    doubts = []
+    rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
+    by_ending = _by_ending(rest_a, rest_b)
+    if by_ending:
+        one, other = next(iter(by_ending.items()))
+        doubts.append(
+            f"{plural(len(by_ending), 'layer')} matched by the end of the name, such as {one!r} "
+            f"with {other!r}"
+        )
+        pairs |= by_ending
+    rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
+    if 2 * len(pairs) < min(len(layers_a), len(layers_b)):
+        by_order = _by_order(a, b, rest_a, rest_b)
+        pairs |= by_order
+        if by_order:
+            one, other = next(iter(by_order.items()))
+            doubts.append(
+                f"{plural(len(by_order), 'layer')} matched by order and shape alone, such as "
+                f"{one!r} with {other!r}: give names={{layer of a: layer of b}} where that is wrong"
+            )
+    nothing = set(pairs) <= {""} and min(len(layers_a), len(layers_b)) > 1  # models as a whole
+    if not pairs or nothing:
+        raise InspectionError(
+            f"The two have no layer in common: a has {listed(layers_a)}, b has {listed(layers_b)}. "
+            "Give names={layer of a: layer of b}."
+        )
+    rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
+    return Matching(pairs, tuple(rest_a), tuple(rest_b), "; ".join(doubts))
+
+
+def _given(names: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
+    for side, known, wanted in (("a", a, names.keys()), ("b", b, names.values())):
+        absent = [each for each in wanted if each not in known]
+        if absent:
+            raise InspectionError(
+                f"names={{{absent[0]!r}: ...}}: {side} has no such layer, only {listed(known)}. "
+                "Map layers of a to layers of b."
+            )
+    return dict(names)
+
+
+def _without(layers: Iterable[str], taken: Iterable[str]) -> list[str]:
+    known = set(taken)
+    return [each for each in layers if each not in known]
+
+
+def _by_ending(a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
+    """Pairs of which one name ends with the whole other name, where that is unique."""
+    found: dict[str, str] = {}
+    last: dict[str, tuple[list[str], list[str]]] = {}
+    for side, layers in enumerate((a, b)):
+        for each in filter(None, layers):
+            last.setdefault(each.rpartition(".")[2], ([], []))[side].append(each)
+    for ours, theirs in last.values():
+        for one in ours:
+            fits = [each for each in theirs if _ends(one, each)]
+            if len(fits) == 1 and sum(_ends(each, fits[0]) for each in ours) == 1:
+                found[one] = fits[0]
+    return {one: found[one] for one in a if one in found}
+
+
+def _ends(one: str, other: str) -> bool:
+    return one.endswith(f".{other}") or other.endswith(f".{one}")
+
+
+def _by_order(a: Recording, b: Recording, rest_a: Sequence[str], rest_b: Sequence[str]) -> Any:
+    """Pairs in the order of execution whose tensors have the same shapes."""
+    if rest_b and all(each.startswith(f"{EXPORTED}.") for each in rest_b):
+        return _blocks(rest_a, rest_b)
+    shapes_a, shapes_b = (
+        [_shapes(side, each) for each in rest] for side, rest in ((a, rest_a), (b, rest_b))
+    )
+    blocks = SequenceMatcher(None, shapes_a, shapes_b, autojunk=False).get_matching_blocks()
+    return {
+        rest_a[block.a + index]: rest_b[block.b + index]
+        for block in blocks
+        for index in range(block.size)
+    }
+
+
+def _blocks(a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
+    """The numbered blocks of a model with hidden states that have no names.
+
+    Raises:
+        InspectionError: There are more or fewer blocks.
+    """
+    blocks = [each for each in a if each.rpartition(".")[2].isdigit()]
+    if len(blocks) != len(b):
+        raise InspectionError(
+            f"b holds the hidden states of {len(b)} layers without names, and a has {len(blocks)} "
+            "blocks. Say which they are: import_hidden_states(folder, tokenizer, layers=[...])."
+        )
+    return dict(zip(blocks, b, strict=True))
+
+
+def _shapes(side: Recording, layer: str) -> tuple[Any, ...]:
+    """The number of units of what a layer returns; the rows depend on padding."""
+    record = side.inspection[layer]
+    values = record.calls[0].values("activations") if record.calls else []
+    return tuple(value.shape[-1:] for value in values if value is not None)

@@ -1,0 +1,206 @@
+"""Pictures of a comparison: layers down, tokens across; and how rounding grows along the depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchfmri._compare.difference import Difference, Pair
+from torchfmri._compare.grid import Grid
+from torchfmri._compare.recording import BACKWARD, FORWARD
+from torchfmri._scan import layer_bands, outline_of
+from torchfmri._text import layer_label, shorten
+from torchfmri.exceptions import InspectionError
+from torchfmri.visualization import (
+    Brain,
+    TokenTrack,
+    axes_or_new,
+    draw_brain,
+    escape,
+    new_figure,
+    save_figure,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_METRIC = "difference in units of what both sides' own noise allows"
+_DIRECTIONS = {FORWARD: "forward pass", BACKWARD: "backward pass (dL/d output)"}
+_MOST_NAMES = 40
+_DOTS_PER_INCH = 160
+
+
+def plot_difference(
+    pairs: Sequence[Pair],
+    first: Difference | None,
+    direction: str,
+    tokens: Sequence[str],
+    row: int | None,
+    ax: Axes | None,
+) -> Axes:
+    """The layers of one direction down, the tokens of one row across; see `Comparison.plot`."""
+    brain = _brain(pairs, first, direction, tokens, row)
+    return draw_brain(axes_or_new(ax, *brain.figure_inches), brain, surprisal=False)
+
+
+def plot_depth(pairs: Sequence[Pair], ax: Axes | None) -> Axes:
+    """Difference and own spreads along the forward pass; see `Comparison.plot_depth`."""
+    shown = [pair for pair in pairs if pair.direction == FORWARD]
+    if not shown:
+        raise InspectionError("No activations were compared: there is no depth to draw.")
+    ax = axes_or_new(ax, 9.0, 3.6)
+    at = np.arange(len(shown))
+    lines = (
+        ("allowed", [pair.threshold for pair in shown], "#7f7f7f", "--", ""),
+        ("a differs from itself", [pair.spread_a for pair in shown], "#0072B2", "-", ""),
+        ("b differs from itself", [pair.spread_b for pair in shown], "#009E73", "-.", ""),
+        ("a differs from b", [pair.worst for pair in shown], "#D55E00", "-", "o"),
+    )
+    for label, values, colour, dashes, marker in lines:
+        heights = np.array(values, float)
+        drawn = np.where(np.isfinite(heights) & (heights > 0), heights, np.nan)
+        if np.isfinite(drawn).any():
+            ax.plot(
+                at,
+                drawn,
+                color=colour,
+                linestyle=dashes,
+                marker=marker,
+                markersize=3,
+                linewidth=1.4,
+                label=label,
+            )
+    positive = [pair.worst for pair in shown if 0 < pair.worst < np.inf]
+    positive += [pair.threshold for pair in shown if 0 < pair.threshold < np.inf]
+    if positive:
+        ax.set_yscale("log")
+        ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        ax.text(0.5, 0.5, "equal to the last bit", ha="center", va="center", transform=ax.transAxes)
+    first = next((index for index, pair in enumerate(shown) if pair.differs), None)
+    if first is not None:
+        ax.axvline(first, color="#D55E00", linewidth=0.8, linestyle=":")
+    every = max(1, -(-len(shown) // _MOST_NAMES))
+    names = [escape(shorten(layer_label(pair.place.layer), 30)) for pair in shown[::every]]
+    ax.set_xticks(at[::every], names, rotation=90, fontsize=6.5)
+    ax.set_ylabel("largest relative difference\nof a token", fontsize=8)
+    ax.set_title("How rounding grows along the depth", fontsize=10, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(x=0.01)
+    return ax
+
+
+def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure:
+    """The picture of tokens above that of the depth; see `Comparison.draw`."""
+    first = comparison.first
+    direction = BACKWARD if first is not None and first.direction == BACKWARD else FORWARD
+    try:
+        brain = _brain(
+            comparison.pairs,
+            comparison.differences.get(direction),
+            direction,
+            comparison._tokens,
+            None,
+        )
+    except InspectionError:  # no tokens: the depth alone
+        figure = new_figure(10.0, 5.0)
+        plot_depth(comparison.pairs, figure.add_subplot())
+    else:
+        wide, high = brain.figure_inches
+        figure = new_figure(max(wide, 10.0), high + 4.2)
+        above, below = figure.subplots(2, 1, height_ratios=[high, 4.2])
+        draw_brain(above, brain, surprisal=False)
+        plot_depth(comparison.pairs, below)
+    if path is not None:
+        save_figure(figure, path, dpi=_DOTS_PER_INCH)
+    return figure
+
+
+def _brain(
+    pairs: Sequence[Pair],
+    first: Difference | None,
+    direction: str,
+    tokens: Sequence[str],
+    row: int | None,
+) -> Brain:
+    if direction not in _DIRECTIONS:
+        raise InspectionError(
+            f"direction={direction!r}: there are {' and '.join(map(repr, _DIRECTIONS))}."
+        )
+    shown = [pair for pair in pairs if pair.direction == direction and pair.grid is not None]
+    if not shown:
+        raise InspectionError(
+            f"No layer of the {_DIRECTIONS[direction]} has tokens to draw. See comparison.text()."
+        )
+    grid = _usual_grid(shown)
+    seen = first.seen_at if first is not None else None
+    shown = [pair for pair in shown if pair.grid is not None and pair.grid.places == grid.places]
+    shown = _outline(shown, seen)
+    if row is None:
+        row = first.row if first is not None and first.row is not None else 0
+    columns = [index for index, (each, _) in enumerate(grid.places) if each == row]
+    if not columns:
+        raise InspectionError(f"row={row!r}: the batch has {grid.places[-1][0] + 1} rows, from 0.")
+    values = np.stack([pair.beyond[columns] for pair in shown])
+    values = np.where(np.isposinf(values), np.nan, values)
+    mark = None
+    if first is not None and first.token is not None and first.row == row:
+        at = [
+            i
+            for i, pair in enumerate(shown)
+            if pair.place.layer == seen
+            and pair.place.call == first.call
+            and pair.place.element == first.element
+        ]
+        mark = (at[0], first.token) if at and first.token < len(columns) else None
+    texts = [
+        tokens[index] if index < len(tokens) else str(grid.places[index][1]) for index in columns
+    ]
+    said = "they agree" if first is None else f"first: {shorten(str(first.place()), 150)}"
+    return Brain(
+        bands=layer_bands([_label(pair) for pair in shown], "kind"),
+        values=values,
+        tokens=_track(texts),
+        metric=_METRIC,
+        normalise="global",
+        title=f"Where two runs part: {_DIRECTIONS[direction]}",
+        subtitle=said + (f" (row {row} of the batch)" if grid.places[-1][0] else ""),
+        mark=mark,
+        top=1.0,
+        remark="1 and above: beyond the noise of both sides; the ring is the first difference"
+        if mark
+        else "",
+    )
+
+
+def _usual_grid(pairs: Sequence[Pair]) -> Grid:
+    counts: dict[int, int] = {}
+    grids = [pair.grid for pair in pairs if pair.grid is not None]
+    for grid in grids:
+        counts[len(grid)] = counts.get(len(grid), 0) + 1
+    most = max(counts, key=lambda length: counts[length])
+    return next(grid for grid in grids if len(grid) == most)
+
+
+def _outline(pairs: list[Pair], seen: str | None) -> list[Pair]:
+    """The layers that give an overview, and the one where the difference is first seen."""
+    names = [pair.place.layer for pair in pairs]
+    unique = list(dict.fromkeys(names))
+    chosen = {unique[column] for column in outline_of(unique)} | {seen}
+    return [pair for pair in pairs if pair.place.layer in chosen]
+
+
+def _label(pair: Pair) -> str:
+    place = pair.place
+    name = place.layer + (f" [{place.element}]" if place.element not in ("", "0") else "")
+    return f"{name} call {place.call}" if place.call else name
+
+
+def _track(texts: Sequence[str]) -> TokenTrack:
+    count = len(texts)
+    no = np.zeros(count, bool)
+    return TokenTrack(list(texts), np.full(count, np.nan), no, no)

@@ -1,0 +1,232 @@
+"""A recording: the tensors of one pass, layer by layer, as rows of tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfmri._compare.grid import Grid
+from torchfmri._compare.run import Pass
+from torchfmri._records import Value
+
+FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
+WHAT = {FORWARD: "activations", BACKWARD: "gradients", PARAMETERS: "parameter_gradients"}
+"""Direction -> what of each layer is compared, in the order in which they come about."""
+_SMALL = 0.1
+"""A token whose values are smaller than this share of the median token's is compared with that:
+what is left of a sum that cancels is all rounding."""
+
+
+class Place(NamedTuple):
+    """One tensor of a recording.
+
+    Attributes:
+        layer: The layer.
+        call: Which call of it.
+        what: activations, gradients or parameter_gradients.
+        element: The path in a tuple or dict, or the name of the parameter.
+    """
+
+    layer: str
+    call: int
+    what: str
+    element: str
+
+
+class Rows(NamedTuple):
+    """A tensor as a table.
+
+    Attributes:
+        values: (row, unit) in float64.
+        grid: What the rows are; None where they are no tokens.
+    """
+
+    values: Tensor
+    grid: Grid | None
+
+
+class Recording:
+    """What a pass left, in the order in which it came about.
+
+    Args:
+        passed: The tensors, or the statistics, of the layers, and where the tokens are.
+        reduced: What to reduce tensors to before they are compared: "rms", as a scan keeps it, or
+            nothing.
+    """
+
+    def __init__(self, passed: Pass, reduced: str = "") -> None:
+        self.inspection, self.grids, self.reduced = passed.inspection, list(passed.grids), reduced
+        self._batch, self._turned = passed.batch, passed.turned
+        self._joined: dict[Place, Tensor] = {}
+        self._values: dict[Place, Value] = {}
+        self._order: dict[str, list[Place]] = {direction: [] for direction in WHAT}
+        self._list_calls()
+        self._list_parameters()
+        self._order[BACKWARD].reverse()
+
+    def places(self, direction: str) -> list[Place]:
+        """The tensors of the forward pass, of the backward pass, or of the parameters, in order."""
+        return self._order[direction]
+
+    def value(self, place: Place) -> Value | None:
+        """What was captured there; None where nothing was."""
+        return self._values.get(place)
+
+    def dtype(self, place: Place) -> torch.dtype:
+        """The precision in which it was computed."""
+        return self._values[place].dtype
+
+    def rows(self, place: Place) -> Rows | None:
+        """The tensor as rows; None if only statistics were kept."""
+        value = self._values[place]
+        if not value.has_tensor:
+            return None
+        return self.as_rows(self._joined.get(place, value.tensor), place.what)
+
+    def as_rows(self, tensor: Tensor, what: str) -> Rows:
+        """A tensor of this pass as rows: of tokens, of samples, or all in one."""
+        if tensor.is_nested or tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        tensor = tensor.detach().to("cpu")
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if "parameter" not in what:
+            for grid in self.grids:
+                rows = grid.rows(tensor)
+                if rows is not None:
+                    return Rows(self._reduce(rows.double(), what), grid)
+        order = self._row_order(tensor)
+        if order is not None and "parameter" not in what:
+            return Rows(tensor[order].flatten(1).double(), None)
+        return Rows(tensor.reshape(1, -1).double(), None)
+
+    def padded(self, place: Place) -> Tensor | None:
+        """The values at padded positions, (position, unit); None where there are none."""
+        value = self._values[place]
+        if not value.has_tensor:
+            return None
+        for grid in self.grids:
+            rows = grid.rows(value.tensor.detach().cpu(), padded=True)
+            if rows is not None:
+                return rows.double() if len(rows) else None
+        return None
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The layers with something to compare, in the order in which they finish."""
+        places = [place for direction in WHAT for place in self._order[direction]]
+        return list(dict.fromkeys(place.layer for place in places))
+
+    def _reduce(self, rows: Tensor, what: str) -> Tensor:
+        if not self.reduced:
+            return rows
+        size: Tensor = rows.square().sum(1, keepdim=True)
+        return (size / max(rows.shape[1], 1) if what == "activations" else size).sqrt()
+
+    def _row_order(self, tensor: Tensor) -> list[int] | None:
+        """How to order the rows of a tensor with one for each sample; None without such rows."""
+        if tensor.ndim < 2 or (self._batch and tensor.shape[0] != self._batch):
+            return None
+        order = range(tensor.shape[0])
+        return list(reversed(order)) if self._turned else list(order)
+
+    def _list_calls(self) -> None:
+        self._parts = self._find_parts()
+        joined = self._joined_layers()
+        for call in self.inspection.calls():
+            if call.layer in joined and call.index:
+                continue
+            for direction in (FORWARD, BACKWARD):
+                what = WHAT[direction]
+                paths, values = call.elements(what), call.values(what)
+                for path, value in zip(paths, values, strict=False):
+                    if value is None or not (
+                        value.dtype.is_floating_point or value.dtype.is_complex
+                    ):
+                        continue
+                    place = Place(call.layer, call.index, what, path)
+                    if call.layer in joined and not self._join(place):
+                        continue
+                    self._values[place] = value
+                    self._order[direction].append(place)
+
+    def _find_parts(self) -> list[int]:
+        """How many tokens each call runs on, of a model that is called part by part with a cache.
+
+        Empty where every call runs on all tokens.
+        """
+        for record in self.inspection.values():
+            if len(record.calls) < 2:
+                continue
+            shapes = [call.values("activations")[:1] for call in record.calls]
+            lengths = [
+                value[0].shape[1]
+                for value in shapes
+                if value and value[0] is not None and len(value[0].shape) == 3
+            ]
+            known = {grid.kept.shape[1] for grid in self.grids}
+            if len(lengths) == len(record.calls) and sum(lengths) in known:
+                return lengths
+        return []
+
+    def _joined_layers(self) -> set[str]:
+        parts = len(self._parts)
+        return {
+            each.layer for each in self.inspection.values() if parts and len(each.calls) == parts
+        }
+
+    def _join(self, place: Place) -> bool:
+        """Put the parts of a tensor together along its tokens; False where it has none."""
+        calls = self.inspection[place.layer].calls
+        rows = self.grids[0].kept.shape[0]
+        found = []
+        for call, length in zip(calls, self._parts, strict=True):
+            value = call.value(place.what, place.element)
+            if value is None or not value.has_tensor:
+                return False
+            grid = Grid(kept=torch.ones(rows, length, dtype=torch.bool), order=tuple(range(rows)))
+            part = grid.aligned(value.tensor.detach().cpu())
+            if part is None:
+                return False
+            found.append(part)
+        self._joined[place] = torch.cat(found, 1)
+        return True
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What the order of values without a token axis depends on, such as those of experts."""
+        grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
+        return (tuple(self._parts), self._turned, str(grids))
+
+    def _list_parameters(self) -> None:
+        seen = set()
+        for record in self.inspection.values():
+            if id(record) in seen:
+                continue
+            seen.add(id(record))
+            for name, value in record.parameter_values(WHAT[PARAMETERS]).items():
+                place = Place(record.layer, 0, WHAT[PARAMETERS], name)
+                self._values[place] = value
+                self._order[PARAMETERS].append(place)
+
+
+def relative(one: Tensor, two: Tensor) -> Tensor:
+    """How far two tables are apart in each row, (row,): |one - two| / the larger of both (L2).
+
+    Infinite where a value is finite in one table only; the same infinity or NaN is no difference.
+    """
+    if not one.numel():
+        return torch.zeros(len(one), dtype=torch.float64)
+    finite = one.isfinite() & two.isfinite()
+    same = (one == two) | (one.isnan() & two.isnan())
+    gap = torch.where(finite, two - one, 0.0).norm(dim=1)
+    sizes = [torch.where(finite, each, 0.0).norm(dim=1) for each in (one, two)]
+    size = torch.maximum(*sizes)
+    some = size[size > 0]
+    floor = _SMALL * some.median() if len(some) else size.new_zeros(())
+    scale = torch.maximum(size, floor)
+    found = torch.where(gap > 0, gap / scale, 0.0)
+    return torch.where((~finite & ~same).any(1), math.inf, found)

@@ -1,0 +1,76 @@
+"""Rounding drawn anew: what a model would return if each layer had rounded otherwise.
+
+Every floating-point value that a layer takes or returns is moved by half a unit in the last place
+of its dtype, up or down at random. The difference to the plain run is what rounding amounts to at
+each depth of this model on this data (Monte Carlo arithmetic), forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._model import whole_restorations
+from torchfmri._torch import map_tensors
+
+_SEED = 20_26
+
+
+@contextmanager
+def rounding_redrawn(model: nn.Module, coarsest: torch.dtype | None) -> Iterator[None]:
+    """While the block runs, layers without layers inside them round at random.
+
+    Args:
+        model: Whose layers; hooks are on them during the block only.
+        coarsest: Round to this precision where the values are finer; None for their own.
+    """
+    draw = _Draw(coarsest)
+    with whole_restorations(), ExitStack() as stack:
+        for module in model.modules():
+            if next(module.children(), None) is not None or isinstance(
+                module, torch.jit.ScriptModule
+            ):
+                continue
+            if next(module.parameters(recurse=False), None) is not None:
+                handle = module.register_forward_pre_hook(draw.before, with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(draw.after).remove)
+        yield
+
+
+class _Draw:
+    """The hooks, and the random numbers they use: the program's own generators are not touched."""
+
+    def __init__(self, coarsest: torch.dtype | None) -> None:
+        self._coarsest = coarsest
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def before(self, _: nn.Module, arguments: Any, keywords: Any) -> tuple[Any, Any]:
+        return map_tensors(arguments, self._round), map_tensors(keywords, self._round)
+
+    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return map_tensors(output, self._round)
+
+    def _round(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point() or x.is_nested or x.layout != torch.strided or not x.numel():
+            return x
+        generator = self._generators.get(x.device)
+        if generator is None:
+            generator = torch.Generator(x.device).manual_seed(_SEED)
+            self._generators[x.device] = generator
+        unit = torch.finfo(x.dtype).eps / 2
+        if self._coarsest is not None:
+            unit = max(unit, torch.finfo(self._coarsest).eps / 2)
+        wide = x.detach().float() if x.dtype.itemsize < 4 else x.detach()
+        sign = torch.randint(0, 2, x.shape, generator=generator, device=x.device).mul_(2).sub_(1)
+        # A sum that cancels keeps the rounding of its terms: the size of the neighbours counts too.
+        size = wide.abs()
+        around = size if x.ndim == 0 else size.square().mean(-1, keepdim=True).sqrt()
+        gap = torch.where(wide.isfinite() & around.isfinite(), (size + around) / 2, 0) * unit * sign
+        moved = (wide + gap).to(x.dtype)
+        # The difference has no gradient: the layer is differentiated where it was rounded to.
+        return x + (moved - x.detach()) if x.requires_grad else moved

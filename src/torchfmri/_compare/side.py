@@ -1,0 +1,162 @@
+"""One side of a comparison: a recording, and how far it differs from itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from torchfmri._compare.recording import FORWARD, WHAT, Place, Recording, relative
+from torchfmri._compare.run import (
+    Pass,
+    Run,
+    record,
+    record_outside,
+    record_rearranged,
+    record_rounded,
+)
+from torchfmri._model import named_layers
+
+_NO_ARRANGEMENT = 1e-2
+"""A batch whose rows change by more than this share when they change places is not independent."""
+_MOST_ROUNDING = 100.0
+"""... or by this many times what redrawn rounding does."""
+
+
+@dataclass(eq=False)
+class Side:
+    """A recording with its own noise.
+
+    Attributes:
+        recording: What is compared.
+        run: What it was recorded of; None for a recording of old.
+        spread: Place -> the largest relative difference, over rows, between the recording and
+            another run of the same side. Empty where it was not measured.
+        notes: What to know about this side.
+        tokens: Texts of the tokens, where they are known.
+    """
+
+    recording: Recording
+    run: Run | None = None
+    spread: dict[Place, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The layers of a live model; empty without one."""
+        return {} if self.run is None else named_layers(self.run.model)
+
+    def coarsest(self) -> torch.dtype | None:
+        """The least precise dtype that the forward pass computed in."""
+        places = self.recording.places(FORWARD)
+        dtypes = {self.recording.dtype(place) for place in places} & _PRECISION.keys()
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+_PRECISION = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+
+
+def live_side(run: Run, max_bytes: int | None) -> Side:
+    """Record a run."""
+    found = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
+    side = Side(Recording(found), run, notes=list(found.notes))
+    if run.has_dropout:
+        side.notes.append(
+            "dropout is on: its noise counts as this side's own spread and hides differences of "
+            "that size. Call model.eval() for a sharp comparison"
+        )
+    return side
+
+
+def measure_spread(side: Side, coarsest: torch.dtype | None, max_bytes: int | None) -> None:
+    """Run a side again: as it was, with its rows and threads arranged otherwise, rounding anew.
+
+    Args:
+        side: A live side; its `spread` is filled.
+        coarsest: The precision of the other side where that cannot be run itself, else None.
+        max_bytes: The most bytes to keep of a pass.
+    """
+    run = side.run
+    assert run is not None
+    if run.is_compiled:
+        _add(side, record_outside(run))
+        # Its layers round as they do when they are seen, which is when they are run eagerly.
+        plain = record(run, max_bytes=max_bytes)
+        _add(side, record_rounded(run, coarsest, max_bytes=max_bytes), plain)
+        return
+    rounded = _spread(side.recording, record_rounded(run, coarsest, max_bytes=max_bytes))
+    again = record(run, max_bytes=max_bytes, other_seed=run.has_dropout)
+    _merge(rounded, _spread(side.recording, again), known=rounded)
+    if not run.has_dropout:
+        moved = _spread(side.recording, record_rearranged(run, max_bytes=max_bytes))
+        _merge(rounded, _independent(side, moved, rounded), known=rounded)
+    side.spread = rounded
+
+
+def _independent(
+    side: Side, moved: dict[Place, float], rounded: Mapping[Place, float]
+) -> dict[Place, float]:
+    """The tensors that a change of the rows' order moves by rounding only."""
+    found = {
+        place: value
+        for place, value in moved.items()
+        if value <= max(_NO_ARRANGEMENT, _MOST_ROUNDING * rounded.get(place, 0.0))
+    }
+    last = next(reversed(side.recording.places(FORWARD)), None)
+    if last in moved and last not in found:
+        side.notes.append(
+            f"the output depends on the order of the rows (it moves by {moved[last]:.1g}): that "
+            "arrangement does not count as noise"
+        )
+    return found
+
+
+def measure_repeats(side: Side, again: Pass) -> None:
+    """Count another recording of the same run as this side's own spread."""
+    _add(side, again)
+
+
+def _add(side: Side, other: Pass, reference: Pass | None = None) -> None:
+    base = side.recording
+    if reference is not None:
+        base = Recording(reference)
+    _merge(side.spread, _spread(base, other))
+
+
+def _merge(
+    spread: dict[Place, float], more: Mapping[Place, float],
+    known: Mapping[Place, float] | None = None,
+) -> None:  # fmt: skip
+    """Keep the larger of two spreads; only those of `known` places, if these are given.
+
+    Without redrawn rounding nothing is known about a place: a run that is repeated as it was
+    usually gives the same bits.
+    """
+    for place, value in more.items():
+        if known is None or place in known:
+            spread[place] = max(spread.get(place, 0.0), value)
+
+
+def _spread(reference: Recording, other: Pass) -> dict[Place, float]:
+    """The largest relative difference of each tensor between two passes of one side."""
+    again = Recording(other, reference.reduced)
+    for at, grid in enumerate(reference.grids):  # what counts as padding may have been agreed on
+        kept = grid.kept.flip(0) if other.turned else grid.kept
+        again.grids[at] = replace(again.grids[at], kept=kept)
+    found = {}
+    for direction in WHAT:
+        for place in reference.places(direction):
+            one = reference.rows(place)
+            two = again.rows(place) if again.value(place) is not None else None
+            if one is not None and two is not None and one.values.shape == two.values.shape:
+                gap = relative(one.values, two.values)
+                found[place] = float(gap.max()) if len(gap) else 0.0
+    return found
+
+
+def without_autocast(run: Run) -> Run:
+    """The run without autocast."""
+    return replace(run, autocast=None)

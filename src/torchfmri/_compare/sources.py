@@ -1,0 +1,124 @@
+"""What can be a side: a run, recordings of one, a scan, or the path of something saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchfmri._arguments import is_list
+from torchfmri._compare.grid import Grid
+from torchfmri._compare.hidden_states import import_hidden_states
+from torchfmri._compare.recording import Recording
+from torchfmri._compare.run import Pass, Run
+from torchfmri._compare.side import Side, live_side, measure_repeats
+from torchfmri._files import list_names
+from torchfmri._records import Call, History, Inspection, Record, Value, kind_of
+from torchfmri._scan import Scan, load
+from torchfmri.exceptions import FileFormatError, InspectionError
+
+_CHOICES = (
+    "Give a model with data=, a torchfmri.Run, an Inspection, a Scan, a History, or the path of a "
+    "saved one"
+)
+
+
+def opened(given: Any) -> Any:
+    """What a path leads to: a saved inspection, history or scan, or hidden states.
+
+    Raises:
+        FileFormatError: There is nothing that can be read.
+    """
+    if is_list(given) and given and any(isinstance(each, (str, PathLike)) for each in given):
+        return [opened(each) for each in given]
+    if not isinstance(given, (str, PathLike)):
+        return given
+    path = Path(given)
+    kind = kind_of(path)
+    if kind == "inspection":
+        return Inspection.load(path)
+    if kind == "history":
+        return History.load(path)
+    if path.suffix == ".safetensors":
+        return import_hidden_states(path)
+    if not path.is_dir():
+        fact = "it is no file that torchfmri saved" if path.exists() else "there is no such file"
+        raise FileFormatError(str(path), f"{fact}. {_CHOICES}")
+    names = list_names(path)
+    if "meta.json" in names:
+        return load(path)
+    states = [n for n in names if n.endswith(".safetensors") and not n.startswith("steps-")]
+    return import_hidden_states(path) if states else History.load(path)
+
+
+def side_of(given: Any, name: str, max_bytes: int | None) -> Side:
+    """A side of a comparison of runs.
+
+    Raises:
+        InspectionError: It is nothing that can be compared.
+    """
+    if isinstance(given, Run):
+        return live_side(given, max_bytes)
+    if is_list(given) and given and all(isinstance(each, Inspection) for each in given):
+        return _recorded(given)
+    if isinstance(given, Inspection):
+        return _recorded([given])
+    if isinstance(given, Scan):
+        return scan_side(given)
+    raise InspectionError(f"{name} is a {type(given).__name__} ({given!r:.80}). {_CHOICES}.")
+
+
+def _recorded(inspections: Sequence[Inspection]) -> Side:
+    """A recording, with the spread of further recordings of the same run."""
+    first = inspections[0]
+    side = Side(Recording(Pass(first, inspection_grids(first))))
+    for other in inspections[1:]:
+        measure_repeats(side, Pass(other, inspection_grids(other)))
+    side.notes += [f"{text}" for text, layers in first.notes.items() if not any(layers)]
+    side.tokens = list(first.tokens)
+    return side
+
+
+def inspection_grids(inspection: Inspection) -> list[Grid]:
+    """Where the tokens are in a recording: by its token numbers, or by its padding."""
+    ids, kept = inspection.token_ids, inspection.kept
+    if ids is None and kept is None:
+        return []
+    shape = (ids if ids is not None else kept).shape  # type: ignore[union-attr]
+    kept = torch.ones(shape, dtype=torch.bool) if kept is None else kept
+    return [Grid(kept=kept, order=tuple(range(shape[0])), ids=ids)]
+
+
+def scan_side(scan: Scan) -> Side:
+    """The first sequence of a scan: the size of each layer's values at each token."""
+    if not len(scan):
+        raise InspectionError("The scan has no sequences: there is nothing to compare.")
+    sequence = scan[0]
+    records = {}
+    for column, layer in enumerate(scan.anatomy.layers):
+        record = Record(layer, scan.anatomy.types[column], frozenset({"activations", "gradients"}))
+        call = Call(layer, 0, column)
+        for metric, what in (("activation", "activations"), ("gradient", "gradients")):
+            if metric not in sequence.layers:
+                continue
+            numbers = torch.from_numpy(np.array(sequence.layers[metric][:, column], np.float32))
+            value = Value("", numbers[None, :, None], nn.Module, None)
+            value.keep(numbers[None, :, None])
+            if what == "activations":
+                call._values[what, ""] = value
+            else:
+                call._gradients[0, what, ""] = value
+        record.calls.append(call)
+        records[layer] = record
+    ids = torch.from_numpy(np.array(sequence.tokens.ids))[None]
+    grid = Grid(kept=torch.ones_like(ids, dtype=torch.bool), order=(0,), ids=ids)
+    inspection = Inspection(str(scan.meta.get("model", "scan")), records)
+    side = Side(Recording(Pass(inspection, [grid], batch=1), "rms"))
+    side.notes.append("a scan holds the size of each token's values, so sizes were compared")
+    side.tokens = list(sequence.tokens.pieces)
+    return side

@@ -1,0 +1,263 @@
+"""A History on disk: a file of steps, or the folder that a Monitor writes while a model trains.
+
+The folder holds files of steps, each written whole or not at all, so that it can be read at any
+moment and what a killed run has written stays readable.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfmri._files import list_names, make_folder
+from torchfmri._records.finding import Finding
+from torchfmri._records.history import STORED, History, Rows, Series, Step
+from torchfmri._records.inspection_files import Columns, read_sealed, write_sealed
+from torchfmri.exceptions import FileFormatError, InspectionError
+from torchfmri.statistics import Statistics
+
+KIND = "history"
+_FILE, _ENDING = "steps-", ".safetensors"
+_SECONDS = 10.0
+_SHARE = 0.01
+"""Steps are written after ten seconds, or after a hundredth of the time that the run took so far:
+a run of a month has some hundred files."""
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def save_history(history: History, path: Path, findings: Sequence[Finding] = ()) -> None:
+    """Write the steps of a history to one file; histograms are not kept."""
+    steps = list(history)
+    columns = Columns()
+    tables = np.full((len(steps), len(history.series), len(STORED)), math.nan)
+    for row, step in enumerate(steps):
+        tables[row, : len(step.table)] = step.table
+    scalars = list(dict.fromkeys(name for step in steps for name in step.scalars))
+    numbers = [[step.scalars.get(name, math.nan) for name in scalars] for step in steps]
+    present = [[name in step.scalars for name in scalars] for step in steps]
+    sets = list(dict.fromkeys(step.parameters for step in steps))
+    updates = [np.asarray(step.updates, float).reshape(2, -1) for step in steps]
+    arrays = {
+        "number": np.array([step.number for step in steps], np.int64),
+        "loss": np.array([[step.loss, step.seconds] for step in steps], float).reshape(-1, 2),
+        "has_loss": np.array([step.has_loss for step in steps], bool),
+        "tables": tables,
+        "scalars": np.array(numbers, float).reshape(len(steps), len(scalars)),
+        "present": np.array(present, bool).reshape(len(steps), len(scalars)),
+        "sets": np.array([sets.index(step.parameters) for step in steps], np.int64),
+        "updates": np.concatenate([np.empty((2, 0)), *updates], 1),
+    }
+    said = {
+        "series": [list(series) for series in history.series],
+        "labels": [[dtype, list(shape or ())] for dtype, shape in _labels(history)],
+        "scalars": scalars,
+        "sets": [list(each) for each in sets],
+        "missing": history.missing,
+        "notes": history.notes,
+        "findings": [_plain_finding(each) for each in (findings or history.findings)],
+        "columns": {
+            name: [columns.add(torch.from_numpy(np.ascontiguousarray(each))), list(each.shape)]
+            for name, each in arrays.items()
+        },
+    }
+    write_sealed(path, KIND, said, columns)
+
+
+def _labels(history: History) -> list[tuple[str, tuple[int, ...] | None]]:
+    """The dtype and shape of each series, as far as the most recent steps know them."""
+    found: list[tuple[str, tuple[int, ...] | None]] = [("float32", None)] * len(history.series)
+    for step in history:
+        for index, label in step.labels.items():
+            found[index] = label
+        for index, statistics in step.statistics.items():
+            found[index] = (statistics.dtype, statistics.shape)
+    return found
+
+
+def _plain_finding(finding: Finding) -> dict[str, Any]:
+    """A finding whose evidence is in the types of JSON."""
+    said = finding.to_dict()
+    kept = (bool, int, float, str, type(None), list, tuple)
+    said["evidence"] = {
+        str(name): value if isinstance(value, kept) else str(value)
+        for name, value in said["evidence"].items()
+    }
+    said["consequences"] = [_plain_finding(each) for each in finding.consequences]
+    return said
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def load_history(path: Path) -> History:
+    """The history in a file, or in a folder of such files.
+
+    A damaged file of a folder is named in the notes of the history and passed over.
+
+    Raises:
+        FileFormatError: There is none, or the file is damaged.
+    """
+    if not path.is_dir():
+        return _merged([_load_file(path)])
+    names = sorted(n for n in list_names(path) if n.startswith(_FILE) and n.endswith(_ENDING))
+    if not names:
+        others = ", ".join(list_names(path)[:5]) or "nothing"
+        raise FileFormatError(
+            str(path),
+            f"it holds no steps of a training run, only {others}. A Monitor writes them to its "
+            "folder: Monitor(model, folder=...)",
+        )
+    parts: list[dict[str, Any]] = []
+    problems = []
+    for name in names:
+        try:
+            parts.append(_load_file(path / name))
+        except FileFormatError as error:
+            problems.append(str(error))
+    if not parts:
+        raise FileFormatError(str(path), f"none of its files can be read: {problems[0]}")
+    history = _merged(parts)
+    for problem in problems:
+        history.notes[f"{problem}: its steps are missing"] = [""]
+    return history
+
+
+def _load_file(path: Path) -> dict[str, Any]:
+    said, tensors = read_sealed(path, KIND)
+    try:
+        arrays = {
+            name: np.array(tensors[key].values).reshape(shape)
+            for name, (key, shape) in said["columns"].items()
+        }
+        series = [Series(*each) for each in said["series"]]
+        if arrays["tables"].shape[1:] != (len(series), len(STORED)):
+            raise ValueError("its tables do not fit its series")
+        return {**said, "series": series, "arrays": arrays, "steps": list(_steps(said, arrays))}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise FileFormatError(path.name, f"its description is wrong ({error})") from error
+
+
+def _steps(said: dict[str, Any], arrays: Mapping[str, Any]) -> Iterable[Step]:
+    at = 0
+    for row, number in enumerate(arrays["number"].tolist()):
+        parameters = tuple(said["sets"][int(arrays["sets"][row])])
+        present = arrays["present"][row]
+        yield Step(
+            number=number,
+            loss=float(arrays["loss"][row, 0]),
+            seconds=float(arrays["loss"][row, 1]),
+            scalars={
+                name: float(value)
+                for name, value, there in zip(
+                    said["scalars"], arrays["scalars"][row], present, strict=True
+                )
+                if there
+            },
+            parameters=parameters,
+            updates=arrays["updates"][:, at : at + len(parameters)],
+            has_loss=bool(arrays["has_loss"][row]),
+        )
+        at += len(parameters)
+
+
+def _merged(parts: Sequence[dict[str, Any]]) -> History:
+    """One history of the steps of several files, in the order of their numbers."""
+    history = History(length=max(1, sum(len(part["steps"]) for part in parts)))
+    for part in parts:
+        labels = [(str(dtype), tuple(shape)) for dtype, shape in part["labels"]]
+        for row, step in enumerate(part["steps"]):
+            table = part["arrays"]["tables"][row]
+            seen = np.flatnonzero(~np.isnan(table[:, STORED.index("count")]))
+            chosen = [part["series"][index] for index in seen]
+            history.append(step, Rows(chosen, table[seen], [labels[index] for index in seen]))
+        history.missing |= part["missing"]
+        for text, layers in part["notes"].items():
+            history.notes[text] = list(dict.fromkeys([*history.notes.get(text, []), *layers]))
+        history.findings = [_finding(each) for each in part["findings"]] or history.findings
+    return history
+
+
+def _finding(said: dict[str, Any]) -> Finding:
+    consequences = tuple(_finding(each) for each in said["consequences"])
+    return Finding(**{**said, "layers": tuple(said["layers"]), "consequences": consequences})
+
+
+# -- while a model trains ------------------------------------------------------------------------
+
+
+class HistoryFolder:
+    """A writer for `Monitor.add_writer` that keeps every step on disk while the model trains.
+
+    Args:
+        folder: Where to; made if it is not there. One run per folder.
+        findings: Asked for what was found so far when steps are written.
+        seconds: How long steps wait at least before they are written; 0 writes each at once.
+
+    Raises:
+        InspectionError: The folder holds another run.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        findings: Callable[[], Sequence[Finding]] = lambda: (),
+        seconds: float = _SECONDS,
+    ) -> None:
+        self.folder = Path(folder)
+        if self.folder.is_dir() and any(name.startswith(_FILE) for name in list_names(self.folder)):
+            raise InspectionError(
+                f"folder={str(folder)!r}: it holds the steps of another run. Choose another "
+                "folder, or remove that one."
+            )
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InspectionError(f"folder={str(folder)!r}: that is a file. Name a folder.")
+        make_folder(self.folder.absolute())
+        self._pending = _Pending(self.folder, findings, seconds)
+        # The last steps of a program that simply ends are written too.
+        self._finalizer = weakref.finalize(self, self._pending.write)
+
+    def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        """Keep one step."""
+        self._pending.add(step, found)
+
+    def flush(self) -> None:
+        """Write the steps that wait."""
+        self._pending.write()
+
+
+class _Pending:
+    """The steps that are not written yet."""
+
+    def __init__(
+        self, folder: Path, findings: Callable[[], Sequence[Finding]], seconds: float
+    ) -> None:
+        self._folder, self._findings, self._seconds = folder, findings, seconds
+        self._began = self._last = time.monotonic()
+        self._steps = History(length=1 << 40)
+
+    def add(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        copied = Step(
+            number=step.number, loss=step.loss, seconds=step.seconds, scalars=dict(step.scalars),
+            parameters=step.parameters, updates=step.updates, has_loss=step.has_loss,
+        )  # fmt: skip
+        self._steps.append(copied, found)
+        now = time.monotonic()
+        wait = max(self._seconds, _SHARE * (now - self._began)) if self._seconds else 0.0
+        if now - self._last >= wait:
+            self.write()
+
+    def write(self) -> None:
+        steps, self._steps = self._steps, History(length=1 << 40)
+        self._last = time.monotonic()
+        if len(steps):
+            name = f"{_FILE}{steps[0].number:09d}{_ENDING}"
+            save_history(steps, self._folder / name, self._findings())

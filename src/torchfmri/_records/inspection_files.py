@@ -1,0 +1,256 @@
+"""An inspection in a file: one safetensors file, whose metadata say what each tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchfmri._capture import TokenMask
+from torchfmri._files import (
+    Column,
+    map_file,
+    new_file,
+    parse_tensors,
+    seal,
+    size_of,
+    unseal,
+    write_tensors,
+)
+from torchfmri._files import Tensor as Stored
+from torchfmri._records.record import Call, Record
+from torchfmri._records.values import Value, check_what
+from torchfmri.exceptions import FileFormatError, InspectionError
+from torchfmri.statistics import Statistics
+
+KIND, VERSION = "inspection", 1
+_TAGS = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
+    torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
+_DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
+
+
+class Columns(dict[str, Column]):
+    """The tensors of a file, by a number."""
+
+    def add(self, tensor: Tensor) -> str:
+        """Keep a tensor and return its name."""
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.dtype not in _TAGS:  # eight-bit floats and the like
+            tensor = tensor.float()
+        tag = _TAGS[tensor.dtype]
+        raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+        values = raw.numpy() if tensor.ndim else raw.reshape(1).numpy()
+        name = str(len(self))
+        self[name] = Column(tag, [values.view("<u2") if tag == "BF16" else values])
+        return name
+
+
+def tensor_of(stored: Stored, shape: tuple[int, ...]) -> Tensor:
+    """A stored tensor as one of torch's, in memory of its own."""
+    values = np.array(stored.values)
+    if stored.tag == "BF16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).reshape(shape)
+    return torch.from_numpy(values).to(_DTYPES[stored.tag]).reshape(shape)
+
+
+def write_sealed(path: Path, kind: str, said: Mapping[str, Any], columns: Columns) -> None:
+    """Write a file of tensors with a description, whole or not at all."""
+    described = {"kind": kind, "version": VERSION, **said}
+    text = seal(described, f"The {kind}").decode()
+    with new_file(path) as new:
+        write_tensors(new, columns, {"torchfmri": text})
+
+
+def read_sealed(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """The description and the tensors of a file.
+
+    Raises:
+        FileFormatError: It is damaged, or of another kind.
+    """
+    if not path.exists():
+        raise FileFormatError(str(path), "there is no such file")
+    tensors, metadata = parse_tensors(map_file(path, size_of(path)), path.name)
+    if "torchfmri" not in metadata:
+        raise FileFormatError(path.name, f"it is no {kind} that torchfmri saved")
+    said = unseal(metadata["torchfmri"].encode(), path.name)
+    if said.get("kind") != kind or said.get("version") != VERSION:
+        found = f"{said.get('kind')!r} of version {said.get('version')!r}"
+        raise FileFormatError(path.name, f"it holds {found}, not {kind!r} of version {VERSION}")
+    return said, tensors
+
+
+def kind_of(path: Path) -> str:
+    """What a file of ours holds; empty for any other file."""
+    if not path.is_file() or path.suffix in (".json", ".jsonl"):
+        return ""
+    try:
+        _, metadata = parse_tensors(map_file(path, size_of(path)), path.name)
+        return str(unseal(metadata["torchfmri"].encode(), path.name).get("kind"))
+    except (FileFormatError, KeyError):
+        return ""
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def save_inspection(inspection: Any, path: Path) -> None:
+    """Write an inspection, with its tensors or statistics, to one file.
+
+    Raises:
+        InspectionError: It has tensors that cannot be kept.
+    """
+    columns = Columns()
+    masks: dict[int, list[str | None]] = {}
+    unique = {id(each): each for each in inspection.values()}.values()
+    records = [_record(each, columns, masks) for each in unique]
+    grids = {name: getattr(inspection, name) for name in ("token_ids", "kept")}
+    write_sealed(
+        path,
+        KIND,
+        {
+            "model": inspection.model,
+            "loss": inspection.loss,
+            "missing": inspection.missing,
+            "notes": inspection.notes,
+            "tokens": list(inspection.tokens),
+            "layers": list(inspection),
+            "records": records,
+            **{
+                name: None if each is None else [columns.add(each), list(each.shape)]
+                for name, each in grids.items()
+            },
+        },
+        columns,
+    )
+
+
+def _record(record: Record, columns: Columns, masks: dict[int, list[str | None]]) -> dict[str, Any]:
+    return {
+        "layer": record.layer,
+        "kind": record.kind,
+        "names": list(record.names),
+        "what": list(record.what),
+        "calls": [_call(call, columns, masks) for call in record.calls],
+        "parameters": [
+            [backward, what, name, _value(value, columns, masks)]
+            for backward, found in record._parameters.items()
+            for what, values in found.items()
+            for name, value in values.items()
+        ],
+    }
+
+
+def _call(call: Call, columns: Columns, masks: dict[int, list[str | None]]) -> dict[str, Any]:
+    return {
+        "index": call.index,
+        "order": call.order,
+        "differentiable": list(call._differentiable),
+        "values": [
+            [what, path, None if value is None else _value(value, columns, masks)]
+            for (what, path), value in call._values.items()
+        ],
+        "gradients": [
+            [backward, what, path, _value(value, columns, masks)]
+            for (backward, what, path), value in call._gradients.items()
+        ],
+    }
+
+
+def _value(value: Value, columns: Columns, masks: dict[int, list[str | None]]) -> dict[str, Any]:
+    if value.has_tensor and (
+        value.tensor.is_complex() or value.tensor.is_nested or value.tensor.layout != torch.strided
+    ):
+        raise InspectionError(
+            f"A tensor of {value.dtype} in layout {value.tensor.layout} cannot be saved: keep "
+            "it as real, dense numbers, or inspect with keep='statistics'."
+        )
+    mask = value._mask
+    if mask is not None and id(mask) not in masks:
+        masks[id(mask)] = [None if each is None else columns.add(each) for each in mask]
+    return {
+        "path": value.path,
+        "shape": list(value.shape),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "tensor": columns.add(value.tensor) if value.has_tensor else None,
+        "statistics": None if value.has_tensor else value.statistics.to_dict(),
+        "mask": None if mask is None else masks[id(mask)],
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def load_inspection(path: Path) -> dict[str, Any]:
+    """What `save_inspection` wrote: the attributes of an inspection, and `records` by layer.
+
+    Raises:
+        FileFormatError: The file is damaged, or no inspection.
+    """
+    said, tensors = read_sealed(path, KIND)
+    try:
+        return _loaded(said, tensors)
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, InspectionError) as error:
+        raise FileFormatError(path.name, f"its description is wrong ({error})") from error
+
+
+def _loaded(said: dict[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    masks: dict[tuple[str | None, ...], TokenMask] = {}
+    by_name: dict[str, Record] = {}
+    for each in said["records"]:
+        record = Record(each["layer"], each["kind"], frozenset(map(check_what, each["what"])))
+        record.names = tuple(each["names"])
+        record.calls = [_loaded_call(record.layer, call, tensors, masks) for call in each["calls"]]
+        for backward, what, name, value in each["parameters"]:
+            found = record._parameters.setdefault(int(backward), {}).setdefault(what, {})
+            found[name] = _loaded_value(value, tensors, masks)
+        by_name |= dict.fromkeys(record.names, record)
+    grids = {
+        name: None
+        if said[name] is None
+        else tensor_of(tensors[said[name][0]], tuple(said[name][1]))
+        for name in ("token_ids", "kept")
+    }
+    plain = {name: said[name] for name in ("model", "loss", "missing", "notes", "tokens")}
+    return {**plain, **grids, "records": {layer: by_name[layer] for layer in said["layers"]}}
+
+
+def _loaded_call(
+    layer: str, said: dict[str, Any], tensors: Mapping[str, Stored],
+    masks: dict[tuple[str | None, ...], TokenMask],
+) -> Call:  # fmt: skip
+    call = Call(layer, int(said["index"]), int(said["order"]))
+    call._differentiable = tuple(said["differentiable"])
+    for what, path, value in said["values"]:
+        call._values[what, path] = None if value is None else _loaded_value(value, tensors, masks)
+    for backward, what, path, value in said["gradients"]:
+        call._gradients[int(backward), what, path] = _loaded_value(value, tensors, masks)
+    return call
+
+
+def _loaded_value(
+    said: dict[str, Any], tensors: Mapping[str, Stored],
+    masks: dict[tuple[str | None, ...], TokenMask],
+) -> Value:  # fmt: skip
+    dtype, shape = getattr(torch, said["dtype"]), tuple(map(int, said["shape"]))
+    mask = None
+    if said["mask"] is not None:
+        key = tuple(said["mask"])
+        if key not in masks:
+            parts = [None if name is None else tensors[name] for name in key]
+            masks[key] = TokenMask(
+                *(None if part is None else tensor_of(part, part.values.shape) for part in parts)
+            )
+        mask = masks[key]
+    value = Value(said["path"], torch.empty(shape, dtype=dtype, device="meta"), nn.Module, mask)
+    if said["tensor"] is not None:
+        value.keep(tensor_of(tensors[said["tensor"]], shape))
+    else:
+        value.keep_statistics(Statistics.from_dict(said["statistics"]))
+    return value

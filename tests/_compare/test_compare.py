@@ -1,0 +1,301 @@
+"""Two live models: planted faults are located, rounding is silent, and no trace is left."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracles import assert_same_state, state_of
+from torch import Tensor, nn
+
+from benchmarks._compare_faults import FAULTS, Fault
+from benchmarks._compare_models import MODELS, batch, build
+from benchmarks._compare_pairs import EXPECTED, PAIRS, quiet
+from benchmarks.compare import is_located
+from torchfmri import InspectionError, Run, compare
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FAST_PAIRS = [kind for kind in PAIRS if "compiled" not in kind]
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+X = torch.linspace(-2, 2, 30).reshape(5, 6)
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(FAULTS) >= 30
+    assert {fault.model for fault in FAULTS} == set(MODELS)
+    assert len(MODELS) >= 10
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.model}: {fault.name}")
+@pytest.mark.one_in(8)
+def test_fault_is_located(fault: Fault) -> None:
+    with quiet():
+        found = compare(*fault.pair())
+    assert is_located(found, fault), str(found.first)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(5)
+def test_identical_models_are_silent(name: str) -> None:
+    with quiet():
+        found = compare(Run(build(name), batch(name)), Run(build(name), batch(name)))
+    assert found.agree, str(found)
+    assert {pair.direction for pair in found.pairs} == {"forward", "backward", "parameters"}
+    assert all(pair.worst == 0 for pair in found.pairs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", FAST_PAIRS)
+@pytest.mark.one_in(12)
+def test_rounding_is_silent_and_int8_is_not(kind: str, name: str) -> None:
+    with quiet():
+        made = PAIRS[kind](name)
+        if made is None:
+            return
+        found = compare(*made)
+    assert found.agree == (kind not in EXPECTED), str(found)
+    assert found.pairs
+
+
+@pytest.mark.slow
+def test_compiled_code_is_compared_from_outside() -> None:
+    made = PAIRS["eager / compiled"]("llama")
+    assert made is not None
+    found = compare(*made)
+    assert found.agree
+    assert any("compiled code shows no layers" in note for note in found.notes)
+    made[1].model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
+    found = compare(*made)
+    assert found.first is not None
+    assert found.first.direction == "forward"
+    assert found.differences["parameters"].relative > 1e-3
+
+
+# -- noise ---------------------------------------------------------------------------------------
+
+
+def test_noise_is_measured_on_both_sides_and_grows_with_precision() -> None:
+    single = compare(mlp(), mlp(), data=X, loss="sum")
+    double = compare(mlp().double(), mlp().double(), data=X.double(), loss="sum")
+    for found, unit in ((single, torch.finfo(torch.float32).eps), (double, 2.2e-16)):
+        for pair in found.pairs:
+            assert not math.isnan(pair.spread_a)
+            assert not math.isnan(pair.spread_b)
+        assert unit / 10 < found.pairs[0].spread_a < unit * 10
+
+
+def test_what_is_as_small_as_noise_is_silent_and_what_is_larger_is_not() -> None:
+    reference = mlp()
+    for share, agrees in ((1e-7, True), (1e-4, False)):
+        other = copy.deepcopy(reference)
+        with torch.no_grad():
+            other[2].weight.mul_(1 + share)
+        found = compare(reference, other, data=X, loss="sum")
+        assert found.agree == agrees
+        if not agrees:
+            assert found.first is not None
+            assert found.first.layer == "2"
+            assert found.first.relative == pytest.approx(share, rel=0.5)
+
+
+def test_tolerance_replaces_the_measurement() -> None:
+    other = mlp()
+    with torch.no_grad():
+        other[2].weight.mul_(1 + 1e-4)
+    assert compare(mlp(), other, data=X, tolerance=1e-2).agree
+    found = compare(mlp(), other, data=X, tolerance=0.0)
+    assert not found.agree
+    assert math.isnan(found.pairs[0].spread_a)
+
+
+def test_dropout_counts_as_noise_and_is_said() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    found = compare(made(), made(), data=X)
+    assert found.agree
+    assert any("dropout is on" in note for note in found.notes)
+    assert next(p for p in found.pairs if p.place.layer == "1").spread_a > 0.1
+
+
+def test_rows_that_depend_on_each_other_are_no_noise() -> None:
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x[:1]
+
+    model = nn.Sequential(nn.Linear(6, 4), First())
+    found = compare(model, model, data=X)
+    assert any("order of the rows" in note for note in found.notes)
+    assert next(p for p in found.pairs if p.place.layer == "1").spread_a < 1e-5
+
+
+# -- where and what ------------------------------------------------------------------------------
+
+
+def test_first_token_of_any_row_is_named() -> None:
+    class Late(nn.Module):
+        def __init__(self, wrong: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.mix = nn.Embedding(10, 8), nn.Linear(8, 8)
+            self.wrong = wrong
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            if self.wrong:
+                x = x.clone()
+                x[1, 3] += 0.1
+            return self.mix(x)
+
+    ids = torch.arange(12).reshape(2, 6) % 10
+    found = compare(Late(False), Late(True), data=ids).first
+    assert found is not None
+    assert (found.layer, found.seen_at, found.row, found.token) == ("", "mix", 1, 3)
+    assert any(kind.name == "attribute" and "wrong" in kind.text for kind in found.kinds)
+
+
+def test_only_padded_positions_is_a_remark_and_no_difference() -> None:
+    a, b = (Run(build("bert"), batch("bert")) for _ in range(2))
+    mask = b.data["attention_mask"]
+    ids = b.data["input_ids"].masked_fill(mask == 0, 9)
+    found = compare(a, Run(b.model, {**b.data, "input_ids": ids}))
+    assert found.agree, str(found)
+    assert any("only padded positions differ" in note for note in found.notes)
+
+
+def test_only_under_autocast() -> None:
+    class Fragile(nn.Module):
+        def __init__(self, wrong: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.wrong = nn.Linear(6, 6), wrong
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y * 3 if self.wrong and torch.is_autocast_enabled("cpu") else y
+
+    a, b = (Run(Fragile(wrong), X, autocast=torch.bfloat16) for wrong in (False, True))
+    found = compare(a, b).first
+    assert found is not None
+    assert [kind.name for kind in found.kinds][-1] == "autocast"
+
+
+def test_nan_on_one_side() -> None:
+    bad = mlp()
+    with torch.no_grad():
+        bad[2].bias[0] = math.nan
+    found = compare(mlp(), bad, data=X).first
+    assert found is not None
+    assert found.layer == "2"
+    assert found.relative == math.inf
+    assert "nonfinite" in [kind.name for kind in found.kinds]
+    assert compare(bad, bad, data=X).agree, "NaN in both"
+
+
+def test_other_depths_are_listed() -> None:
+    deep = nn.Sequential(*mlp(), nn.Tanh())
+    found = compare(mlp(), deep, data=X)
+    assert found.only_b == ("5",)
+    assert "5" in str(found)
+
+
+def test_layers_with_other_names_are_matched_by_order_and_the_doubt_is_said() -> None:
+    class Port(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            first, _, second, _, third = mlp()
+            self.one, self.two, self.three = first, second, third
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.two(self.one(x).tanh()).tanh())
+
+    port = Port()
+    with torch.no_grad():
+        port.two.bias += 1
+    found = compare(mlp(), port, data=X, names={"0": "one", "2": "two", "4": "three"})
+    assert found.first is not None
+    assert (found.first.layer, found.first.partner) == ("2", "two")
+    assert any(kind.name == "parameter" for kind in found.first.kinds)
+    prefixed = nn.ModuleDict({"inner": mlp()})
+    prefixed.forward = lambda x: prefixed["inner"](x)  # type: ignore[method-assign]
+    found = compare(mlp(), prefixed, data=X)
+    assert any("by the end of the name" in note for note in found.notes)
+
+
+# -- traces and bad input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_nothing_is_left_behind(raises: bool) -> None:
+    class Raises(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Raises.calls += 1
+            if raises and Raises.calls == 3:  # while rounding is drawn anew
+                raise RuntimeError("mine")
+            return x
+
+    a, b = nn.Sequential(mlp(), nn.BatchNorm1d(3), Raises()).train(), mlp()
+    x = X.clone()
+    before, random, threads = state_of(a), torch.get_rng_state(), torch.get_num_threads()
+    if raises:
+        with pytest.raises(RuntimeError, match="mine"):
+            compare(a, b, data=x, loss="sum", names={"0": ""})
+    else:
+        compare(a, b, data=x, loss="sum", names={"0": ""})
+    assert_same_state(before, state_of(a))
+    assert torch.equal(random, torch.get_rng_state())
+    assert threads == torch.get_num_threads()
+    assert torch.equal(x, X)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in a.modules())
+
+
+def test_other_tokens_are_refused_with_the_first_of_them() -> None:
+    model = build("llama")
+    one, two = batch("llama", None), batch("llama", None)
+    two["input_ids"] = two["input_ids"].clone()
+    two["input_ids"][1, 4] = 5
+    with pytest.raises(InspectionError, match=r"other tokens: at position 4 of row 1.*tokenizers"):
+        compare(Run(model, one), Run(model, two))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"b": None}, "b is a NoneType"),
+        ({"data": None}, "data=None"),
+        ({"names": {"0": 5}}, "map layers of a"),
+        ({"names": {"zero": "0"}}, "a has no such layer"),
+        ({"tolerance": -1}, "a relative difference"),
+        ({"max_bytes": 10}, "max_bytes|10"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], match: str) -> None:
+    given = {"a": mlp(), "b": mlp(), "data": X, **arguments}
+    with pytest.raises(InspectionError, match=match):
+        compare(given.pop("a"), given.pop("b"), **given)
+
+
+def test_results_can_be_read_and_drawn() -> None:
+    with quiet():
+        found = compare(*FAULTS[1].pair())
+    assert found.to_dict()["first"]["layer"] == FAULTS[1].layer
+    axes = found.plot()
+    assert axes.get_title(loc="left") or axes.title is not None
+    marks = [line for line in axes.lines if line.get_marker() == "o"]
+    assert {float(line.get_xdata()[0]) for line in marks} == {float(found.first.token)}
+    assert found.plot_depth().get_yscale() == "log"
+    assert "<table" in found._repr_html_()
+    with pytest.raises(InspectionError, match="direction='up'"):
+        found.plot("up")

@@ -1,0 +1,191 @@
+"""Two training runs: the first step and layer where they part; identical ones are silent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.compare import train
+from torchfmri import FileFormatError, History, InspectionError, Monitor, compare
+from torchfmri._records import HistoryFolder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def base() -> Monitor:
+    return train()
+
+
+def test_identical_runs_are_silent(base: Monitor) -> None:
+    found = compare(base, train())
+    assert found.agree
+    assert "equal to the last bit" in found.summary()
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "layer", "what"),
+    [
+        ({"changed": 37}, 37, "0", "activations"),
+        ({"rate": 0.0505}, 0, "0.weight", "updates"),
+        ({"seed": 5}, 0, "0.weight", "parameters"),
+    ],
+)
+def test_first_step_and_layer_are_named(
+    base: Monitor, change: dict[str, Any], step: int, layer: str, what: str
+) -> None:
+    first = compare(base, train(**change)).first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (step, layer, what)
+    assert first.before == 0.0
+
+
+def test_slow_drift_is_no_difference_and_a_jump_is(base: Monitor) -> None:
+    """Rounding on another machine: differences that double every few steps."""
+    drifted = History.load(base.history.save(_place("drift")))
+    for step in drifted:
+        step.table[:, 1:5] *= 1 + 1e-7 * 1.3**step.number
+    assert compare(base, drifted).agree
+    for step in drifted:
+        if step.number >= 50:
+            step.table[:, 1:5] *= 1.5
+    first = compare(base, drifted).first
+    assert first is not None
+    assert first.step == 50
+
+
+def _place(name: str) -> Path:
+    import tempfile
+
+    return Path(tempfile.mkdtemp()) / name
+
+
+def test_repeated_runs_are_the_noise(base: Monitor) -> None:
+    others = [train(seed=seed) for seed in (1, 2, 3)]
+    assert compare([base, others[0]], others[1:]).agree, "seeds differ on both sides alike"
+    far = train(seed=4, rate=3.0)
+    assert not compare([base, *others], far).agree
+
+
+def test_a_history_is_saved_and_loaded(base: Monitor, tmp_path: Path) -> None:
+    before = base.history
+    after = History.load(before.save(tmp_path / "run.history"))
+    assert after.series == before.series
+    assert np.array_equal(after.loss, before.loss)
+    for series in before.series:
+        for field in ("count", "mean", "std", "min", "max", "nan"):
+            one, two = (each.values(*series, field) for each in (before, after))
+            assert np.array_equal(one, two, equal_nan=True)
+    assert np.array_equal(after.update_ratio("0.weight"), before.update_ratio("0.weight"))
+    assert [step.seconds for step in after] == [step.seconds for step in before]
+    assert compare(before, after).agree
+
+
+def test_a_loss_that_was_nan_and_one_that_was_not_seen_stay_apart(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(2):
+        with monitor.step() as step:
+            loss = model(torch.ones(1, 2)).sum()
+            if number:
+                step.loss(loss * float("nan"))
+            loss.backward()
+    after = History.load(monitor.history.save(tmp_path / "x"))
+    assert [step.has_loss for step in after] == [False, True]
+
+
+def test_the_folder_of_a_monitor(tmp_path: Path) -> None:
+    a, b = (train(folder=tmp_path / name, **more) for name, more in
+            (("a", {}), ("b", {"changed": 37})))  # fmt: skip
+    found = compare(tmp_path / "a", str(tmp_path / "b"))
+    assert found.first is not None
+    assert (found.first.step, found.first.layer) == (37, "0")
+    assert compare(tmp_path / "a", a).agree
+    assert [each.problem for each in History.load(tmp_path / "b").findings] == [
+        each.problem for each in b.findings
+    ]
+    with pytest.raises(InspectionError, match="another run"):
+        train(folder=tmp_path / "a", steps=1)
+
+
+KILLED = """
+import os, sys, torch
+from torch import nn
+from torchfmri import Monitor
+from torchfmri._records import HistoryFolder
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = Monitor(model, optimizer)
+monitor.add_writer(HistoryFolder(sys.argv[1], seconds=0.0))
+for number in range(5):
+    with monitor.step() as step:
+        loss = model(torch.ones(1, 2)).sum()
+        step.loss(loss)
+        loss.backward()
+        optimizer.step()
+os._exit(9) if sys.argv[2] == "killed" else None
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_what_was_written(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "x"), "killed"], check=False)
+    history = History.load(tmp_path / "x")
+    assert history.steps.tolist() == [0, 1, 2, 3, 4]
+    files = sorted((tmp_path / "x").iterdir())
+    files[2].write_bytes(files[2].read_bytes()[:50])
+    history = History.load(tmp_path / "x")
+    assert history.steps.tolist() == [0, 1, 3, 4]
+    assert any(files[2].name in note for note in history.notes)
+
+
+def test_steps_wait_and_are_written_at_the_end(tmp_path: Path) -> None:
+    folder = HistoryFolder(tmp_path / "x", seconds=3600)
+    for step in train(steps=3).history:
+        folder(step, {})
+    assert not list((tmp_path / "x").iterdir())
+    folder.flush()
+    assert History.load(tmp_path / "x").steps.tolist() == [0, 1, 2]
+
+
+# -- bad input and pictures ----------------------------------------------------------------------
+
+
+def test_bad_input_is_explained(base: Monitor, tmp_path: Path) -> None:
+    with pytest.raises(InspectionError, match="b has no steps"):
+        compare(base, History())
+    with pytest.raises(FileFormatError, match="no steps of a training run, only nothing"):
+        compare(base, tmp_path)
+    with pytest.raises(FileFormatError, match="no such file"):
+        compare(base, tmp_path / "nowhere")
+    (tmp_path / "steps-000000000.safetensors").write_bytes(b"half")
+    with pytest.raises(FileFormatError, match="none of its files can be read"):
+        compare(base, tmp_path)
+    with pytest.raises(InspectionError, match="the other side is a training run"):
+        compare(base, nn.Linear(2, 2))
+    other = nn.Linear(2, 1)
+    monitor = Monitor(nn.Sequential(nn.Sequential(other)))
+    with monitor.step():
+        other(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(InspectionError, match="no layer in common"):
+        compare(base, monitor)
+
+
+def test_findings_stand_side_by_side_and_runs_are_drawn(base: Monitor) -> None:
+    hot = train(rate=50.0)
+    found = compare(base, hot)
+    assert hot.findings
+    assert f"found {hot.findings[0].problem}: b: " in found.text().replace("\n    ", " ")
+    axes = found.plot("updates")
+    assert any(line.get_marker() == "o" for line in axes.lines), "the first difference is marked"
+    assert len(found.plot_curves().lines) >= 2
+    assert found.to_dict()["first"]["step"] == 0
+    with pytest.raises(InspectionError, match="no 'inputs' in both runs, only"):
+        found.plot("inputs")

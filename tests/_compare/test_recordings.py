@@ -1,0 +1,200 @@
+"""Sides that were recorded elsewhere: saved inspections, scans, exported hidden states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import torchfmri
+from torchfmri import (
+    FileFormatError,
+    Inspection,
+    InspectionError,
+    Inspector,
+    compare,
+    import_hidden_states,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEXTS = ("The capital of France is Paris.", "What is the capital?")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return torchfmri.load_model("tiny")
+
+
+def export(folder: Path, model: nn.Module, tokenizer: Any, dtype: torch.dtype) -> None:
+    """Write one file per request, as vLLM documents it: the residual stream after each layer."""
+    for number, text in enumerate(TEXTS):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        seen: list[Tensor] = []
+        hooks = [
+            layer.register_forward_hook(
+                lambda _, __, out: seen.append(out[0] if isinstance(out, tuple) else out)
+            )
+            for layer in model.model.layers
+        ]
+        with torch.no_grad():
+            model(ids)
+        for hook in hooks:
+            hook.remove()
+        states = torch.stack([each[0] for each in seen], 1).to(dtype)
+        assert states.shape[:2] == (ids.shape[1], len(model.model.layers))
+        save_file({"hidden_states": states, "token_ids": ids[0]}, folder / f"{number}.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("named", [True, False])
+def test_exported_hidden_states_agree(
+    tiny: Any, tmp_path: Path, dtype: torch.dtype, named: bool
+) -> None:
+    model, tokenizer = tiny
+    export(tmp_path, model, tokenizer, dtype)
+    count = len(model.model.layers)
+    layers = list(range(1, count + 1)) if named else None
+    side = import_hidden_states(tmp_path, tokenizer, layers=layers)
+    assert side.token_ids.shape[0] == len(TEXTS)
+    found = compare(model, side)
+    assert found.agree, str(found)
+    assert len(found.pairs) == count
+    assert any("activations only" in note for note in found.notes)
+    assert any(("end of the name" if named else "order and shape") in n for n in found.notes)
+
+
+def test_a_layer_that_differs_from_the_export_is_found(tiny: Any, tmp_path: Path) -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    export(tmp_path, model, tokenizer, torch.float32)
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(1.05)
+    found = compare(model, import_hidden_states(tmp_path, tokenizer, layers=[1, 2, 3, 4, 5])).first
+    assert found is not None
+    assert (found.layer, found.token) == ("model.layers.3", 0)
+    assert found.text == tokenizer.decode([tokenizer(TEXTS[0])["input_ids"][0]])
+
+
+def write(path: Path, **tensors: Tensor) -> None:
+    save_file(tensors, path)
+
+
+def bad_exports(folder: Path, tokenizer: Any) -> dict[str, tuple[Any, str]]:
+    """Name -> (how to import, what the error says)."""
+    states, ids = torch.zeros(4, 2, 8), torch.arange(4)
+    places = {}
+    for name, tensors in {
+        "no ids": {"hidden_states": states},
+        "lengths": {"hidden_states": states, "token_ids": torch.arange(5)},
+        "shape": {"hidden_states": states[0], "token_ids": ids},
+        "vocabulary": {"hidden_states": states, "token_ids": ids + 10_000_000},
+        "right": {"hidden_states": states, "token_ids": ids},
+    }.items():
+        place = folder / name
+        place.mkdir()
+        write(place / "0.safetensors", **tensors)
+        places[name] = place
+    half = folder / "half"
+    half.mkdir()
+    whole = (places["right"] / "0.safetensors").read_bytes()
+    (half / "0.safetensors").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty").mkdir()
+    return {
+        "no ids": (lambda: import_hidden_states(places["no ids"]), "no 'token_ids', only"),
+        "lengths": (lambda: import_hidden_states(places["lengths"]), "4 tokens and the ids of 5"),
+        "shape": (lambda: import_hidden_states(places["shape"]), r"\(tokens, layers, units\)"),
+        "vocabulary": (
+            lambda: import_hidden_states(places["vocabulary"], tokenizer), "another one",
+        ),
+        "layers": (
+            lambda: import_hidden_states(places["right"], layers=[1]), "the files hold 2 layers",
+        ),
+        "half": (lambda: import_hidden_states(half), "0.safetensors"),
+        "empty": (lambda: import_hidden_states(folder / "empty"), "no .safetensors file"),
+        "missing": (lambda: import_hidden_states(folder / "nowhere"), "no such folder"),
+    }  # fmt: skip
+
+
+def test_bad_exports_are_explained(tiny: Any, tmp_path: Path) -> None:
+    for name, (act, match) in bad_exports(tmp_path, tiny.tokenizer).items():
+        with pytest.raises(InspectionError, match=match):
+            act()
+            pytest.fail(name)
+
+
+def test_another_number_of_layers_is_explained(tiny: Any, tmp_path: Path) -> None:
+    ids = torch.tensor(tiny.tokenizer(TEXTS[0])["input_ids"])
+    width = tiny.model.config.hidden_size
+    write(tmp_path / "0.safetensors", hidden_states=torch.zeros(len(ids), 2, width), token_ids=ids)
+    with pytest.raises(InspectionError, match=r"2 layers without names.*5 blocks.*layers="):
+        compare(tiny.model, import_hidden_states(tmp_path))
+
+
+# -- saved inspections ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["tensors", "statistics"])
+def test_an_inspection_is_saved_and_loaded(tiny: Any, tmp_path: Path, keep: str) -> None:
+    inspector = Inspector(tiny.model, keep=keep)
+    inspector.watch("*", ["activations", "gradients", "parameter_gradients"])
+    data = tiny.tokenizer(TEXTS[0], return_tensors="pt")
+    before = inspector.run_inspection({**data, "labels": data["input_ids"]})
+    path = before.save(tmp_path / "run.inspection")
+    after = Inspection.load(path)
+    assert after.table() == before.table()
+    assert after.to_dict() == before.to_dict()
+    assert list(after) == list(before)
+    if keep == "tensors":
+        layer = "model.layers.1.mlp"
+        assert torch.equal(after[layer].activations, before[layer].activations)
+        assert torch.equal(after[layer].gradients, before[layer].gradients)
+    assert compare(path, before).agree
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(FileFormatError):
+        Inspection.load(path)
+
+
+def test_padding_and_dtypes_survive(tmp_path: Path) -> None:
+    from benchmarks._compare_models import batch, build
+
+    inspector = Inspector(build("llama").bfloat16(), keep="tensors")
+    before = inspector.run_inspection(batch("llama"))
+    after = Inspection.load(before.save(tmp_path / "x"))
+    layer = "model.layers.0.mlp"
+    assert after["model.norm"].activations.dtype == torch.bfloat16
+    assert layer not in after
+    one, two = (each["model.norm"].statistics() for each in (before, after))
+    assert one.count == two.count < before["model.norm"].activations.numel(), "padding is left out"
+
+
+def test_a_model_against_its_recording_of_another_machine(tmp_path: Path) -> None:
+    from benchmarks._compare_models import batch, build
+
+    model = build("qwen3")
+    inspector = Inspector(model, keep="tensors")
+    inspector.watch("*", ["activations", "gradients"])
+    path = inspector.run_inspection(batch("qwen3")).save(tmp_path / "other")
+    assert compare(model, path, data=batch("qwen3")).agree
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1.1)
+    found = compare(model, path, data=batch("qwen3")).first
+    assert found is not None
+    assert found.layer == "model.layers.1.self_attn.v_proj"
+    assert "factor" in [kind.name for kind in found.kinds], "told from the values alone"
+
+
+def test_scans(tiny: Any, tmp_path: Path) -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    scan = torchfmri.scan(model, tokenizer, TEXTS[0], max_new_tokens=3)
+    scan.save(tmp_path / "a.fmri")
+    assert compare(tmp_path / "a.fmri", scan).agree
+    assert compare(model, scan).agree
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.1)
+    found = compare(model, tmp_path / "a.fmri").first
+    assert found is not None
+    assert found.layer == "model.layers.2.mlp.up_proj"

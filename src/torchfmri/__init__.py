@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         scan,
         scan_dataset,
         stream,
+        view,
     )
     from torchfmri._tokens import (
         Coverage,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         token_losses,
     )
     from torchfmri._verify import GradientCheck, Verification, verify_gradients
+    from torchfmri._viewer import View
     from torchfmri.exceptions import (
         ExplainedError,
         FileFormatError,
@@ -121,6 +123,7 @@ __all__ = [
     "TopEntries",
     "UnsupportedLayerError",
     "Verification",
+    "View",
     "advise",
     "calculate_statistics",
     "cost",
@@ -137,6 +140,7 @@ __all__ = [
     "token_loss_dots",
     "token_losses",
     "verify_gradients",
+    "view",
 ]
 
 _NAMES = {
@@ -163,6 +167,7 @@ _NAMES = {
         "scan",
         "scan_dataset",
         "stream",
+        "view",
     ),
     "_tokens": (
         "Coverage",
@@ -180,6 +185,7 @@ _NAMES = {
         "token_losses",
     ),
     "_verify": ("GradientCheck", "Verification", "verify_gradients"),
+    "_viewer": ("View",),
     "exceptions": (
         "ExplainedError",
         "FileFormatError",

@@ -13,6 +13,7 @@ from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
+from torchfmri._scan.run.live_board import LiveBoard
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
@@ -20,10 +21,12 @@ from torchfmri._scan.run.stream import ScanStream
 from torchfmri._scan.scan_record import Scan
 from torchfmri._scan.store.repair import Repair, repair
 from torchfmri._scan.store.saving import require_replaceable
+from torchfmri._scan.viewing import board_of, view
 
 __all__ = [
     "Anatomy",
     "DatasetScan",
+    "LiveBoard",
     "LiveToken",
     "Reading",
     "Repair",
@@ -34,6 +37,7 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Tokens",
+    "board_of",
     "load",
     "repair",
     "require_replaceable",
@@ -42,4 +46,5 @@ __all__ = [
     "scan_dataset",
     "scan_rows",
     "stream",
+    "view",
 ]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__
 from torchfmri._text import printable, terminal_text
-from torchfmri.cli import cost, demo, diagnose, repair, replay, routing, scan, verify
+from torchfmri.cli import chat, cost, demo, diagnose, repair, replay, routing, scan, verify, view
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -48,6 +48,18 @@ COMMANDS = (
         "watch a language model while it answers: every token, every layer, exact gradients",
         scan.add_arguments,
         scan.run,
+    ),
+    Command(
+        "view",
+        "look at a scan, at two, or at a training run in a browser",
+        view.add_arguments,
+        view.run,
+    ),
+    Command(
+        "chat",
+        "type a prompt into a page and watch the model answer, layer by layer",
+        chat.add_arguments,
+        chat.run,
     ),
     Command(
         "cost",

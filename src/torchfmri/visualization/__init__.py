@@ -17,7 +17,6 @@ from torchfmri.visualization._figure import (
     save_figure,
 )
 from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
-from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
 from torchfmri.visualization.diagnosis_plots import plot_diagnosis
 from torchfmri.visualization.plots import (
@@ -59,7 +58,6 @@ __all__ = [
     "plot_statistics",
     "plot_tradeoff",
     "plots",
-    "render",
     "save",
     "save_figure",
     "scale_colours",

@@ -629,13 +629,15 @@ export class App {
     const { ui, state, data } = this;
     const { board, sequence } = data;
     const rate = this.arrivals.length > 1 ? Math.round(this.arrivals.length / Math.max(0.5, (performance.now() - this.arrivals[0]) / 1000)) : 0;
-    const live = board.live ? (state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED") : "";
+    const idle = board.prompts && !rate;
+    const live = board.live && !idle ? (state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED") : "";
     if (!this.once("controls", JSON.stringify([state, board, sequence, live, data.columns, this.connected, this.ui.body.dataset.theme, !!this.plane("layers")?.header, this.plane("layers")?.header?.version, !!data.plane("tracks", "tracks").header]))) return;
     ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, board.model));
     ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
     ui.live.hidden = !live;
     ui.live.textContent = live;
     ui.live.classList.toggle("paused", !state.follow);
+    ui.sequence.hidden = false;
     ui.sequence.textContent = `${short(sequence.name, 28)}${sequence.condition ? ` · ${short(sequence.condition, 16)}` : ""} · ${count(data.columns, board.axis)}${board.sequences > 1 ? `  (${state.sequence + 1} of ${board.sequences.toLocaleString("en")}) ▾` : ""}`;
     const button = (text: string, on: boolean, act: () => void, title = "") =>
       h("button", { "aria-pressed": String(on), onclick: act, title }, text);
@@ -705,12 +707,13 @@ export class App {
       const row = this.rows[at];
       const y = (at - scene.top) * scene.rowHeight;
       const isNow = at === now;
+      const line = Math.max(12, Math.min(16, scene.rowHeight));
       const act = row.folds ? () => this.fold(row.name) : row.parts > 1 ? () => this.expand(row.name) : null;
       const open = row.folds ? row.open : state.voxels.includes(row.name);
       const item = h("div", {
         role: "treeitem", "aria-level": row.depth + 1, "aria-selected": String(isNow), "aria-expanded": act ? String(open) : undefined,
         class: isNow ? "row now" : "row", title: row.name,
-        style: { top: `${y + scene.rowHeight / 2 - 8}px`, fontSize: `${Math.max(9.5, Math.min(11.5, scene.rowHeight + 0.5))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px` },
+        style: { top: `${y + scene.rowHeight / 2 - line / 2}px`, height: `${line}px`, lineHeight: `${line}px`, fontSize: `${Math.max(9.5, Math.min(11.5, scene.rowHeight + 0.5))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px` },
       }, h("span", { class: "twist" }, act ? (open ? "▾" : "▸") : ""), h("span", { class: "name" }, row.depth ? row.label : shortLeft(row.label, 30)));
       item.addEventListener("click", () => {
         if (act) act();

@@ -8,7 +8,7 @@ export function layout(axis: string) {
   const parts = {
     title: h("h1", {}),
     live: h("span", { class: "live", hidden: true }),
-    sequence: h("button", { class: "chip", title: "Choose a sequence (s)" }),
+    sequence: h("button", { class: "chip", hidden: true, title: "Choose a sequence (s)" }),
     search: h("input", { type: "search", placeholder: `Find ${axis}s or layers  /`, "aria-label": `Find ${axis}s or layers`, spellcheck: "false" }),
     exportButton: h("button", { title: "Export (e)", "aria-haspopup": "menu" }, "Export"),
     tableButton: h("button", { title: "The same as a table (t)" }, "Table"),
@@ -48,12 +48,12 @@ export function layout(axis: string) {
       parts.search, parts.tableButton, parts.exportButton, parts.theme, parts.help),
     parts.banner,
     parts.prompt,
-    parts.health,
+    h("div", { class: "work" }, parts.health,
     h("div", { class: "toolbar" }, parts.metrics, parts.meaning, h("span", { class: "space" }),
       h("span", { class: "label" }, "layers"), parts.depths, h("span", { class: "label" }, "colours"), parts.norms),
     parts.strip, stage,
-    h("footer", {}, parts.bar, parts.status),
-    parts.cover, parts.popup);
+    h("footer", {}, parts.bar, parts.status), parts.cover),
+    parts.popup);
   return { ...parts, stage, body };
 }
 export type Layout = ReturnType<typeof layout>;

@@ -49,6 +49,7 @@ class Desk:
         self.board = board
         self._planes: OrderedDict[tuple[int, str, str], tuple[Plane, int]] = OrderedDict()
         self._lock = threading.RLock()
+        self._dropped = 0  # versions go on counting, so that no page takes an old one for new
         self._answers: dict[str, Callable[[Mapping[str, str]], Answer]] = {
             "board": self._board,
             "sequences": self._sequences,
@@ -152,7 +153,7 @@ class Desk:
         """The plane of a table and its version, coded anew where the table has outgrown it."""
         key = (sequence, metric, name)
         with self._lock:
-            known, version = self._planes.get(key, (None, 0))
+            known, version = self._planes.get(key, (None, self._dropped))
             length = self.board.length(sequence)
             if known is None or length != known.columns:
                 table = self.table(sequence, metric, name)
@@ -167,12 +168,14 @@ class Desk:
                 self._planes[key] = (known, version)
             self._planes.move_to_end(key)
             while len(self._planes) > PLANES:
-                self._planes.popitem(last=False)
+                _, (_, old) = self._planes.popitem(last=False)
+                self._dropped = max(self._dropped, old)
             return known, version
 
     def drop(self) -> None:
         """Forget what is kept: the board shows something else now."""
         with self._lock:
+            self._dropped = 1 + max([self._dropped, *(each for _, each in self._planes.values())])
             self._planes.clear()
 
     def _signed(self, sequence: int, metric: str) -> bool:
@@ -187,7 +190,14 @@ class Desk:
         return index
 
     def _place(self, given: Mapping[str, str]) -> tuple[int, str, str]:
-        return self._index(given), given.get("metric", "activation"), given.get("plane", LAYERS)
+        index, plane = self._index(given), given.get("plane", LAYERS)
+        if plane == TRACKS:
+            return index, TRACKS, TRACKS
+        known = [each.name for each in self.board.metrics(index)]
+        metric = given.get("metric") or (known[0] if known else "")
+        if metric not in known:
+            raise Question(f"There is no metric {metric[:40]!r}: {', '.join(known) or 'none'}.")
+        return index, metric, plane
 
 
 def _longer(plane: Plane, table: Table) -> Plane:

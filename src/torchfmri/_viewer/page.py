@@ -23,6 +23,7 @@ _TEMPLATE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
 <title>{title}</title>
 </head>
 <body style="margin:0">

@@ -86,7 +86,6 @@ class View:
         self._on_prompt = on_prompt
         self._state: dict[str, Any] = {}
         self._clients: set[_Client] = set()
-        self._version = 0
         self._host, self._remote = host, remote
         self._socket = _bind(host, port)
         self.port = int(self._socket.getsockname()[1])
@@ -119,7 +118,7 @@ class View:
 
     def changed(self) -> None:
         """Tell the pages that there are other sequences, metrics or findings now."""
-        self._version += 1
+        self.desk.drop()
         self._tell({"type": "board"})
 
     def show(self, board: Board) -> None:

@@ -56,9 +56,9 @@ class Page:
     def settle(self) -> None:
         """Wait until nothing is missing and two frames have been drawn."""
         self.page.wait_for_function(
-            f"() => {APP} && {APP}.stats.missing === 0 && !!{APP}.plane('layers')?.header", None,
+            f"() => {APP} && {APP}.stats.missing === 0 && !!{APP}.plane('layers')?.header",
             timeout=20_000,
-        )  # fmt: skip
+        )
         self.page.evaluate("() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
 
     def js(self, expression: str) -> Any:

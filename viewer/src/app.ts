@@ -48,6 +48,9 @@ export class App {
   private connected = true;
   private finding = -1;
   private ready = false;
+  private theirInks: Inks | null = null;
+  private sizes = { width: 0, height: 0 };
+  private resting = 0;
 
   constructor(host: HTMLElement, private readonly options: Options) {
     this.state = { ...START, ...options.state };
@@ -63,7 +66,14 @@ export class App {
     const theme = safely(() => localStorage.getItem("torchfmri-theme"));
     if (theme) this.ui.body.dataset.theme = theme;
     this.listen(options.owns ? window : this.ui.body);
-    new ResizeObserver(() => this.draw()).observe(this.ui.body);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      this.theirInks = null;
+      this.drawn = {};
+      this.draw();
+    });
+    const sized = new ResizeObserver(() => this.measure());
+    sized.observe(this.ui.body);
+    sized.observe(this.ui.map);
     void this.start();
   }
 
@@ -72,8 +82,10 @@ export class App {
   private async start(): Promise<void> {
     this.cover("Opening…", "Reading what there is to see.");
     try {
-      if (this.options.owns) this.state = { ...this.state, ...fromHash(location.hash) };
-      await this.data.open(this.state.sequence);
+      const linked = this.options.owns ? fromHash(location.hash) : {};
+      await this.data.open(linked.sequence ?? this.state.sequence);
+      this.state = { ...this.state, ...clean(this.data.board.state ?? {}), ...linked };
+      if (this.data.board.sequences) await this.data.choose(Math.min(this.state.sequence, this.data.board.sequences - 1));
     } catch (error) {
       this.cover("This cannot be shown", String((error as Error).message), true);
       if (!this.line) this.connect();
@@ -94,7 +106,7 @@ export class App {
       return;
     }
     const change: Partial<State> = { sequence: Math.min(this.state.sequence, board.sequences - 1) };
-    if (!this.ready && !/depth=/.test(this.options.owns ? location.hash : "") && this.state.depth === START.depth)
+    if (!this.ready && !/depth=/.test(this.options.owns ? location.hash : "") && !this.data.board.state?.depth && this.state.depth === START.depth)
       change.depth = this.tree.startDepth();
     const metrics = this.data.sequence.metrics.map((each) => each.name);
     if (!metrics.includes(this.state.metric)) change.metric = metrics[0] ?? "";
@@ -230,8 +242,22 @@ export class App {
 
   // -- geometry ------------------------------------------------------------------------------
 
+  /** Whole pixels everywhere: a canvas that begins between two would be blurred. */
+  private measure(): void {
+    const total = this.ui.stage.clientWidth - 28;
+    const small = this.ui.body.clientWidth <= 900;
+    const left = small ? 130 : Math.round(Math.max(150, Math.min(250, 0.17 * total)));
+    const right = small ? 0 : Math.round(Math.max(220, Math.min(320, 0.23 * total)));
+    this.ui.stage.style.gridTemplateColumns = `${left}px ${total - left - right}px ${right}px`;
+    const height = Math.floor(this.ui.map.getBoundingClientRect().height);
+    this.sizes = { width: total - left - right, height };
+    this.ui.heat.style.width = `${this.sizes.width}px`;
+    this.ui.heat.style.height = `${height}px`;
+    this.draw();
+  }
+
   private place(): void {
-    const { clientWidth: width, clientHeight: height } = this.ui.heat;
+    const { width, height } = this.sizes;
     const { columns } = this.data;
     const span = this.state.last > this.state.first ? this.state.last - this.state.first : columns || 1;
     const cell = Math.min(width / span, this.state.last > this.state.first ? 90 : WIDEST);
@@ -437,6 +463,7 @@ export class App {
   theme(): void {
     const dark = this.ui.body.dataset.theme ? this.ui.body.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     this.ui.body.dataset.theme = dark ? "light" : "dark";
+    this.theirInks = null;
     safely(() => localStorage.setItem("torchfmri-theme", this.ui.body.dataset.theme!));
     this.drawn = {};
     this.draw();
@@ -554,10 +581,12 @@ export class App {
     return this.data.sequence?.metrics.find((each) => each.name === this.state.metric);
   }
 
+  /** The colours of the theme; asked for once, because asking makes the browser lay out the page. */
   inks(): Inks {
+    if (this.theirInks) return this.theirInks;
     const style = getComputedStyle(this.ui.body);
     const get = (name: string) => style.getPropertyValue(`--${name}`).trim();
-    return { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none") };
+    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none") };
   }
 
   draw(): void {
@@ -577,11 +606,23 @@ export class App {
     this.place();
     this.renderMaps();
     this.renderTree();
-    this.renderStrip();
-    this.renderDetails();
+    // While the view moves fast, texts and numbers wait until it rests.
+    if (!this.resting) {
+      this.renderTexts();
+      this.resting = window.setTimeout(() => {
+        this.resting = 0;
+        this.renderTexts();
+      }, 120);
+    }
     this.watch();
     this.stats.frames.push(performance.now() - started);
     if (this.stats.frames.length > 5000) this.stats.frames.splice(0, 1000);
+  }
+
+  private renderTexts(): void {
+    if (!this.data.sequence) return;
+    this.renderStrip();
+    this.renderDetails();
   }
 
   /** Whether a part has to be drawn again: its key is another than the last time. */
@@ -595,8 +636,8 @@ export class App {
     const { scene, state, ui } = this;
     const inks = this.inks();
     const ratio = window.devicePixelRatio || 1;
-    const context = (canvas: HTMLCanvasElement) => {
-      const [w, t] = [Math.round(canvas.clientWidth * ratio), Math.round(canvas.clientHeight * ratio)];
+    const context = (canvas: HTMLCanvasElement, height: number) => {
+      const [w, t] = [Math.round(scene.width * ratio), Math.round(height * ratio)];
       if (canvas.width !== w) canvas.width = w;
       if (canvas.height !== t) canvas.height = t;
       const c = canvas.getContext("2d")!;
@@ -604,20 +645,20 @@ export class App {
       c.clearRect(0, 0, w, t);
       return c;
     };
-    let c = context(ui.heat);
+    let c = context(ui.heat, scene.height);
     const layers = this.plane("layers");
     this.stats.missing = drawCells(c, scene, this.plane, state, state.pool === "mean", inks, ratio).missing;
     this.stats.drawn++;
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawMarks(c, scene, layers?.header ?? null, this.rowIndex, state.column, inks, this.hover);
-    c = context(ui.axis);
+    c = context(ui.axis, AXIS);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawAxis(c, scene, this.data.piece, state.column, inks, AXIS);
-    c = context(ui.tracks);
+    c = context(ui.tracks, BAND * this.data.sequence.tracks.length);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     const names = this.data.sequence.tracks.map((each) => each.name);
     drawTracks(c, scene, this.data.plane("tracks", "tracks"), names, state.column, inks, BAND);
-    c = context(ui.overview);
+    c = context(ui.overview, OVERVIEW);
     if (layers) drawOverview(c, scene, layers, state, inks, OVERVIEW, ratio);
     ui.heat.dataset.state = layers?.failed ? "failed" : !layers?.header ? "loading" : this.data.columns ? "drawn" : "empty";
     const hint = layers?.failed || (!layers?.header ? "Loading…" : !this.data.columns ? `No ${this.data.board.axis}s yet.` : !this.rows.length ? "No layers." : "");
@@ -631,7 +672,7 @@ export class App {
     const rate = this.arrivals.length > 1 ? Math.round(this.arrivals.length / Math.max(0.5, (performance.now() - this.arrivals[0]) / 1000)) : 0;
     const idle = board.prompts && !rate;
     const live = board.live && !idle ? (state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED") : "";
-    if (!this.once("controls", JSON.stringify([state, board, sequence, live, data.columns, this.connected, this.ui.body.dataset.theme, !!this.plane("layers")?.header, this.plane("layers")?.header?.version, !!data.plane("tracks", "tracks").header]))) return;
+    if (!this.once("controls", JSON.stringify([state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, board.id, board.sequences, board.model, sequence.name, sequence.columns, sequence.metrics.length, sequence.health.length, live, data.columns, this.connected, this.ui.body.dataset.theme, !!this.plane("layers")?.header, this.plane("layers")?.header?.version, !!data.plane("tracks", "tracks").header]))) return;
     ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, board.model));
     ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
     ui.live.hidden = !live;

@@ -30,6 +30,7 @@ export interface Board {
   notes: string[];
   python: string;
   prompts?: boolean;
+  state?: Record<string, unknown>;
 }
 export interface Health {
   text: string;

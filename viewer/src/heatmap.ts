@@ -44,7 +44,11 @@ function runs(rows: Row[]): Run[] {
   let found = runsOf.get(rows);
   if (found) return found;
   const lists = new Map<string, number[]>();
-  for (const row of rows) lists.set(row.plane, [...(lists.get(row.plane) ?? []), row.index]);
+  for (const row of rows) {
+    const list = lists.get(row.plane);
+    if (list) list.push(row.index);
+    else lists.set(row.plane, [row.index]);
+  }
   const used = new Map<string, number>();
   found = [];
   rows.forEach((row, at) => {
@@ -58,7 +62,10 @@ function runs(rows: Row[]): Run[] {
   return found;
 }
 
+const hatches = new WeakMap<Inks, CanvasPattern>();
 function hatch(c: CanvasRenderingContext2D, inks: Inks, ratio: number): CanvasPattern {
+  const known = hatches.get(inks);
+  if (known) return known;
   const tile = document.createElement("canvas");
   const size = Math.round(6 * ratio);
   tile.width = tile.height = size;
@@ -73,7 +80,9 @@ function hatch(c: CanvasRenderingContext2D, inks: Inks, ratio: number): CanvasPa
     t.lineTo(shift + size, 0);
   }
   t.stroke();
-  return c.createPattern(tile, "repeat")!;
+  const made = c.createPattern(tile, "repeat")!;
+  hatches.set(inks, made);
+  return made;
 }
 
 /** Draw the cells; what has no value shows the hatching beneath. */
@@ -115,11 +124,13 @@ export function drawMarks(
   const right = Math.min((scene.columns - scene.first) * scene.cell, scene.width);
   if (header) {
     // What all rows lack (the gradient of the last token) is no news.
-    const usual = Math.min(...header.nonfinite);
+    const usual = header.nonfinite.reduce((a, b) => Math.min(a, b), Infinity);
     c.fillStyle = inks.mark;
-    scene.rows.forEach((each, at) => {
-      const y = (at - scene.top) * scene.rowHeight;
-      if (y < -scene.rowHeight || y > scene.height || each.plane !== "layers") return;
+    const from = Math.max(0, Math.floor(scene.top));
+    const to = Math.ceil(scene.top + scene.height / scene.rowHeight);
+    scene.rows.slice(from, to).forEach((each, i) => {
+      const y = (from + i - scene.top) * scene.rowHeight;
+      if (each.plane !== "layers") return;
       if (header.nonfinite[each.index] > usual && header.nonfinite[each.index] < header.columns) {
         const middle = y + scene.rowHeight / 2;
         const size = Math.min(4, scene.rowHeight / 2 + 1);
@@ -210,23 +221,25 @@ export function drawTracks(
 ): void {
   const header = plane.header;
   if (!header) return;
-  const step = Math.max(1, Math.round(1 / scene.cell));
-  const from = Math.max(0, Math.floor(scene.first / step) * step);
-  const to = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell));
-  const level = Math.min(Math.floor(Math.log2(step)), header.levels - 1);
-  for (let t = from; t < to; t += step * 256) plane.tile(level, (t >> level) >> 8, 0);
+  const level = Math.min(Math.max(0, Math.ceil(Math.log2(1 / scene.cell) - 1e-9)), header.levels - 1);
+  const wide = scene.cell * 2 ** level;
+  const from = Math.max(0, Math.floor(scene.first / 2 ** level));
+  const to = Math.ceil(Math.min(scene.columns, scene.first + scene.width / scene.cell) / 2 ** level);
   names.forEach((_, row) => {
     const top = header.tops[row] || 1;
     const bottom = (row + 1) * band - 4;
     c.fillStyle = inks.line;
     c.fillRect(0, bottom, scene.width, 1);
-    for (let t = from; t < to; t += step) {
-      const value = decode(header, row, plane.code(row, t));
-      if (!Number.isFinite(value)) continue;
-      const tall = Math.max(1, Math.min(1, Math.abs(value) / top) * (band - 10));
-      c.fillStyle = column >= t && column < t + step ? inks.mark : inks.soft;
-      c.fillRect((t - scene.first) * scene.cell, bottom - tall, Math.max(1, scene.cell * step - (scene.cell > 4 ? 1 : 0)), tall);
-    }
+    c.fillStyle = inks.soft;
+    const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
+    plane.walk(row, level, from, to, (code, at) => {
+      if (!code) return;
+      const tall = Math.max(1, Math.min(1, values[code]) * (band - 10));
+      const now = at === column >> level;
+      if (now) c.fillStyle = inks.mark;
+      c.fillRect((at * 2 ** level - scene.first) * scene.cell, bottom - tall, Math.max(1, wide - (wide > 4 ? 1 : 0)), tall);
+      if (now) c.fillStyle = inks.soft;
+    });
   });
 }
 

@@ -35,8 +35,9 @@ export function layout(axis: string) {
     popup: h("div", { class: "popup", hidden: true }),
     hint: h("div", { class: "hint", hidden: true }),
   };
+  const map = h("div", { class: "map" }, parts.heat, parts.hint);
   const stage = h("div", { class: "stage" },
-    parts.tree, h("div", { class: "map" }, parts.heat, parts.hint), parts.details,
+    parts.tree, map, parts.details,
     h("div", { class: "corner" }), parts.axis,
     parts.trackNames, parts.tracks,
     h("div", { class: "corner overview-name" }, "Overview"), parts.overview,
@@ -54,6 +55,6 @@ export function layout(axis: string) {
     parts.strip, stage,
     h("footer", {}, parts.bar, parts.status), parts.cover),
     parts.popup);
-  return { ...parts, stage, body };
+  return { ...parts, stage, map, body };
 }
 export type Layout = ReturnType<typeof layout>;

@@ -6,6 +6,7 @@ import { Transport } from "./transport";
 export const WIDTH = 256;
 const TILES = 96;
 const CANVAS_BYTES = 96 << 20;
+const LISTS = 3; // lists of rows that are painted: the tree, the overview, and the one before
 
 export interface Look {
   norm: string;
@@ -13,8 +14,7 @@ export interface Look {
 }
 
 class Tile {
-  canvas: HTMLCanvasElement | null = null;
-  painted = "";
+  readonly pictures = new Map<number[], { key: string; canvas: HTMLCanvasElement }>(); // by list of rows
   used = 0;
   constructor(
     public data: Uint8Array, // row by row
@@ -27,7 +27,7 @@ export class Plane {
   header: Header | null = null;
   failed = "";
   private tiles = new Map<string, Tile | "asked" | "failed">();
-  private colours: { key: string; table: Uint32Array } = { key: "", table: new Uint32Array(0) };
+  private colours = new Map<number[], { key: string; table: Uint32Array }>();
   private asking = false;
 
   constructor(
@@ -102,6 +102,16 @@ export class Plane {
     return found;
   }
   private behind = new Set<string>();
+
+  /** Walk over the bytes of a row at a level, as far as they are here. */
+  walk(row: number, level: number, from: number, to: number, see: (code: number, at: number) => void): void {
+    for (let x = Math.floor(from / WIDTH); x * WIDTH < to; x++) {
+      const tile = this.tile(level, x, Math.min(WIDTH, this.columnsAt(level) - x * WIDTH));
+      if (!tile) continue;
+      const end = Math.min(tile.columns, to - x * WIDTH);
+      for (let i = Math.max(0, from - x * WIDTH); i < end; i++) see(tile.data[row * tile.columns + i], x * WIDTH + i);
+    }
+  }
 
   /** The bytes of a cell, from the finest level that is here. */
   code(row: number, column: number): number {
@@ -185,26 +195,30 @@ export class Plane {
   }
 
   private paint(tile: Tile, rows: number[], look: Look): HTMLCanvasElement {
-    const key = `${look.norm} ${look.map} ${this.header!.version} ${rowsKey(rows)}`;
+    const key = `${look.norm} ${look.map} ${this.header!.version}`;
     tile.used = ++clock;
-    if (tile.canvas && tile.painted === key) return tile.canvas;
-    if (this.colours.key !== key) this.colours = { key, table: lookup(this.header!, rows, look.norm, look.map) };
-    const canvas = tile.canvas ?? document.createElement("canvas");
-    if (!tile.canvas) this.forget();
+    const known = tile.pictures.get(rows);
+    if (known?.key === key) return known.canvas;
+    let colours = this.colours.get(rows);
+    if (colours?.key !== key) {
+      colours = { key, table: lookup(this.header!, rows, look.norm, look.map) };
+      remember(this.colours, rows, colours, LISTS);
+    }
+    const canvas = known?.canvas ?? document.createElement("canvas");
+    if (!tile.pictures.size) this.forget();
     canvas.width = tile.columns;
     canvas.height = rows.length;
     const c = canvas.getContext("2d")!;
     const image = c.createImageData(tile.columns, rows.length);
     const pixels = new Uint32Array(image.data.buffer);
-    const { table } = this.colours;
+    const { table } = colours;
     rows.forEach((row, place) => {
       const from = row * tile.columns;
       for (let i = 0; i < tile.columns; i++)
         pixels[place * tile.columns + i] = table[256 * place + tile.data[from + i]];
     });
     c.putImageData(image, 0, 0);
-    tile.canvas = canvas;
-    tile.painted = key;
+    remember(tile.pictures, rows, { key, canvas }, LISTS);
     return canvas;
   }
 
@@ -225,12 +239,12 @@ export class Plane {
 }
 
 let clock = 0;
-const keys = new WeakMap<number[], number>();
-let lists = 0;
-function rowsKey(rows: number[]): number {
-  let key = keys.get(rows);
-  if (key === undefined) keys.set(rows, (key = ++lists));
-  return key;
+
+/** Put something into a map that holds the last few. */
+function remember<K, V>(map: Map<K, V>, key: K, value: V, most: number): void {
+  map.delete(key);
+  map.set(key, value);
+  if (map.size > most) map.delete(map.keys().next().value!);
 }
 
 /** A tile with further columns; at coarser levels the byte of the largest size wins, 0 over all. */

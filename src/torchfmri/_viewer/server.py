@@ -85,6 +85,7 @@ class View:
         self._token = token or secrets.token_hex(16)
         self._on_prompt = on_prompt
         self._state: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}  # what Python asked for; a page opens with it
         self._clients: set[_Client] = set()
         self._host, self._remote = host, remote
         self._socket = _bind(host, port)
@@ -113,8 +114,9 @@ class View:
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         require(isinstance(state, Mapping), "state", state, "give a mapping, such as view.state")
-        self._state = {**self._state, **state}
-        self._tell({"type": "state", "state": self._state})
+        self._told = {**self._state, **state}
+        self._state = dict(self._told)
+        self._tell({"type": "state", "state": self._told})
 
     def changed(self) -> None:
         """Tell the pages that there are other sequences, metrics or findings now."""
@@ -222,7 +224,7 @@ class View:
             headers = {"cache-control": "private, max-age=3600" if stays else "no-store"}
             return Response(answer, media_type="application/octet-stream", headers=headers)
         if path == "board":
-            answer = {**answer, "prompts": self._on_prompt is not None}
+            answer = {**answer, "prompts": self._on_prompt is not None, "state": self._told}
         return Response(to_json(answer), media_type="application/json")
 
     async def _take_prompt(self, request: Any) -> Any:

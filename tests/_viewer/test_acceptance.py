@@ -239,6 +239,15 @@ def long_scan(tokens: int, layers: int) -> Scan:
 SWEEP = """async () => {
   const app = document.getElementById('viewer').viewer;
   const frame = () => new Promise(r => requestAnimationFrame(r));
+  // The same work each time: how much slower than at its best this machine is just now.
+  const loops = [];
+  const loop = () => {
+    const started = performance.now();
+    let sum = 0;
+    for (let i = 0; i < 300000; i++) sum += Math.sqrt(i);
+    loops.push(performance.now() - started);
+    return sum;
+  };
   app.stats.frames.length = 0;
   let blank = 0;
   const heat = app.ui.heat, c = heat.getContext('2d');
@@ -246,7 +255,7 @@ SWEEP = """async () => {
     const span = step < 60 ? 400 : 4000;
     const first = (step % 60) * (100000 - span) / 60;
     app.set({ first, last: first + span, column: Math.floor(first), follow: false });
-    await frame(); await frame();
+    await frame(); await frame(); loop(); loop();
     const row = c.getImageData(0, 3 + 2 * app.scene.rowHeight, heat.width, 1).data;
     for (let x = 2; x < heat.width - 2; x += 7) {
       // A cell of the map is never grey; the hatching and the background are.
@@ -255,7 +264,9 @@ SWEEP = """async () => {
     }
   }
   const sorted = [...app.stats.frames].sort((a, b) => a - b);
-  return { p95: sorted[Math.floor(sorted.length * 0.95)], frames: sorted.length, blank,
+  loops.sort((a, b) => a - b);
+  const slow = loops[Math.floor(loops.length * 0.95)] / Math.max(loops[0], 0.1);
+  return { slow, median: sorted[sorted.length >> 1], p95: sorted[Math.floor(sorted.length * 0.95)], frames: sorted.length, blank,
            held: app.plane('layers').held, fetches: app.options.transport.fetches };
 }"""
 
@@ -278,8 +289,8 @@ def test_a_hundred_thousand_tokens_by_three_hundred_layers(page: Page) -> None:
         print(found)
         assert found["blank"] == 0, "never a blank column"
         assert found["held"] <= 100, "tiles are let go of"
-        # Shared machines are slow at times; the budget is that of a quiet one, times two.
-        assert found["p95"] <= 8
+        # On a machine that others use too, by as much more as a fixed loop takes there.
+        assert found["p95"] <= 4 * max(1, found["slow"])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import { Scene, Inks, drawAxis, drawCells, drawMarks, drawOverview, drawTracks }
 import { KEYS, openHelp, openMenu, openPicker, openTable } from "./dialogs";
 import { Layout, layout } from "./layout";
 import { drawPanel } from "./panels";
-import { Plane } from "./planes";
+import { Plane, budget } from "./planes";
 import { Row, Tree, beneathBlock } from "./rows";
 import { START, State, clean, fromHash, toHash, toPython } from "./state";
 import css from "./style.css";
@@ -17,7 +17,8 @@ import { Line, Transport } from "./transport";
 
 const [BAND, AXIS, OVERVIEW] = [32, 84, 30];
 const [WIDEST, NARROWEST_ROW, TALLEST_ROW] = [30, 4, 24];
-const STRIP = 600;
+const STRIP = 400;
+const PAINTS = 2; // tiles that are painted per frame
 const LABEL = 10; // pixels that a label takes
 
 export interface Options {
@@ -606,14 +607,12 @@ export class App {
     this.place();
     this.renderMaps();
     this.renderTree();
-    // While the view moves fast, texts and numbers wait until it rests.
-    if (!this.resting) {
-      this.renderTexts();
+    // Texts and numbers come after the picture, and while the view moves fast they wait.
+    if (!this.resting)
       this.resting = window.setTimeout(() => {
         this.resting = 0;
         this.renderTexts();
-      }, 120);
-    }
+      }, 60);
     this.watch();
     this.stats.frames.push(performance.now() - started);
     if (this.stats.frames.length > 5000) this.stats.frames.splice(0, 1000);
@@ -645,6 +644,8 @@ export class App {
       c.clearRect(0, 0, w, t);
       return c;
     };
+    budget.paints = PAINTS;
+    budget.late = false;
     let c = context(ui.heat, scene.height);
     const layers = this.plane("layers");
     this.stats.missing = drawCells(c, scene, this.plane, state, state.pool === "mean", inks, ratio).missing;
@@ -660,6 +661,7 @@ export class App {
     drawTracks(c, scene, this.data.plane("tracks", "tracks"), names, state.column, inks, BAND);
     c = context(ui.overview, OVERVIEW);
     if (layers) drawOverview(c, scene, layers, state, inks, OVERVIEW, ratio);
+    if (budget.late) this.draw();
     ui.heat.dataset.state = layers?.failed ? "failed" : !layers?.header ? "loading" : this.data.columns ? "drawn" : "empty";
     const hint = layers?.failed || (!layers?.header ? "Loading…" : !this.data.columns ? `No ${this.data.board.axis}s yet.` : !this.rows.length ? "No layers." : "");
     ui.hint.hidden = !hint;

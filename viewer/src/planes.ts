@@ -175,7 +175,13 @@ export class Plane {
     area: { first: number; width: number; y: number; height: number; right: number },
   ): boolean {
     let [at, tile] = [level, this.tile(level, x, columns, mean)];
-    // While a tile is on its way, the one above it stands in: coarser, but never blank.
+    // While a tile is on its way, the one above it stands in: coarser, but never blank. The same while
+    // more tiles have come than can be painted in one frame.
+    const late = tile && budget.paints <= 0 && !this.painted(tile, rows, look);
+    if (late && at + 1 < this.header!.levels) {
+      tile = null;
+      budget.late = true;
+    }
     while (!tile && ++at < this.header!.levels) {
       const above = this.tiles.get(`${at}/${x >> (at - level)}/${mean}`) ?? this.tiles.get(`${at}/${x >> (at - level)}/false`);
       if (above instanceof Tile) tile = above;
@@ -194,6 +200,10 @@ export class Plane {
     return at === level && tile.columns >= columns;
   }
 
+  private painted(tile: Tile, rows: number[], look: Look): boolean {
+    return tile.pictures.get(rows)?.key === `${look.norm} ${look.map} ${this.header!.version}`;
+  }
+
   private paint(tile: Tile, rows: number[], look: Look): HTMLCanvasElement {
     const key = `${look.norm} ${look.map} ${this.header!.version}`;
     tile.used = ++clock;
@@ -204,6 +214,7 @@ export class Plane {
       colours = { key, table: lookup(this.header!, rows, look.norm, look.map) };
       remember(this.colours, rows, colours, LISTS);
     }
+    budget.paints--;
     const canvas = known?.canvas ?? document.createElement("canvas");
     if (!tile.pictures.size) this.forget();
     canvas.width = tile.columns;
@@ -239,6 +250,9 @@ export class Plane {
 }
 
 let clock = 0;
+
+/** Tiles that may still be painted in this frame, and whether some had to wait for the next. */
+export const budget = { paints: 2, late: false };
 
 /** Put something into a map that holds the last few. */
 function remember<K, V>(map: Map<K, V>, key: K, value: V, most: number): void {

@@ -11,7 +11,7 @@ from torchfmri._viewer.desk import Desk
 from torchfmri._viewer.diff_board import DiffBoard
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.page import whole_page
-from torchfmri._viewer.run_board import Run, RunBoard, RunWriter, is_run
+from torchfmri._viewer.run_board import Run, RunBoard, RunView, is_run
 from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.widget import widget_of
 
@@ -28,7 +28,7 @@ __all__ = [
     "Panel",
     "Run",
     "RunBoard",
-    "RunWriter",
+    "RunView",
     "View",
     "is_run",
     "serve",

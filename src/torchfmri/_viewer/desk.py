@@ -6,6 +6,7 @@ page in one file all put the same questions, so that they show the same.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 
 from torchfmri._viewer.board import LAYERS, TRACKS, Board
 from torchfmri._viewer.tiles import Plane, Table
+from torchfmri.exceptions import InspectionError
 
 CHUNK = 2048
 """Columns whose texts are sent at once."""
@@ -43,13 +45,15 @@ class Desk:
 
     Args:
         board: What is shown.
+        version: Where the versions of planes begin. Servers begin anywhere, so that a page that
+            finds another one at the same address does not mix its codes with those it has.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, version: int = 0) -> None:
         self.board = board
         self._planes: OrderedDict[tuple[int, str, str], tuple[Plane, int]] = OrderedDict()
         self._lock = threading.RLock()
-        self._dropped = 0  # versions go on counting, so that no page takes an old one for new
+        self._dropped = version
         self._answers: dict[str, Callable[[Mapping[str, str]], Answer]] = {
             "board": self._board,
             "sequences": self._sequences,
@@ -69,6 +73,14 @@ class Desk:
         if name not in self._answers:
             raise Question(f"There is no question {name[:40]!r}: {', '.join(self._answers)}.")
         return self._answers[name](given)
+
+    def warm(self) -> None:
+        """Make what a page asks for first, so that it is there when the page comes."""
+        with contextlib.suppress(Question, InspectionError, IndexError):
+            metric = next(iter(self.board.metrics(0))).name
+            plane, _ = self.plane(0, metric, LAYERS)
+            with self._lock:
+                plane.tile(plane.levels - 1, 0)
 
     # -- questions ---------------------------------------------------------------------------
 

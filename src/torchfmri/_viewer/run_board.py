@@ -21,6 +21,7 @@ from torchfmri._files import make_folder, printable
 from torchfmri._records import UPDATES, Finding, History, Series, Step
 from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric
 from torchfmri._viewer.growing import GrowingTable
+from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.tiles import Table
 from torchfmri.exceptions import FileFormatError
 from torchfmri.statistics import Statistics
@@ -177,6 +178,49 @@ class RunWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class RunView:
+    """A run that can be looked at while it goes on: on a page, or in a file for `torchfmri view`.
+
+    It is a writer of a Monitor. Looking must not stop training: what fails here is warned of once.
+
+    Args:
+        where: True for a page of this process, else the file or folder to write the run to.
+        model: The name of the model.
+    """
+
+    def __init__(self, where: bool | str | Path, model: str) -> None:
+        self.view: View | None = None
+        self._writer: RunWriter | None = None
+        self._run = Run(model)
+        self._known: list[Any] = []
+        if where is True:
+            self.view = serve(RunBoard(run=self._run), name="Monitor")
+        else:
+            self._writer = RunWriter(Path(where), model)
+
+    def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        """Take one step."""
+        if self._writer is not None:
+            self._writer(step, found)
+        else:
+            known = len(self._run.series)
+            self._run.add(step, found)
+            if self.view is not None and len(self._run.series) != known:
+                self.view.changed()
+
+    def find(self, findings: Sequence[Finding]) -> None:
+        """Take what is wrong so far."""
+        found = [each for each in findings if each not in self._known]
+        self._known += found
+        for each in found:
+            if self._writer is not None:
+                self._writer.find(each)
+            else:
+                self._run.find(each.to_dict())
+        if found and self.view is not None:
+            self.view.changed()
 
 
 def is_run(path: Path) -> bool:

@@ -81,7 +81,7 @@ class View:
                 f"host={host!r} would let other machines in. If that is meant, say so: "
                 "remote=True (--remote). Over SSH it is not needed: forward the port."
             )
-        self.board, self.desk = board, Desk(board)
+        self.board, self.desk = board, Desk(board, secrets.randbelow(1 << 30))
         self._token = token or secrets.token_hex(16)
         self._on_prompt = on_prompt
         self._state: dict[str, Any] = {}
@@ -98,6 +98,8 @@ class View:
         )
         self._thread.start()
         started.wait(10)
+        if board.entries() and not board.live:
+            threading.Thread(target=self.desk.warm, name="torchfmri-warm", daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -122,11 +124,6 @@ class View:
         """Tell the pages that there are other sequences, metrics or findings now."""
         self.desk.drop()
         self._tell({"type": "board"})
-
-    def show(self, board: Board) -> None:
-        """Show another board to the same pages."""
-        self.board, self.desk = board, Desk(board)
-        self.changed()
 
     def open(self) -> View:
         """Open the page in a browser; returns the view itself."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import torchfmri
-from torchfmri import Anatomy, Scan, Scanner, ScannedSequence, ScanOptions, Tokens
+from torchfmri import Anatomy, Scan, ScannedSequence, Scanner, ScanOptions, Tokens
 from torchfmri._scan import LiveBoard
 from torchfmri._viewer import Desk, View
 
@@ -34,8 +34,8 @@ async def main():
             if isinstance(got, bytes):
                 total, frames = total + len(got), frames + 1
             elif json.loads(got)["type"] == "board":
-                await line.send(json.dumps({"type": "watch", "sequence": 0, "from": 0,
-                                            "metric": "activation", "planes": ["layers", "tracks"]}))
+                watched = {"metric": "activation", "planes": ["layers", "tracks"]}
+                await line.send(json.dumps({"type": "watch", "sequence": 0, "from": 0, **watched}))
 
 asyncio.run(main())
 """

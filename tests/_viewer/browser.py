@@ -59,11 +59,19 @@ class Page:
             f"() => {APP} && {APP}.stats.missing === 0 && !!{APP}.plane('layers')?.header",
             timeout=20_000,
         )
-        self.page.evaluate("() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
+        self.page.evaluate(
+            "() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))"
+        )
 
     def js(self, expression: str) -> Any:
         """The value of an expression in which `app` is the viewer."""
         return self.page.evaluate(f"() => {{ const app = {APP}; return {expression}; }}")
+
+    def until(self, expression: str, timeout: int = 30_000) -> None:
+        """Wait until an expression is true in which `app` is the viewer."""
+        self.page.wait_for_function(
+            f"() => {{ const app = {APP}; return {expression}; }}", timeout=timeout
+        )
 
     def set(self, **state: Any) -> None:
         """Change the state, and wait until it is drawn."""

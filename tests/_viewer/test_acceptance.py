@@ -122,7 +122,9 @@ def test_a_saved_page_requests_nothing(page: Page, tmp_path: Path) -> None:
     page.open(address)
     page.press("2", "ArrowDown", "x", "3", "n", "m")
     page.settle()
-    assert [each for each in page.requests if not each.startswith((address, "data:", "blob:"))] == []
+    assert [
+        each for each in page.requests if not each.startswith((address, "data:", "blob:"))
+    ] == []
 
 
 # -- 3: keyboard and accessibility ----------------------------------------------------------------
@@ -175,7 +177,7 @@ def test_every_action_has_a_key(page: Page, tmp_path: Path) -> None:
     page.press("/")
     page.page.keyboard.type("paris")
     page.press("Enter")
-    page.page.wait_for_function("() => document.getElementById('viewer').viewer.state.column > 0")
+    page.until("app.state.column > 0")
     assert b"Paris" in scan.tokens.spelling[state()["column"]]
     page.press("Escape", "d")
     assert page.page.locator(".viewer[data-theme]").count() == 1
@@ -233,7 +235,9 @@ def long_scan(tokens: int, layers: int) -> Scan:
     no = np.zeros(tokens, bool)
     spelling = tuple(b" word%d" % (at % 5000) for at in range(tokens))
     tokens_ = Tokens(np.arange(tokens), spelling, some, some, no, no)
-    return Scan(anatomy, [ScannedSequence("long", tokens_, {"activation": values}, {})], {"model": "m"})
+    return Scan(
+        anatomy, [ScannedSequence("long", tokens_, {"activation": values}, {})], {"model": "m"}
+    )
 
 
 SWEEP = """async () => {
@@ -266,7 +270,8 @@ SWEEP = """async () => {
   const sorted = [...app.stats.frames].sort((a, b) => a - b);
   loops.sort((a, b) => a - b);
   const slow = loops[Math.floor(loops.length * 0.95)] / Math.max(loops[0], 0.1);
-  return { slow, median: sorted[sorted.length >> 1], p95: sorted[Math.floor(sorted.length * 0.95)], frames: sorted.length, blank,
+  return { slow, median: sorted[sorted.length >> 1], frames: sorted.length, blank,
+           p95: sorted[Math.floor(sorted.length * 0.95)],
            held: app.plane('layers').held, fetches: app.options.transport.fetches };
 }"""
 
@@ -319,7 +324,7 @@ def test_a_deep_link_opens_to_the_same_pixels(page: Page, chromium: Any) -> None
         page.js("app.goTo('model.layers.3.mlp.up_proj', 31)")
         page.press("x")
         page.settle()
-        page.page.wait_for_function("() => location.hash.includes('voxels')")
+        page.until("location.hash.includes('voxels')")
         page.page.wait_for_timeout(250)
         address, pixels = page.page.url, page.pixels()
         with opened_page(chromium) as other:
@@ -329,7 +334,7 @@ def test_a_deep_link_opens_to_the_same_pixels(page: Page, chromium: Any) -> None
             assert np.abs(other.pixels() - pixels).max() == 0
         assert view.state["metric"] == "gradient", "Python knows what is shown"
         view.state = {"metric": "activation", "column": 5}
-        page.page.wait_for_function("() => document.getElementById('viewer').viewer.state.column === 5")
+        page.until("app.state.column === 5")
 
 
 def test_exports_hold_the_exact_values(page: Page, tmp_path: Path) -> None:
@@ -382,9 +387,7 @@ def test_copied_python_reproduces_the_view(page: Page, tmp_path: Path) -> None:
     assert names["view"]["state"]["metric"] == "gradient"
     with torchfmri.view(stored, browser=False, state=names["view"]["state"]) as again:
         page.open(again.url)
-        page.page.wait_for_function(
-            "() => document.getElementById('viewer').viewer.state.layer === 'model.layers.1.mlp'"
-        )
+        page.until("app.state.layer === 'model.layers.1.mlp'")
 
 
 # -- details --------------------------------------------------------------------------------------
@@ -396,7 +399,9 @@ def test_details_are_the_numbers_of_numpy(page: Page) -> None:
         page.open(view.url)
         page.js("app.goTo('model.layers.0.mlp', 7)")
         page.settle()
-        page.page.wait_for_function("() => document.getElementById('viewer').shadowRoot.querySelector('.status').textContent.includes('model.layers.0.mlp, token 7')")
+        page.until(
+            "app.root.querySelector('.status').textContent.includes('model.layers.0.mlp, token 7')"
+        )
         page.page.wait_for_selector(".bars button")
         said = page.text(".details")
     values = scan.values("activation", pattern="model.layers.0.mlp").values[:, 0].astype(np.float64)
@@ -414,9 +419,11 @@ def test_details_are_the_numbers_of_numpy(page: Page) -> None:
 
 def test_panels_of_other_results(page: Page) -> None:
     panels = [
-        Panel("peaks", "Peaks", "table", {"columns": ["layer", "t"], "rows": [["layers.2", 4.5], ["<b>x</b>", 1.0]]}),
+        Panel("peaks", "Peaks", "table",
+              {"columns": ["layer", "t"], "rows": [["layers.2", 4.5], ["<b>x</b>", 1.0]]}),
         Panel("curve", "Curve", "lines", {"x": [0, 1], "series": {"a": [1.0, 2.0]}}),
-        Panel("attention", "Attention", "matrix", {"rows": ["a"], "columns": ["b", "c"], "values": [[0.1, 0.9]]}),
+        Panel("attention", "Attention", "matrix",
+              {"rows": ["a"], "columns": ["b", "c"], "values": [[0.1, 0.9]]}),
         Panel("said", "Words", "text", {"text": "<i>plain</i>"}),
         Panel("new", "Unknown", "hologram", {}),
     ]  # fmt: skip
@@ -481,7 +488,9 @@ def test_a_scan_without_sequences_says_so(page: Page) -> None:
         assert "Nothing here yet" in page.text(".cover")
 
 
-def test_an_error_is_shown_and_can_be_tried_again(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_shown_and_can_be_tried_again(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = make_scan(blocks=1)._board()
     with served(board) as view:
         real = board.metrics
@@ -568,10 +577,10 @@ def test_a_thousand_sequences_are_listed_without_being_read(
         page.page.wait_for_selector(".picker button")
         assert "1,000 sequences" in page.text("[role=dialog]")
         page.page.keyboard.type("777")
-        page.page.wait_for_function("() => document.getElementById('viewer').shadowRoot.querySelectorAll('.picker button').length === 1")
+        page.until("app.root.querySelectorAll('.picker button').length === 1")
         assert set(read) == {0}, "only the one in view was read"
         page.press("Enter")
-        page.page.wait_for_function("() => document.getElementById('viewer').viewer.data.sequence.name === '777'")
+        page.until("app.data.sequence.name === '777'")
         assert set(read) == {0, 777}
 
 
@@ -587,9 +596,16 @@ def test_the_difference_of_two_scans(page: Page) -> None:
         assert "8 layers only in the second one, hatched" in said
         page.js("app.goTo('model.layers.1.mlp', 4)")
         page.settle()
-        page.page.wait_for_function("() => document.getElementById('viewer').shadowRoot.querySelector('.status').textContent.includes('layers.1.mlp, token 4')")
+        page.until(
+            "app.root.querySelector('.status').textContent.includes('layers.1.mlp, token 4')"
+        )
         shown = np.float32(page.page.locator(".value b").get_attribute("title"))
-        a, b = (each.values("activation", pattern="model.layers.1.mlp").values[4, 0] for each in (first, second))
+        a, b = (
+            each.values("activation", pattern="model.layers.1.mlp").values[4, 0]
+            for each in (first, second)
+        )
         assert shown == np.float32(b - a)
-        assert "Layers without a partner" in page.text("[data-panel=unmatched]") or "LAYERS WITHOUT" in page.text("[data-panel=unmatched]")
+        assert "Layers without a partner" in page.text(
+            "[data-panel=unmatched]"
+        ) or "LAYERS WITHOUT" in page.text("[data-panel=unmatched]")
         json.dumps(view.state)

@@ -34,9 +34,9 @@ CODES = f"""() => {{
 
 def check_columns(page: Page, view: View, count: int) -> None:
     """The page has every column once, with the byte that the server has for it."""
-    page.page.wait_for_function(f"() => {APP}.data.columns === {count}", timeout=30_000)
+    page.until(f"{APP}.data.columns === {count}", timeout=30_000)
     page.js("app.set({follow: false, first: 0, last: 0})")
-    page.page.wait_for_function(f"() => {APP}.plane('layers').header?.columns === {count}")
+    page.until(f"{APP}.plane('layers').header?.columns === {count}")
     for first in range(0, count, 500):  # look at all of them, so that tiles are there
         page.set(first=first, last=min(first + 500, count))
     plane, version = view.desk.plane(0, "activation", "layers")
@@ -79,12 +79,12 @@ def test_pausing_keeps_the_view_and_loses_nothing(page: Page) -> None:
         page.press("End", "Home")  # whoever moves is not followed
         page.page.wait_for_timeout(100)
         board.add(300)
-        page.page.wait_for_function(f"() => {APP}.data.columns === 350")
+        page.until(f"{APP}.data.columns === 350")
         assert page.js("app.state.column") == 0
         assert page.js("app.state.follow") is False
         page.press(" ")
         board.add(10)
-        page.page.wait_for_function(f"() => {APP}.state.column === 359")
+        page.until(f"{APP}.state.column === 359")
         check_columns(page, view, 360)
 
 
@@ -119,7 +119,7 @@ def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
     process, port = start_server(0, 100, 200)
     try:
         page.open(f"http://127.0.0.1:{port}/{TOKEN}/")
-        page.page.wait_for_function(f"() => {APP}.data.columns >= 150", timeout=30_000)
+        page.until(f"{APP}.data.columns >= 150", timeout=30_000)
         process.send_signal(signal.SIGKILL)
         process.wait()
         page.page.wait_for_selector(".banner:not([hidden])")
@@ -129,12 +129,14 @@ def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
         process, _ = start_server(port, shown + 20, 30)
         page.page.wait_for_selector(".banner", state="hidden", timeout=30_000)
         count = shown + 50
-        page.page.wait_for_function(f"() => {APP}.data.columns === {count}", timeout=30_000)
-        pieces = page.page.evaluate(f"() => Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)")
+        page.until(f"{APP}.data.columns === {count}", timeout=30_000)
+        pieces = page.page.evaluate(
+            f"() => Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)"
+        )
         assert pieces == [f" t{t}" for t in range(count)]
         page.set(follow=False, first=0, last=0)
         plane = f"{APP}.plane('layers')"
-        page.page.wait_for_function(f"() => {plane}.header && {plane}.header.columns === {count}")
+        page.until(f"{plane}.header && {plane}.header.columns === {count}")
         page.settle()
         header = page.js("app.plane('layers').header")
         codes = np.array(page.page.evaluate(CODES), float)
@@ -208,8 +210,8 @@ def test_a_chat_answers_and_keeps_its_scans(
     for number, prompt in enumerate(("Once upon", "The capital")):
         page.page.locator(".prompt input").fill(prompt)
         page.press("Enter")
-        page.page.wait_for_function(
-            f"() => {APP}.data.board.sequences === {number + 1} && {APP}.data.sequence?.metrics.length > 1",
+        page.until(
+            f"app.data.board.sequences === {number + 1} && app.data.sequence?.metrics.length > 1",
             timeout=60_000,
         )
         assert page.js("app.state.sequence") == number, "the newest is shown"
@@ -225,10 +227,22 @@ def test_a_chat_answers_and_keeps_its_scans(
 @pytest.mark.slow
 def test_watching_a_scan_costs_little(scanner: Scanner) -> None:
     """A page that watches must not slow the scan; the command measures it, see docs/viewer.md."""
-    script = [sys.executable, "-m", "benchmarks", "viewer", "--json", "--rounds", "3", "--tokens", "24"]
+    script = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "viewer",
+        "--json",
+        "--rounds",
+        "3",
+        "--tokens",
+        "24",
+    ]
     root = HERE.parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
-    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=root, check=True)
+    done = subprocess.run(
+        script, capture_output=True, text=True, env=environment, cwd=root, check=True
+    )
     found = json.loads(done.stdout)
     print(found)
     assert found["live_tokens"] == found["plain_tokens"]

@@ -74,7 +74,9 @@ def test_lines_that_are_added_are_seen_and_half_a_line_is_not(tmp_path: Path) ->
     assert board.length(0) == 0
     monitor = train(3)
     for step in monitor.history:
-        found = {s: monitor.history.statistics(*s, step=step.number) for s in monitor.history.series}
+        found = {
+            s: monitor.history.statistics(*s, step=step.number) for s in monitor.history.series
+        }
         view(step, found)
         board.refresh()
         plane, _ = desk.plane(0, "activations", LAYERS)
@@ -93,7 +95,9 @@ def test_lines_that_are_added_are_seen_and_half_a_line_is_not(tmp_path: Path) ->
 def test_findings_are_the_health_of_a_run(tmp_path: Path) -> None:
     monitor = train(24, rate=1e6, view=tmp_path)
     found = board_of(tmp_path).health(0)
-    assert {each.text.split(":")[0] for each in found} >= {each.problem for each in monitor.findings[:1]}
+    assert {each.text.split(":")[0] for each in found} >= {
+        each.problem for each in monitor.findings[:1]
+    }
     assert found[0].severity == "alarm"
 
 
@@ -114,11 +118,15 @@ def test_training_goes_on_where_a_run_cannot_be_written(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, view=tmp_path)
     monitor._view._writer._file.close()  # type: ignore[union-attr]
-    with pytest.warns(torchfmri.MonitorWarning, match="shows this run no longer"):
+
+    def steps() -> None:
         for _ in range(3):
             with monitor.step():
                 model(torch.randn(3, 2)).sum().backward()
                 optimizer.step()
+
+    with pytest.warns(torchfmri.MonitorWarning, match="shows this run no longer"):
+        steps()
     assert len(monitor.history) == 3
 
 
@@ -162,7 +170,7 @@ def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
         with (tmp_path / "x.run.jsonl").open("a") as file:
             for number in range(5, 305):
                 file.write(json.dumps({**json.loads(line), "step": number}) + "\n")
-        page.page.wait_for_function("() => document.getElementById('viewer').viewer.data.columns === 305")
+        page.until("app.data.columns === 305")
         page.settle()
         assert page.js("app.plane('layers').header.columns") == 305
 

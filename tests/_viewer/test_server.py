@@ -58,7 +58,9 @@ def test_answers_with_the_token(view: View) -> None:
     assert "max-age" in headers["cache-control"]
 
 
-@pytest.mark.parametrize("path", ["/", "/board", "/wrong0123456789ab/board", f"/{TOKEN[:-1]}/", "//"])
+@pytest.mark.parametrize(
+    "path", ["/", "/board", "/wrong0123456789ab/board", f"/{TOKEN[:-1]}/", "//"]
+)
 def test_no_token_no_answer(view: View, path: str) -> None:
     status, text, _ = ask(view, path)
     assert status == 403
@@ -79,7 +81,9 @@ def test_own_names_are_answered(view: View) -> None:
         assert ask(view, f"/{TOKEN}/board", Host=host, Origin=f"http://{host}")[0] == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1"]
+)
 def test_a_foreign_origin_is_refused(view: View, origin: str) -> None:
     assert ask(view, f"/{TOKEN}/board", Origin=origin)[0] == 403
 
@@ -161,7 +165,13 @@ def test_a_slow_client_is_not_waited_for_and_costs_little() -> None:
         )
         assert b"101" in slow.recv(200)
         watch = json.dumps(
-            {"type": "watch", "sequence": 0, "metric": "activation", "planes": ["layers"], "from": 0}
+            {
+                "type": "watch",
+                "sequence": 0,
+                "metric": "activation",
+                "planes": ["layers"],
+                "from": 0,
+            }
         ).encode()
         mask = b"\x00\x00\x00\x00"  # of a client's frames; this one changes nothing
         slow.sendall(bytes([0x81, 0x80 | 126]) + len(watch).to_bytes(2, "big") + mask + watch)
@@ -215,7 +225,9 @@ def test_bad_options_are_named() -> None:
             View(board, **options)  # type: ignore[arg-type]
 
 
-def test_the_server_writes_nothing(view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_writes_nothing(
+    view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("", "viewer.js", "board", "sequences", "sequence", "columns", "plane", "tile"):
         assert ask(view, f"/{TOKEN}/{path}")[0] == 200, path

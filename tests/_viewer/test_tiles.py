@@ -26,7 +26,9 @@ def read(plane: Plane, level: int, x: int, **options: bool) -> np.ndarray:
 numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.just(math.nan) | st.just(math.inf)
 
 
-@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9), elements=numbers))
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9), elements=numbers)
+)
 @pytest.mark.parametrize("metric", ["activation", "gradient"])
 def test_a_byte_is_within_half_a_step_of_its_value(metric: str, values: np.ndarray) -> None:
     plane = Plane(values, metric)
@@ -41,7 +43,9 @@ def test_a_byte_is_within_half_a_step_of_its_value(metric: str, values: np.ndarr
         error = np.abs(wanted - found)[finite]
     half = np.broadcast_to(span / 127 / 2, wanted.shape)[finite]
     assert (error <= half * (1 + 1e-4) + 1e-6).all()
-    assert (np.sign(codes.astype(int) - 128)[finite] * values.T[finite] >= 0).all(), "signs are kept"
+    assert (np.sign(codes.astype(int) - 128)[finite] * values.T[finite] >= 0).all(), (
+        "signs are kept"
+    )
 
 
 def test_resolution_of_usual_rows() -> None:
@@ -50,11 +54,11 @@ def test_resolution_of_usual_rows() -> None:
     values = random.lognormal(0, 0.5, (5000, 3)).astype(np.float32)
     linear = Plane(values, "activation")
     top = linear.tops
-    error = np.abs(decoded(linear, linear.encode(values)) - values.T)[values.T <= top[:, None]]
+    error = np.abs(decoded(linear, linear.encode(values)) - values.T)[top[:, None] >= values.T]
     assert error.max() < 0.011 * top.max()
     gradients = (10 ** random.normal(-6, 1.5, (5000, 3))).astype(np.float32)
     plane = Plane(gradients, "gradient")
-    inside = gradients.T >= plane.tops[:, None] / 100
+    inside = plane.tops[:, None] / 100 <= gradients.T
     found = decoded(plane, plane.encode(gradients))
     ratio = np.log10(found[inside] / gradients.T[inside])
     assert np.abs(ratio).max() < 0.03, "of two decades: less than two hundredths"

@@ -119,9 +119,7 @@ class DiffBoard(Board):
         """(column, row) second - first; NaN where one of them has none."""
         if plane == TRACKS:
             return self._long(self._pair[1].values(sequence, metric, plane), sequence)
-        tables = [
-            self._long(each.values(sequence, metric, plane), sequence) for each in self._pair
-        ]
+        tables = [self._long(each.values(sequence, metric, plane), sequence) for each in self._pair]
         if plane != LAYERS:
             return tables[1] - tables[0]
         result = np.full((self.length(sequence), len(self._names)), np.nan, np.float32)
@@ -146,7 +144,9 @@ class DiffBoard(Board):
         a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
         differs = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if differs is not None:
-            text = f"The texts differ from {self.axis} {differs} on: values beyond compare positions"
+            text = (
+                f"The texts differ from {self.axis} {differs} on: values beyond compare positions"
+            )
             found.append(Health(text, "warn", None, differs))
         elif len(a) != len(b):
             text = f"One has {len(a)} {self.axis}s, the other {len(b)}: the rest is hatched"
@@ -167,7 +167,7 @@ class DiffBoard(Board):
 
     def refresh(self) -> bool:
         """Look for what was added to either."""
-        return any([each.refresh() for each in self._pair])
+        return any(each.refresh() for each in self._pair)
 
     def _long(self, table: Table, sequence: int) -> NDArray[np.floating[Any]]:
         missing = self.length(sequence) - len(table)

@@ -67,7 +67,9 @@ def whole_page(board: Board, sequence: int = 0) -> str:
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     # The names of the module's exports mean nothing in a script: it puts them on the window.
     code = bundle().replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    start = 'torchfmriViewer.open(document.getElementById("viewer"), document.getElementById("data"));'
+    start = (
+        'torchfmriViewer.open(document.getElementById("viewer"), document.getElementById("data"));'
+    )
     script = f"{code}\n{start}"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src 'unsafe-inline'; "

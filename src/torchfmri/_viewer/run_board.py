@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _WHAT = {
         "root mean square",
     ),
     "gradients": Metric(
-        "gradients", "Gradients", "How strong the gradient of each layer's output is (dL/d output).",
+        "gradients", "Gradients", "How strong the gradient of each output is (dL/d output).",
         "root mean square",
     ),
     "parameters": Metric(
@@ -137,7 +137,11 @@ class Run:
             f"{finding.get('problem', '')}: {text}", str(finding.get("severity", "warn")),
             layers[0] if layers else None, column, printable(str(finding.get("advice", ""))),
         )  # fmt: skip
-        kept = [each for each in self.findings if each.text.split(":")[0] != str(found.text).split(":")[0]]
+        kept = [
+            each
+            for each in self.findings
+            if each.text.split(":")[0] != str(found.text).split(":")[0]
+        ]
         self.findings = [*kept, found]
 
     def _know(self, fresh: Sequence[Series]) -> None:
@@ -190,7 +194,7 @@ class RunView:
         model: The name of the model.
     """
 
-    def __init__(self, where: bool | str | Path, model: str) -> None:
+    def __init__(self, where: Literal[True] | str | Path, model: str) -> None:
         self.view: View | None = None
         self._writer: RunWriter | None = None
         self._run = Run(model)

@@ -16,14 +16,13 @@ import socket
 import struct
 import sys
 import threading
-import time
 import webbrowser
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from torchfmri._arguments import check_number, require
-from torchfmri._viewer.board import LAYERS, TRACKS, Board
+from torchfmri._viewer.board import TRACKS, Board
 from torchfmri._viewer.desk import Desk, Question, to_json
 from torchfmri._viewer.page import bundle, served_page
 from torchfmri.exceptions import InspectionError
@@ -182,7 +181,9 @@ class View:
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, str] | None:
         """Why a request is refused; None where it is not."""
-        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
         name = headers.get("host", "").rpartition(":")[0].strip("[]")
         if not self._remote and name not in LOOPBACK:
             return 403, "This server answers to this machine's own names only."
@@ -422,7 +423,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         raise InspectionError(
-            f"Cannot bind {host}:{port} ({error.strerror}). Choose another port; 0 takes a free one."
+            f"Cannot bind {host}:{port} ({error.strerror}). Choose another port, or 0."
         ) from error
     return bound
 
@@ -436,5 +437,5 @@ def _uvicorn_server(app: Any) -> Any:
         ws_max_size=MOST_BODY, timeout_graceful_shutdown=1, limit_concurrency=256,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined,method-assign]
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     return server

@@ -39,7 +39,7 @@ Table = NDArray[np.floating[Any]]
 
 
 class Plane:
-    """The tiles of one table, made when they are asked for.
+    r"""The tiles of one table, made when they are asked for.
 
     Args:
         values: (column, row); read, never changed.

@@ -29,7 +29,7 @@ def widget_of(board: Board, height: int = 640) -> Any:
             "Without it: torchfmri.view(scan), or scan.save_html('scan.html')."
         ) from error
 
-    class Viewer(anywidget.AnyWidget):  # type: ignore[misc]
+    class Viewer(anywidget.AnyWidget):
         _esm = bundle()
         state = traitlets.Dict().tag(sync=True)
         height = traitlets.Int(640).tag(sync=True)

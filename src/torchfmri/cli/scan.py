@@ -199,9 +199,10 @@ def _scan_prompt(
     with spoken() as speak:
 
         def on_token(token: LiveToken) -> None:
-            for each in (speak, board and board.on_token):
-                if each is not None:
-                    each(token)
+            if speak is not None:
+                speak(token)
+            if board is not None:
+                board.on_token(token)
 
         scan = scanner.scan(
             options.prompt,

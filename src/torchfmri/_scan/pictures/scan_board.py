@@ -1,4 +1,4 @@
-"""A scan on the viewer's board: its sequences, layers, voxels, curves, and what is wrong with it."""
+"""A scan on the viewer's board: its sequences, layers, voxels, curves, and what is wrong."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _curves(sequence: ScannedSequence, names: Sequence[str]) -> NDArray[np.float
     if "gradient_norm" in names:
         costs = np.asarray(sequence.layers["learning_cost"], np.float64)
         known = np.isfinite(costs)
-        total = np.sqrt(np.where(known, costs, 0.0).__pow__(2).sum(1))
+        total = np.sqrt((np.where(known, costs, 0.0) ** 2).sum(1))
         curves["gradient_norm"] = np.where(known.any(1), total, np.nan).astype(np.float32)
     return np.stack([curves[name] for name in names], 1)
 
@@ -246,9 +246,9 @@ def _broken(reading: Reading, names: Sequence[str], chosen: Sequence[int]) -> li
             layers = plural(int(bad.any(0).sum()), "layer")
             text = f"{layers} with NaN or infinite activations, {where}"
             found.append(Health(text, "alarm", layer, column))
-    with np.errstate(invalid="ignore"):
-        silent = (np.where(np.isfinite(table), table, 0) == 0).all(0) & np.isfinite(table).any(0)
-    dead = [name for name, column in zip(names, chosen, strict=True) if silent[column]]
+    known = np.isfinite(table)
+    silent = set(np.flatnonzero((np.where(known, table, 0) == 0).all(0) & known.any(0)).tolist())
+    dead = [name for name, column in zip(names, chosen, strict=True) if column in silent]
     if dead:
         text = f"{plural(len(dead), 'layer')} silent at every token: {', '.join(dead[:3])}"
         found.append(Health(text + (" …" if len(dead) > 3 else ""), "warn", dead[0]))

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         scan,
         scan_dataset,
         stream,
+        view,
     )
     from torchfmri._tokens import (
         Coverage,
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         token_losses,
     )
     from torchfmri._verify import GradientCheck, Verification, verify_gradients
+    from torchfmri._viewer import View
     from torchfmri.exceptions import (
         ExplainedError,
         FileFormatError,
@@ -164,6 +166,7 @@ __all__ = [
     "TopEntries",
     "UnsupportedLayerError",
     "Verification",
+    "View",
     "advise",
     "attribute_inputs",
     "attribute_logit",
@@ -189,6 +192,7 @@ __all__ = [
     "token_loss_dots",
     "token_losses",
     "verify_gradients",
+    "view",
 ]
 
 _NAMES = {
@@ -241,6 +245,7 @@ _NAMES = {
         "scan",
         "scan_dataset",
         "stream",
+        "view",
     ),
     "_tokens": (
         "Coverage",
@@ -258,6 +263,7 @@ _NAMES = {
         "token_losses",
     ),
     "_verify": ("GradientCheck", "Verification", "verify_gradients"),
+    "_viewer": ("View",),
     "exceptions": (
         "ExplainedError",
         "FileFormatError",

@@ -1,20 +1,16 @@
 """Pictures of a scan: their colours are the values, and nothing in them is unreadable."""
 
-import html
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import pytest
-from scans import make_anatomy, make_scan, make_sequence, make_tokens
+from scans import make_scan, make_tokens
 
 from torchfmri import Anatomy, InspectionError, LayerNotFoundError, Scan, ScannedSequence
 
@@ -513,93 +509,6 @@ def test_spans() -> None:
     assert spans(np.array([True, False, False, True])) == [
         (0, 1, True), (1, 3, False), (3, 4, True),
     ]  # fmt: skip
-
-
-# -- the page in a browser -----------------------------------------------------------------------
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-
-
-def run_chromium(tmp_path: Path, *options: str, address: str) -> str:
-    command = [
-        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000",
-        "--window-size=1200,1000", "--force-device-scale-factor=1", *options, address,
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def read_out(page: str) -> str:
-    found = re.search(r'<div id="read"[^>]*>(.*?)</div>', page, re.DOTALL)
-    assert found is not None
-    return html.unescape(re.sub(r"<[^>]+>", " ", found[1]))
-
-
-@browser
-def test_page_reads_values_and_obeys_the_keyboard(tmp_path: Path) -> None:
-    scan = make_scan(blocks=3, tokens=7)
-    path = tmp_path / "scan.html"
-    scan.save_html(path)
-    # The keys are pressed by a script: global colours, learning cost, two right, one down.
-    keys = "['n','3','ArrowRight','ArrowRight','ArrowDown']"
-    press = (
-        f"<script>for (const key of {keys}) dispatchEvent(new KeyboardEvent('keydown', {{key}}));"
-    )
-    table = "document.getElementById('table').open = true;</script></body>"
-    path.write_text(path.read_text("utf-8").replace("</body>", press + table), "utf-8")
-    address = f"{path.as_uri()}#metric=gradient&layer={quote('model.layers.1.mlp.up_proj')}&token=2"
-    page = run_chromium(tmp_path, "--dump-dom", address=address)
-    said = read_out(page)
-    value = scan.values("learning_cost", pattern="model.layers.2.mlp.up_proj").values[4, 0]
-    assert "model.layers.2.mlp.up_proj (Linear)" in said
-    assert "token 4 “France” (generated)" in said
-    shown = float(re.search(r"learning cost ([\d.e-]+)", said)[1])
-    assert shown == pytest.approx(float(value), rel=6e-4)
-    shown = float(re.search(r"surprisal ([\d.e-]+)", said)[1])
-    assert shown == pytest.approx(float(scan.tokens.surprisal[4]), rel=6e-4)
-    assert re.search(r'<button[^>]*aria-pressed="true"[^>]*>learning cost<', page)
-    assert re.search(r'<button[^>]*aria-pressed="true"[^>]*>global<', page)
-    cells = re.findall(r"<td>([^<]*)</td>", page)
-    assert len(cells) == 7 * (1 + len(scan.layers)), "the same data as a table"
-    assert cells.count("no value") >= len(scan.layers)
-
-
-@browser
-def test_pixels_of_the_page_have_the_colour_of_their_value(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    scan = make_scan(blocks=3, tokens=7)
-    path = tmp_path / "scan.html"
-    scan.save_html(path)
-    # Only the picture, from the upper left corner on, without the crosshair.
-    alone = "<style>body{margin:0}body>*:not(.map){display:none!important}</style></head>"
-    moved = "<script>set({row: 0, col: 6}); document.title = canvas.dataset.tops</script></body>"
-    text = path.read_text("utf-8").replace("</head>", alone).replace("</body>", moved)
-    path.write_text(text, "utf-8")
-    shot = tmp_path / "page.png"
-    dom = run_chromium(tmp_path, "--dump-dom", address=path.as_uri())
-    run_chromium(tmp_path, f"--screenshot={shot}", address=path.as_uri())
-    found = re.search(r'data-left="(\d+)" data-cell="(\d+)" data-tops="([\d ]+)"', dom)
-    left, cell = int(found[1]), int(found[2])
-    rows = [int(top) for top in found[3].split()]
-    pixels = np.asarray(image.open(shot).convert("RGB")).astype(int)
-    names, values = scan.values("activation")
-    colours = matplotlib.colormaps["viridis"]
-    for top, layer in list(zip(rows, by_kind(names), strict=True))[1:]:
-        row = values[:, names.index(layer)].astype(float)
-        for token in range(6):
-            expected = np.array(colours(min(row[token] / row_top(row), 1.0))[:3]) * 255
-            pixel = pixels[top + 3, left + token * cell + cell // 2]
-            assert np.abs(pixel - expected).max() <= 5, (layer, token)
-
-
-@browser
-def test_page_without_tokens_says_so(tmp_path: Path) -> None:
-    anatomy = make_anatomy(1)
-    Scan(anatomy, [make_sequence(anatomy, 0)], {}).save_html(tmp_path / "scan.html")
-    address = (tmp_path / "scan.html").as_uri()
-    assert "no tokens" in read_out(run_chromium(tmp_path, "--dump-dom", address=address))
 
 
 def test_plot_layers_of_gradients_is_over_the_positions_that_the_loss_reaches() -> None:

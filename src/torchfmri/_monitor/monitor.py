@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 import weakref
 from collections import deque
@@ -16,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._arguments import check_each, check_flag, check_number, check_scalar, check_scaler
+from torchfmri._arguments import (
+    check_each,
+    check_flag,
+    check_number,
+    check_scalar,
+    check_scaler,
+    require,
+)
 from torchfmri._diagnosis import LiveDiagnosis, describe
 from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
 from torchfmri._model import (
@@ -38,6 +47,7 @@ from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, HistoryFolder, Series, Step
+from torchfmri._viewer import RunView, View
 from torchfmri.exceptions import MEANT_FOR_THE_USER, GuardError, InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization import history_plots
@@ -45,6 +55,8 @@ from torchfmri.visualization import history_plots
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_JUDGED = 8
+"""Watched steps between two looks at what is wrong, for whoever looks at the run."""
 UNREAD = 8
 """How many steps may wait for an accelerator before it is waited for."""
 Writer = Callable[[Step, Mapping[Series, Statistics]], None]
@@ -95,6 +107,9 @@ class Monitor:
             on_nonfinite is "continue" by default.
         folder: A folder to write every watched step to while the model trains, for
             `torchfmri.History.load` and `torchfmri.compare`; one run per folder.
+        view: True shows the run in a browser while it goes on (extra `viewer`). A file or a folder
+            has it written there instead, for `torchfmri view` in another process. Only the first of
+            several processes does either.
 
     Example:
         >>> import torch
@@ -129,6 +144,7 @@ class Monitor:
         on_nonfinite: str | None = None,
         incidents: str | Path | Incidents | None = None,
         folder: str | Path | None = None,
+        view: bool | str | Path = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
@@ -177,11 +193,41 @@ class Monitor:
         self._folder = None if folder is None else HistoryFolder(folder, findings)
         if self._folder is not None:
             self._writers.append(self._folder)
+        self._view = self._open_view(view)
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "attached" if self._attached else "not attached"
         kind, layers = type(unwrap(self.model)).__name__, len(self._plan.modules)
         return f"<Monitor of {kind}: {layers} layers, {state}, {self._number} steps>"
+
+    def _open_view(self, view: bool | str | Path) -> RunView | None:
+        shown = isinstance(view, bool | str | Path)
+        require(shown, "view", view, "True for a page, or a file or folder to write the run to")
+        if view is False or switched_off() or os.environ.get("RANK", "0") != "0":
+            return None
+        return RunView(view, type(unwrap(self.model)).__name__)
+
+    @property
+    def view(self) -> View | None:
+        """The page of this run; None without `view=True`."""
+        return self._view.view if self._view is not None else None
+
+    def _show(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        if self._view is None:
+            return
+        self._looking(lambda view: view(step, found))
+        if len(self._history) % _JUDGED == 0 or (step.has_loss and not math.isfinite(step.loss)):
+            self._looking(lambda view: view.find(self._live.findings()))
+
+    def _looking(self, act: Callable[[RunView], None]) -> None:
+        """Show something; a failure ends the showing, and nothing else."""
+        if self._view is None:
+            return
+        try:
+            act(self._view)
+        except Exception as error:
+            self._view = None
+            self._warn("shows this run no longer; training goes on.", error)
 
     # -- following the loop ------------------------------------------------------------------
 
@@ -210,6 +256,7 @@ class Monitor:
         self._drain(wait=True)
         if self._folder is not None:
             self._safely(self._folder.flush)
+        self._looking(lambda view: view.find(self._live.findings()))
 
     @kept_whole
     def _take_off(self) -> None:
@@ -513,6 +560,7 @@ class Monitor:
         for write in self._writers if fresh else ():
             if isinstance(write, FindingsWriter):
                 write.found(step, fresh)
+        self._show(step, found)
 
     @property
     def findings(self) -> list[Finding]:

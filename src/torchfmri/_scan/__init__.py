@@ -16,6 +16,7 @@ from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
 from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
+from torchfmri._scan.run.live_board import LiveBoard
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.model_call import device_of, logits_of, refuse_unknown_ids, takes
 from torchfmri._scan.run.prompt import Prompt, encode
@@ -26,10 +27,12 @@ from torchfmri._scan.scan_record import Scan
 from torchfmri._scan.store.repair import Repair, repair
 from torchfmri._scan.store.saving import require_replaceable
 from torchfmri._scan.two_scans import contrast
+from torchfmri._scan.viewing import board_of, view
 
 __all__ = [
     "Anatomy",
     "DatasetScan",
+    "LiveBoard",
     "LiveToken",
     "Prompt",
     "Reading",
@@ -43,6 +46,7 @@ __all__ = [
     "Tokens",
     "attribute_inputs",
     "attribute_logit",
+    "board_of",
     "contrast",
     "device_of",
     "encode",
@@ -60,4 +64,5 @@ __all__ = [
     "scan_rows",
     "stream",
     "takes",
+    "view",
 ]

@@ -9,12 +9,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from torchfmri._arguments import check_file, is_whole, require
+from torchfmri._arguments import check_file, check_number, is_whole, require
 from torchfmri._contrast import GLM, Classification, Contrast, TestOptions, classify, compare
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
-from torchfmri._scan.pictures import page
 from torchfmri._scan.pictures.readouts import ReadoutMethods
+from torchfmri._scan.pictures.scan_board import ScanBoard
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scan.prompts.first_level import fit_glm
 from torchfmri._scan.prompts.prompt_values import Question, Source, has_vectors, tabulate
@@ -28,6 +28,7 @@ from torchfmri._scan.store.stored_sequences import StoredSequences
 from torchfmri._scan.store.tables import to_dataframe
 from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural, printable, shorten
+from torchfmri._viewer import Entry, whole_page, widget_of
 from torchfmri.exceptions import FileFormatError, InspectionError
 from torchfmri.visualization import check_picture
 
@@ -527,7 +528,7 @@ class Scan(ReadoutMethods):
     def save_html(
         self, path: str | Path, *, sequence: int | None = None, layers: Pattern = "*"
     ) -> None:
-        """Write a page to look at a sequence in: one file that needs nothing else.
+        """Write the viewer's page of a sequence: one file that needs nothing else.
 
         Args:
             path: Where to.
@@ -535,9 +536,31 @@ class Scan(ReadoutMethods):
             layers: A pattern, or several.
         """
         target = check_file("path", path)
-        text = page.scan_page(self._reading(sequence), layers)
+        reading = self._reading(sequence)
+        board = self._board(reading.columns(layers))
+        number = 0 if sequence is None else range(len(self))[sequence]
         with new_file(target) as new:
-            new.write_text(text, encoding="utf-8")
+            new.write_text(whole_page(board, number), encoding="utf-8")
+
+    def widget(self, *, height: int = 640) -> Any:
+        """The viewer in a notebook; `widget.state` is what it shows, and can be set.
+
+        Its data come through the kernel, so it works wherever the notebook does. Needs the extra
+        `notebook`. Where widgets cannot be shown, use `save_html`.
+
+        Args:
+            height: In pixels.
+        """
+        check_number("height", height, 200, "the height in pixels, from 200")
+        return widget_of(self._board(), height)
+
+    def _board(self, columns: Sequence[int] | None = None) -> ScanBoard:
+        """What the viewer shows of this scan: all layers, or those of some columns."""
+        if isinstance(self._sequences, StoredSequences):
+            known = [Entry(e.name, e.tokens, e.condition) for e in self._sequences.entries]
+            return ScanBoard(self, known, self._sequences.folder, columns)
+        known = [Entry(each.name, len(each), each.condition) for each in self]
+        return ScanBoard(self, known, None, columns)
 
     # -- on disk ---------------------------------------------------------------------------------
 

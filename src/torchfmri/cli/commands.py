@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from torchfmri import __version__
 from torchfmri._text import printable, terminal_text
 from torchfmri.cli import (
+    chat,
     compare,
     contrast,
     cost,
@@ -32,6 +33,7 @@ from torchfmri.cli import (
     routing,
     scan,
     verify,
+    view,
 )
 from torchfmri.exceptions import InspectionError
 
@@ -79,6 +81,18 @@ COMMANDS = (
         "what each layer would say next, and which heads, MLPs and input tokens made a logit",
         lens.add_arguments,
         lens.run,
+    ),
+    Command(
+        "view",
+        "look at a scan, at two, or at a training run in a browser",
+        view.add_arguments,
+        view.run,
+    ),
+    Command(
+        "chat",
+        "type a prompt into a page and watch the model answer, layer by layer",
+        chat.add_arguments,
+        chat.run,
     ),
     Command(
         "cost",

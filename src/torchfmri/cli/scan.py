@@ -18,6 +18,7 @@ from torchfmri._arguments import check_number, require
 from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
     DatasetScan,
+    LiveBoard,
     LiveToken,
     Reading,
     Row,
@@ -29,12 +30,13 @@ from torchfmri._scan import (
     scan_rows,
 )
 from torchfmri._text import Progress, plural, printable
+from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture
 
 Result = tuple[dict[str, Any], str, int]
-_PROMPT_ONLY = ("--picture", "--page", "--overwrite")
 _DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--strict")
+_PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
 _LOG_SECONDS = 30.0
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -56,6 +58,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the folder (--prompt)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the brain (--prompt)")
     parser.add_argument("--page", type=Path, metavar="FILE.html", help="write a page (--prompt)")
+    parser.add_argument(
+        "--live", action="store_true", help="watch it in a browser, until Ctrl-C (--prompt)"
+    )
     _add_generation(parser)
     _add_measurement(parser)
     rows = parser.add_argument_group("datasets")
@@ -70,6 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     rows.add_argument(
         "--strict", action="store_true", help="stop at the first row that cannot be scanned"
     )
+    add_server_arguments(parser)
 
 
 def _add_generation(parser: ArgumentParser) -> None:
@@ -203,15 +209,40 @@ def _device(wanted: str | None) -> str | None:
 
 
 def _run_prompt(options: Namespace, scanner: Scanner, generate: dict[str, Any]) -> Result:
+    if not options.live:
+        return _scan_prompt(options, scanner, generate)
+    anatomy, meta = scanner.describe(options.prompt, options.max_new_tokens, chat=options.chat)
+    board = LiveBoard(anatomy, meta)
+    with served(options, board, "scan") as view:
+        board.changed = view.changed
+        board.begin("live")
+        result = _scan_prompt(options, scanner, generate, board)
+        _say("done; the page stays until Ctrl-C")
+        view.wait()
+    return result
+
+
+def _scan_prompt(
+    options: Namespace, scanner: Scanner, generate: dict[str, Any], board: LiveBoard | None = None
+) -> Result:
     with spoken() as speak:
+
+        def on_token(token: LiveToken) -> None:
+            if speak is not None:
+                speak(token)
+            if board is not None:
+                board.on_token(token)
+
         scan = scanner.scan(
             options.prompt,
             options.max_new_tokens,
             chat=options.chat,
             seed=options.seed,
-            on_token=speak,
+            on_token=on_token if speak is not None or board is not None else None,
             generate=generate,
         )
+    if board is not None:
+        board.finish(scan)
     lines = [scan[0].text, "", scan.table(), ""]
     files = _write(options, scan)
     lines += [f"wrote {path}" for path in files]

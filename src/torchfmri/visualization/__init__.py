@@ -18,7 +18,6 @@ from torchfmri.visualization._figure import (
     save_figure,
 )
 from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
-from torchfmri.visualization._scan_page import render
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
 from torchfmri.visualization.attention_plots import plot_attention, plot_heads
 from torchfmri.visualization.diagnosis_plots import plot_diagnosis
@@ -81,7 +80,6 @@ __all__ = [
     "plot_token_bars",
     "plot_tradeoff",
     "plots",
-    "render",
     "save",
     "save_figure",
     "scale_colours",

@@ -1,0 +1,255 @@
+"""A scan on the viewer's board: its sequences, layers, voxels, curves, and what is wrong."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.pictures.summary import failed_checks
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.reading import Reading, metrics_of, voxel_name
+from torchfmri._scan.record.sequence import ScannedSequence, Tokens
+from torchfmri._text import layer_label, plural, printable
+from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
+
+METRICS = {
+    "activation": Metric(
+        "activation", "Activation", "How strongly each layer responds to each token.",
+        "root mean square of the layer's output",
+    ),
+    "gradient": Metric(
+        "gradient", "Gradient", "How much the loss would change with the layer's output there.",
+        "norm of dL/d output",
+    ),
+    "learning_cost": Metric(
+        "learning_cost", "Learning cost",
+        "How far this token alone would move the layer's weights; of a block, of all inside it.",
+        "norm of dL/d parameters",
+    ),
+    "delta_sc": Metric(
+        "delta_sc", "Activation vs gradient",
+        "Above 0: loud, though the loss hardly depends on it. Below 0: quiet, but it matters.",
+        "z(activation) − z(gradient)", signed=True,
+    ),
+}  # fmt: skip
+CURVES = {
+    "surprisal": Metric("surprisal", "Surprisal", "How unexpected the token was.", "nats"),
+    "entropy": Metric("entropy", "Entropy", "How undecided the model was before it.", "nats"),
+    "gradient_norm": Metric(
+        "gradient_norm", "Gradient norm", "Norm of this token's gradient, all layers together.",
+        "norm of dL/d parameters",
+    ),
+}  # fmt: skip
+LONGEST = 400
+"""Characters of a token that are sent; the rest is counted."""
+_KEPT = 4
+
+
+class Scanned(Protocol):
+    """What the board needs of a scan."""
+
+    anatomy: Anatomy
+    meta: Mapping[str, Any]
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> ScannedSequence: ...
+    def refresh(self) -> int:
+        """How many sequences were added."""
+        ...
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be read."""
+        ...
+
+
+class ScanBoard(Board):
+    """The board of a scan.
+
+    Args:
+        scan: What is shown.
+        entries: What is known of its sequences without reading them.
+        path: Where it is stored, for "copy Python".
+        layers: The columns of the layers that are shown; all by default.
+        panels: Further panels.
+    """
+
+    def __init__(
+        self,
+        scan: Scanned,
+        entries: Sequence[Entry],
+        path: Path | None = None,
+        layers: Sequence[int] | None = None,
+        panels: Sequence[Panel] = (),
+    ) -> None:
+        self.scan, self.path = scan, path
+        self._entries, self._panels = list(entries), tuple(panels)
+        count = len(scan.anatomy.layers)
+        self._chosen = list(range(count)) if layers is None else list(layers)
+        self._names = [layer_label(scan.anatomy.layers[each]) for each in self._chosen]
+        self._readings: OrderedDict[int, Reading] = OrderedDict()
+
+    @property
+    def id(self) -> str:
+        """The path, or the object itself."""
+        return str(self.path or f"memory-{id(self.scan)}")
+
+    @property
+    def layers(self) -> Sequence[str]:
+        """The names, in model order."""
+        return self._names
+
+    @property
+    def types(self) -> Sequence[str]:
+        """The type of each layer's module."""
+        return [self.scan.anatomy.types[each] for each in self._chosen]
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """How many voxels each layer has."""
+        counts = np.bincount(self.scan.anatomy.layer, minlength=len(self.scan.anatomy.layers))
+        return [int(counts[each]) for each in self._chosen]
+
+    def about(self) -> dict[str, Any]:
+        """What the head of the page says."""
+        meta = self.scan.meta
+        place = f"torchfmri.load({str(self.path)!r})" if self.path else "scan"
+        missed = meta.get("missed") or {}
+        notes = [f"not read: {each}" for each in self.scan.problems]
+        if missed:
+            number = plural(len(missed), "layer")
+            notes.append(f"{number} not captured; scan.table() names them")
+        return {
+            "title": self.path.name if self.path else "scan",
+            "model": printable(str(meta.get("model") or "a model")),
+            "loss": printable(str(meta.get("loss") or "")),
+            "notes": [printable(note) for note in notes],
+            "python": place,
+        }
+
+    def entries(self) -> Sequence[Entry]:
+        """The sequences, without reading them."""
+        return self._entries
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence has."""
+        return self._entries[sequence].columns
+
+    def reading(self, sequence: int) -> Reading:
+        """One sequence; the last few stay in memory."""
+        if sequence not in self._readings:
+            found = Reading(self.scan.anatomy, self.scan[sequence], self.scan.meta)
+            self._readings[sequence] = found
+            while len(self._readings) > _KEPT:
+                self._readings.popitem(last=False)
+        return self._readings[sequence]
+
+    def metrics(self, sequence: int) -> Sequence[Metric]:
+        """What was measured per layer."""
+        return [METRICS[name] for name in self.reading(sequence).metrics if name in METRICS]
+
+    def tracks(self, sequence: int) -> Sequence[Metric]:
+        """Surprisal, entropy, and the norm of the token's gradient where it was measured."""
+        measured = "learning_cost" in self.reading(sequence).sequence.layers
+        return [each for name, each in CURVES.items() if measured or name != "gradient_norm"]
+
+    def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
+        """The texts of some tokens."""
+        return token_columns(self.reading(sequence).sequence.tokens, first, last)
+
+    def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:
+        """(token, row) the values of a plane."""
+        reading = self.reading(sequence)
+        if plane == TRACKS:
+            return _curves(reading.sequence, [each.name for each in self.tracks(sequence)])
+        if plane == LAYERS:
+            table = reading.whole(metric)
+            everything = len(self._chosen) == table.shape[1]
+            return table if everything else table[:, self._chosen]
+        place = self.scan.anatomy.voxels_of(self._layer(plane))
+        if metric not in metrics_of(reading.sequence, "voxel"):
+            raise LookupError(f"the voxels have {metrics_of(reading.sequence, 'voxel')}")
+        return reading.table(metric, "voxel")[:, place]
+
+    def names(self, plane: str) -> Sequence[str]:
+        """The names of the rows of a plane."""
+        if plane in (LAYERS, TRACKS):
+            return self._names if plane == LAYERS else list(CURVES)
+        layer = self._layer(plane)
+        place = self.scan.anatomy.voxels_of(layer)
+        found = (voxel_name(self.scan.anatomy, each) for each in range(place.start, place.stop))
+        return [plane + name[len(layer) :] for name in found]
+
+    def health(self, sequence: int) -> Sequence[Health]:
+        """Where values are not finite, what stayed silent, and checks that failed."""
+        reading = self.reading(sequence)
+        found = [*_broken(reading, self._names, self._chosen)]
+        found += [Health(text, "warn") for text in failed_checks(reading.sequence)]
+        found += [Health(text, "inform") for text in reading.sequence.unmeasured]
+        return found
+
+    def panels(self, sequence: int) -> Sequence[Panel]:
+        """Those that were handed over."""
+        return self._panels
+
+    def _layer(self, label: str) -> str:
+        return self.scan.anatomy.layers[self._chosen[self._names.index(label)]]
+
+
+def token_columns(tokens: Tokens, first: int, last: int) -> dict[str, Any]:
+    """The texts of some tokens; one that is no character by itself is its bytes in hexadecimal."""
+    pieces = [
+        _cut(piece) if piece or not spelt else f"‹{spelt[:8].hex(' ')}›"
+        for piece, spelt in zip(tokens.pieces[first:last], tokens.spelling[first:last], strict=True)
+    ]
+    return {
+        "pieces": pieces,
+        "ids": tokens.ids[first:last].tolist(),
+        "generated": tokens.generated[first:last].astype(int).tolist(),
+        "special": tokens.special[first:last].astype(int).tolist(),
+    }
+
+
+def _cut(piece: str) -> str:
+    return piece if len(piece) <= LONGEST else f"{piece[:LONGEST]}… ({len(piece):,} characters)"
+
+
+def _curves(sequence: ScannedSequence, names: Sequence[str]) -> NDArray[np.float32]:
+    curves = {"surprisal": sequence.tokens.surprisal, "entropy": sequence.tokens.entropy}
+    if "gradient_norm" in names:
+        costs = np.asarray(sequence.layers["learning_cost"], np.float64)
+        known = np.isfinite(costs)
+        total = np.sqrt((np.where(known, costs, 0.0) ** 2).sum(1))
+        curves["gradient_norm"] = np.where(known.any(1), total, np.nan).astype(np.float32)
+    return np.stack([curves[name] for name in names], 1)
+
+
+def _broken(reading: Reading, names: Sequence[str], chosen: Sequence[int]) -> list[Health]:
+    """Where an activation is not finite although others of its token and its layer are."""
+    table = reading.sequence.layers.get("activation")
+    if table is None or not table.size:
+        return []
+    finite = np.isfinite(table[:, list(chosen)] if len(chosen) != table.shape[1] else table)
+    found = []
+    if not finite.all():
+        bad = ~finite & finite.any(1)[:, None]
+        bad[:, ~finite.any(0)] = False
+        if bad.any():
+            column = int(bad.any(1).argmax())
+            layer = names[int(bad[column].argmax())]
+            where = f"first at {layer}, token {column}"
+            layers = plural(int(bad.any(0).sum()), "layer")
+            text = f"{layers} with NaN or infinite activations, {where}"
+            found.append(Health(text, "alarm", layer, column))
+    known = np.isfinite(table)
+    silent = set(np.flatnonzero((np.where(known, table, 0) == 0).all(0) & known.any(0)).tolist())
+    dead = [name for name, column in zip(names, chosen, strict=True) if column in silent]
+    if dead:
+        text = f"{plural(len(dead), 'layer')} silent at every token: {', '.join(dead[:3])}"
+        found.append(Health(text + (" …" if len(dead) > 3 else ""), "warn", dead[0]))
+    return found

@@ -1,0 +1,142 @@
+"""A scan on the viewer's board while it is being made: tokens as they come, then the whole scan."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._scan.pictures.scan_board import CURVES, METRICS, ScanBoard, token_columns
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.sequence import ScannedSequence, Tokens
+from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.scan_record import Scan
+from torchfmri._viewer import LAYERS, TRACKS, Entry, GrowingTable, Health, Metric
+
+
+class _Coming:
+    """A sequence whose tokens are coming."""
+
+    def __init__(self, name: str, anatomy: Anatomy) -> None:
+        self.name = name
+        self.layers = GrowingTable(len(anatomy.layers))
+        self.voxels = GrowingTable(len(anatomy.layer))
+        self.curves = GrowingTable(2)
+        self.tokens: list[LiveToken] = []
+
+    def add(self, token: LiveToken) -> None:
+        self.layers.append(token.activation)
+        self.voxels.append(token.voxels)
+        self.curves.append(np.array([token.surprisal, token.entropy], np.float32))
+        self.tokens.append(token)  # last: its length is that of the sequence
+
+
+class LiveBoard(ScanBoard):
+    """Sequences that were scanned, and behind them the one that is being scanned.
+
+    Hand `on_token` to a scan; when it is done, hand the result to `finish`.
+
+    Args:
+        anatomy: That of the model.
+        meta: What is measured and how.
+        changed: Called when there is another sequence, or more is known of the last one.
+    """
+
+    live = True
+
+    def __init__(
+        self, anatomy: Anatomy, meta: Mapping[str, Any],
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._done: list[ScannedSequence] = []
+        super().__init__(Scan(anatomy, self._done, meta), [])
+        self._coming: _Coming | None = None
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self.changed = changed
+
+    @property
+    def id(self) -> str:
+        """Another for each process: what came live is gone with it."""
+        return self._id
+
+    def begin(self, name: str) -> None:
+        """A sequence begins."""
+        with self._lock:
+            self._coming = _Coming(name, self.scan.anatomy)
+        self.changed()
+
+    def on_token(self, token: LiveToken) -> None:
+        """A token has come; only the first sequence of a batch is shown live."""
+        if self._coming is not None and token.row == 0:
+            self._coming.add(token)
+
+    def finish(self, scan: Scan | None) -> None:
+        """The sequence is scanned: gradients are known, too. None: it failed, and is dropped."""
+        with self._lock:
+            self._coming = None
+            if scan is not None:
+                self.scan.meta = scan.meta
+                self._done.extend(scan)
+            self._entries = [Entry(each.name, len(each), each.condition) for each in self._done]
+        self.changed()
+
+    def entries(self) -> Sequence[Entry]:
+        """Those that are scanned, and the one that is coming."""
+        coming = self._coming
+        now = [Entry(coming.name, len(coming.tokens))] if coming is not None else []
+        return [*self._entries, *now]
+
+    def _now(self, sequence: int) -> _Coming | None:
+        return self._coming if sequence >= len(self._entries) else None
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence has now."""
+        now = self._now(sequence)
+        return super().length(sequence) if now is None else len(now.tokens)
+
+    def metrics(self, sequence: int) -> Sequence[Metric]:
+        """Activations alone, until the sequence is finished."""
+        live = self._now(sequence) is not None
+        return [METRICS["activation"]] if live else super().metrics(sequence)
+
+    def tracks(self, sequence: int) -> Sequence[Metric]:
+        """Surprisal and entropy; the gradient's norm when it is known."""
+        if self._now(sequence) is None:
+            return super().tracks(sequence)
+        return [each for each in CURVES.values() if each.name != "gradient_norm"]
+
+    def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
+        """The texts of some tokens."""
+        now = self._now(sequence)
+        if now is None:
+            return super().columns(sequence, first, last)
+        # A character may have begun some tokens earlier.
+        start = max(0, first - 4)
+        tokens = now.tokens[start:last]
+        flags = np.array([each.generated for each in tokens], bool)
+        none = np.zeros(len(tokens), np.float32)
+        ids = np.array([each.id for each in tokens], np.int64)
+        spelt = tuple(each.spelling for each in tokens)
+        piece = Tokens(ids, spelt, none, none, flags, flags & False)
+        return token_columns(piece, first - start, last - start)
+
+    def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:
+        """(token, row) the values of a plane."""
+        now = self._now(sequence)
+        if now is None:
+            return super().values(sequence, metric, plane)
+        length = len(now.tokens)
+        if plane == TRACKS:
+            return now.curves.values[:length]
+        if plane == LAYERS:
+            return now.layers.values[:length]
+        return now.voxels.values[:length, self.scan.anatomy.voxels_of(self._layer(plane))]
+
+    def health(self, sequence: int) -> Sequence[Health]:
+        """Judged when the sequence is finished."""
+        return () if self._now(sequence) is not None else super().health(sequence)

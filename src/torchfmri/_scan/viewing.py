@@ -1,0 +1,72 @@
+"""Looking at scans and training runs in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torchfmri._arguments import check_flag, require
+from torchfmri._records import History
+from torchfmri._scan.loading import load
+from torchfmri._scan.scan_record import Scan
+from torchfmri._viewer import Board, DiffBoard, Run, RunBoard, View, is_run, serve
+from torchfmri.exceptions import InspectionError
+
+Viewed = Scan | History | str | PathLike[str]
+
+
+def view(
+    what: Viewed,
+    other: Viewed | None = None,
+    *,
+    browser: bool = True,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    remote: bool = False,
+    state: Mapping[str, Any] | None = None,
+) -> View:
+    """Show a scan or a training run in a browser, and return the view, which serves until closed.
+
+    Args:
+        what: A `Scan`, the folder of one, the `History` of a Monitor, or a run that a Monitor
+            writes (`Monitor(view="runs")`), also while it trains.
+        other: Another scan: the page shows `other` - `what`, layer by layer, token by token.
+        browser: Whether to open a browser; the address is printed in any case.
+        host: What to bind to; other addresses than this machine's own need `remote`.
+        port: 0 takes a free one.
+        token: What the address starts with, 16 letters and digits or more; random by default.
+        remote: Whether other machines may connect. Nothing is encrypted.
+        state: What to show first, such as `view.state` of another time.
+
+    Raises:
+        FileFormatError: The path holds neither a scan nor a run.
+        ImportError: starlette and uvicorn are missing (extra `viewer`).
+    """
+    check_flag("browser", browser)
+    check_flag("remote", remote)
+    board = board_of(what)
+    if other is not None:
+        board = DiffBoard(board, board_of(other))
+    shown = serve(board, host=host, port=port, token=token, remote=remote, browser=browser)
+    if state is not None:
+        shown.state = dict(state)
+    return shown
+
+
+def board_of(what: Viewed) -> Board:
+    """What the viewer shows of a scan, a history, or the path of a scan or a run."""
+    if isinstance(what, Scan):
+        return what._board()
+    if isinstance(what, History):
+        return RunBoard(run=Run.of_history(what))
+    meaning = "give a Scan, a Monitor's history, or the path of a scan or a run"
+    require(isinstance(what, str | PathLike), "what", what, meaning)
+    path = Path(what)
+    if is_run(path):
+        return RunBoard(path)
+    if path.is_dir() and not any(path.iterdir()):
+        raise InspectionError(f"{str(path)!r} is empty: neither a scan nor a run is in it.")
+    return load(path)._board()

@@ -1,0 +1,37 @@
+"""The viewer: a page for a scan or a training run, live and replayed, the same in a notebook.
+
+`board` is what can be shown, whatever it comes from; a new kind of result becomes visible by a
+subclass of `Board`, and further data of a known one by a `Panel`. `tiles` makes pictures of tables,
+`desk` answers a page's questions, `server` puts them on a port of this machine, `widget` into a
+notebook, `page` into one file. The page itself is TypeScript in `viewer/`, built into `static/`.
+"""
+
+from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
+from torchfmri._viewer.desk import Desk
+from torchfmri._viewer.diff_board import DiffBoard
+from torchfmri._viewer.growing import GrowingTable
+from torchfmri._viewer.page import whole_page
+from torchfmri._viewer.run_board import Run, RunBoard, RunView, is_run
+from torchfmri._viewer.server import View, serve
+from torchfmri._viewer.widget import widget_of
+
+__all__ = [
+    "LAYERS",
+    "TRACKS",
+    "Board",
+    "Desk",
+    "DiffBoard",
+    "Entry",
+    "GrowingTable",
+    "Health",
+    "Metric",
+    "Panel",
+    "Run",
+    "RunBoard",
+    "RunView",
+    "View",
+    "is_run",
+    "serve",
+    "whole_page",
+    "widget_of",
+]

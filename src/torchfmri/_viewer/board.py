@@ -1,0 +1,164 @@
+"""A board: what the viewer shows, whatever it comes from.
+
+A board has sequences; a sequence has columns (tokens, or steps of a training run) and planes:
+"layers", "tracks" (curves above the columns), and one plane for the voxels of each layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchfmri._viewer.tiles import Table
+
+LAYERS, TRACKS = "layers", "tracks"
+KINDS = ("table", "lines", "matrix", "text")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that can be shown as colours.
+
+    Attributes:
+        name: As in `Scan.values`.
+        title: On its button.
+        meaning: One sentence for somebody who sees it for the first time.
+        unit: What a value is, for the colour bar.
+        signed: Whether it compares, so that colours go both ways from 0.
+        linear: Whether colours follow the value, not its logarithm.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    unit: str = ""
+    signed: bool = False
+
+
+@dataclass(frozen=True)
+class Health:
+    """One finding of the health strip; a click goes to its layer and column.
+
+    Attributes:
+        text: What is wrong.
+        severity: "alarm", "warn" or "inform".
+        layer: Where, or None.
+        column: At which token or step, or None.
+        advice: What to do.
+    """
+
+    text: str
+    severity: str = "warn"
+    layer: str | None = None
+    column: int | None = None
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A further panel of the page: the seam for what other results bring.
+
+    Attributes:
+        name: What identifies it.
+        title: Above it.
+        kind: How `data` is drawn. "table": `columns` (names) and `rows` (lists of cells); a cell
+            that is a layer's name is a link to it. "lines": `x` and `series` (name -> values).
+            "matrix": `rows`, `columns` (names) and `values` (row, column), with `signed`.
+            "text": `text`.
+        data: What is drawn.
+    """
+
+    name: str
+    title: str
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The panel as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a sequence without reading it."""
+
+    name: str
+    columns: int
+    condition: str = ""
+
+
+class Board(ABC):
+    """What the page asks for. A new kind of result becomes visible by one subclass of this."""
+
+    kind = "scan"
+    """"scan", "run" or "diff": what the page calls things."""
+    axis = "token"
+    """What a column is."""
+    live = False
+    """Whether columns may still be added."""
+
+    @property
+    @abstractmethod
+    def id(self) -> str:
+        """The same for the same content, so that a page that reconnects knows where it is."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[str]:
+        """The names of the rows of the plane "layers", in model order."""
+
+    @property
+    def types(self) -> Sequence[str]:
+        """The type of each layer's module."""
+        return [""] * len(self.layers)
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """How many voxels each layer has; 0 or 1 where it cannot be expanded."""
+        return [0] * len(self.layers)
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """`title`, `model`, `notes` (list of texts), `python` (how to get the result)."""
+
+    @abstractmethod
+    def entries(self) -> Sequence[Entry]:
+        """The sequences, without reading them."""
+
+    @abstractmethod
+    def length(self, sequence: int) -> int:
+        """How many columns a sequence has now."""
+
+    @abstractmethod
+    def metrics(self, sequence: int) -> Sequence[Metric]:
+        """What can be shown of a sequence."""
+
+    @abstractmethod
+    def tracks(self, sequence: int) -> Sequence[Metric]:
+        """The rows of the plane "tracks"."""
+
+    @abstractmethod
+    def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
+        """`pieces` (texts), `generated` and `special` (0 or 1) of some columns."""
+
+    @abstractmethod
+    def values(self, sequence: int, metric: str, plane: str) -> Table:
+        """(column, row) the values of a plane."""
+
+    def names(self, plane: str) -> Sequence[str]:
+        """The names of the rows of a plane."""
+        return self.layers
+
+    def health(self, sequence: int) -> Sequence[Health]:
+        """What is wrong, the worst first."""
+        return ()
+
+    def panels(self, sequence: int) -> Sequence[Panel]:
+        """Further panels, such as a table of peaks."""
+        return ()
+
+    def refresh(self) -> bool:
+        """Look for new sequences and columns; whether there are some."""
+        return False

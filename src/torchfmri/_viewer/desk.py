@@ -1,0 +1,249 @@
+"""The desk: answers what a page asks, over whatever line the question comes.
+
+A question is a name and parameters, an answer is bytes or plain data. The server, the widget and a
+page in one file all put the same questions, so that they show the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from torchfmri._viewer.board import LAYERS, TRACKS, Board
+from torchfmri._viewer.tiles import Plane, Table
+from torchfmri.exceptions import InspectionError
+
+CHUNK = 2048
+"""Columns whose texts are sent at once."""
+MOST_VALUES = 1 << 22
+"""Values of one answer."""
+LISTED = 200
+"""Sequences of one answer."""
+PLANES = 24
+"""Planes that stay in memory."""
+GROWTH, HEADROOM = 1.25, 4.0
+"""A growing plane is coded anew when it is so much longer, for values up to so many times its
+largest."""
+
+Answer = bytes | dict[str, Any]
+
+
+class Question(ValueError):  # noqa: N818 - it is what a page asked, not what went wrong here
+    """A question that has no answer; its text says why."""
+
+
+class Desk:
+    """Answers questions about a board.
+
+    Args:
+        board: What is shown.
+        version: Where the versions of planes begin. Servers begin anywhere, so that a page that
+            finds another one at the same address does not mix its codes with those it has.
+    """
+
+    def __init__(self, board: Board, version: int = 0) -> None:
+        self.board = board
+        self._planes: OrderedDict[tuple[int, str, str], tuple[Plane, int]] = OrderedDict()
+        self._lock = threading.RLock()
+        self._dropped = version
+        self._answers: dict[str, Callable[[Mapping[str, str]], Answer]] = {
+            "board": self._board,
+            "sequences": self._sequences,
+            "sequence": self._sequence,
+            "columns": self._columns,
+            "plane": self._plane_header,
+            "tile": self._tile,
+            "values": self._values,
+        }
+
+    def answer(self, name: str, given: Mapping[str, str]) -> Answer:
+        """The answer to a question.
+
+        Raises:
+            Question: There is no such question, sequence, metric, layer or tile.
+        """
+        if name not in self._answers:
+            raise Question(f"There is no question {name[:40]!r}: {', '.join(self._answers)}.")
+        return self._answers[name](given)
+
+    def warm(self) -> None:
+        """Make what a page asks for first, so that it is there when the page comes."""
+        with contextlib.suppress(Question, InspectionError, IndexError):
+            metric = next(iter(self.board.metrics(0))).name
+            plane, _ = self.plane(0, metric, LAYERS)
+            with self._lock:
+                plane.tile(plane.levels - 1, 0)
+
+    # -- questions ---------------------------------------------------------------------------
+
+    def _board(self, given: Mapping[str, str]) -> Answer:
+        board = self.board
+        return {
+            "id": board.id, "kind": board.kind, "axis": board.axis, "live": board.live,
+            "layers": list(board.layers), "types": list(board.types), "parts": list(board.parts),
+            "sequences": len(board.entries()), **board.about(),
+        }  # fmt: skip
+
+    def _sequences(self, given: Mapping[str, str]) -> Answer:
+        words = given.get("search", "").casefold().split()
+        first = _number(given, "first", 0)
+        found = [
+            {"index": index, "name": each.name, "columns": each.columns,
+             "condition": each.condition}
+            for index, each in enumerate(self.board.entries())
+            if all(word in f"{each.name} {each.condition}".casefold() for word in words)
+        ]  # fmt: skip
+        return {"total": len(found), "found": list(islice(found, first, first + LISTED))}
+
+    def _sequence(self, given: Mapping[str, str]) -> Answer:
+        index = self._index(given)
+        board = self.board
+        entry = board.entries()[index]
+        return {
+            "name": entry.name,
+            "condition": entry.condition,
+            "columns": board.length(index),
+            "live": board.live,
+            "metrics": [vars(each) for each in board.metrics(index)],
+            "tracks": [vars(each) for each in board.tracks(index)],
+            "health": [vars(each) for each in board.health(index)],
+            "panels": [each.to_dict() for each in board.panels(index)],
+        }
+
+    def _columns(self, given: Mapping[str, str]) -> Answer:
+        index, chunk = self._index(given), _number(given, "chunk", 0)
+        return self.board.columns(index, chunk * CHUNK, (chunk + 1) * CHUNK)
+
+    def _plane_header(self, given: Mapping[str, str]) -> Answer:
+        plane, version = self.plane(*self._place(given))
+        names = self.board.names(given.get("plane", LAYERS))
+        return {**plane.header(), "version": version, "names": list(names)}
+
+    def _tile(self, given: Mapping[str, str]) -> Answer:
+        plane, _ = self.plane(*self._place(given))
+        try:
+            level, x = _number(given, "level", 0), _number(given, "x", 0)
+            with self._lock:
+                return plane.tile(level, x, mean=given.get("pool") == "mean")
+        except IndexError as error:
+            raise Question(f"There is no {error}.") from error
+
+    def _values(self, given: Mapping[str, str]) -> Answer:
+        table = self.table(*self._place(given))
+        first, last = _number(given, "first", 0), _number(given, "last", len(table))
+        part = table[first:last]
+        if "row" in given:
+            row = _number(given, "row", 0)
+            if not 0 <= row < table.shape[1]:
+                raise Question(f"There is no row {row}: there are {table.shape[1]}.")
+            part = part[:, row : row + 1]
+        if part.size > MOST_VALUES:
+            raise Question(
+                f"These are {part.size:,} values; {MOST_VALUES:,} are sent at once. Zoom in."
+            )
+        return np.ascontiguousarray(part.T, dtype="<f4").tobytes()
+
+    # -- planes ------------------------------------------------------------------------------
+
+    def table(self, sequence: int, metric: str, name: str) -> Table:
+        """(column, row) the values of a plane as they are now."""
+        try:
+            return self.board.values(sequence, metric, name)
+        except (KeyError, LookupError, ValueError) as error:
+            what = error.args[0] if error.args else error
+            raise Question(f"There is no {metric!r} of {name!r}: {what}") from error
+
+    def plane(self, sequence: int, metric: str, name: str) -> tuple[Plane, int]:
+        """The plane of a table and its version, coded anew where the table has outgrown it."""
+        key = (sequence, metric, name)
+        with self._lock:
+            known, version = self._planes.get(key, (None, self._dropped))
+            length = self.board.length(sequence)
+            if known is None or length != known.columns:
+                table = self.table(sequence, metric, name)
+                grown = known is not None and len(table) <= GROWTH * max(known.columns, 32)
+                if known is not None and grown and known.fits(table[known.columns :]):
+                    known = _longer(known, table)
+                else:
+                    headroom = HEADROOM if self.board.live else 1.0
+                    signed = self._signed(sequence, metric) and name != TRACKS
+                    known = Plane(table, metric, signed=signed, headroom=headroom)
+                    version += 1
+                self._planes[key] = (known, version)
+            self._planes.move_to_end(key)
+            while len(self._planes) > PLANES:
+                _, (_, old) = self._planes.popitem(last=False)
+                self._dropped = max(self._dropped, old)
+            return known, version
+
+    def drop(self) -> None:
+        """Forget what is kept: the board shows something else now."""
+        with self._lock:
+            self._dropped = 1 + max([self._dropped, *(each for _, each in self._planes.values())])
+            self._planes.clear()
+
+    def _signed(self, sequence: int, metric: str) -> bool:
+        return any(each.signed for each in self.board.metrics(sequence) if each.name == metric)
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def _index(self, given: Mapping[str, str]) -> int:
+        index, count = _number(given, "sequence", 0), len(self.board.entries())
+        if not 0 <= index < count:
+            raise Question(f"There is no sequence {index}: there are {count}.")
+        return index
+
+    def _place(self, given: Mapping[str, str]) -> tuple[int, str, str]:
+        index, plane = self._index(given), given.get("plane", LAYERS)
+        if plane == TRACKS:
+            return index, TRACKS, TRACKS
+        known = [each.name for each in self.board.metrics(index)]
+        metric = given.get("metric") or (known[0] if known else "")
+        if metric not in known:
+            raise Question(f"There is no metric {metric[:40]!r}: {', '.join(known) or 'none'}.")
+        return index, metric, plane
+
+
+def _longer(plane: Plane, table: Table) -> Plane:
+    """The plane with the codes of another and more columns."""
+    longer = Plane(table[:0], plane.metric, signed=plane.signed)
+    longer.values, longer.columns = table, len(table)
+    longer.levels = 1 + max(0, math.ceil(math.log2(max(len(table), 1) / 256)))
+    longer.nonfinite = plane.nonfinite + (~np.isfinite(table[plane.columns :])).sum(0)
+    for name in ("scale", "limit", "tops", "middle"):
+        setattr(longer, name, getattr(plane, name))
+    return longer
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise Question(f"{name}={text[:40]!r} is no number from 0 upwards.")
+    return int(text)
+
+
+def to_json(data: dict[str, Any]) -> str:
+    """Plain data as JSON, with null for what is not finite."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        if isinstance(value, float | np.floating):
+            return float(value) if math.isfinite(value) else None
+        if isinstance(value, np.integer):
+            return int(value)
+        return value
+
+    return json.dumps(plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))

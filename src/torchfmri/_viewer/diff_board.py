@@ -1,0 +1,177 @@
+"""Two boards as one: the second minus the first, layers aligned by name and columns by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
+from torchfmri._viewer.tiles import Table
+
+_MOST_LISTED = 200
+
+
+class DiffBoard(Board):
+    """The difference of two boards: second - first, of sequences at the same place.
+
+    Layers that only one of them has keep their row without values, and are listed.
+
+    Args:
+        first: What is subtracted.
+        second: What it is subtracted from.
+    """
+
+    kind = "diff"
+
+    def __init__(self, first: Board, second: Board) -> None:
+        self._pair = (first, second)
+        known = dict.fromkeys(first.layers)
+        self._names = list(known | dict.fromkeys(second.layers))
+        self._both = [name for name in second.layers if name in known]
+        self._alone = [sorted(set(self._names).difference(each.layers)) for each in self._pair]
+        self.axis = first.axis
+
+    @property
+    def id(self) -> str:
+        """Both."""
+        return " - ".join(each.id for each in reversed(self._pair))
+
+    @property
+    def layers(self) -> Sequence[str]:
+        """Those of the first, then those that only the second has."""
+        return self._names
+
+    @property
+    def types(self) -> Sequence[str]:
+        """The type of each layer's module."""
+        known: dict[str, str] = {}
+        for board in reversed(self._pair):
+            known |= dict(zip(board.layers, board.types, strict=True))
+        return [known[name] for name in self._names]
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """How many voxels each layer has, where both have the same number."""
+        counts = [dict(zip(each.layers, each.parts, strict=True)) for each in self._pair]
+        return [
+            counts[0].get(name, 0) if counts[0].get(name) == counts[1].get(name) else 0
+            for name in self._names
+        ]
+
+    def about(self) -> dict[str, Any]:
+        """What the head of the page says."""
+        first, second = (each.about() for each in self._pair)
+        same = first["model"] == second["model"]
+        return {
+            "title": f"{second['title']} − {first['title']}",
+            "model": first["model"] if same else f"{second['model']} − {first['model']}",
+            "notes": [*first["notes"], *second["notes"]],
+            "python": f"{second['python']}\nother = {first['python']}",
+        }
+
+    def entries(self) -> Sequence[Entry]:
+        """Pairs of sequences at the same place."""
+        pairs = zip(*(each.entries() for each in self._pair), strict=False)
+        return [
+            Entry(
+                b.name if a.name == b.name else f"{b.name} − {a.name}",
+                max(a.columns, b.columns),
+                b.condition if a.condition == b.condition else f"{b.condition} − {a.condition}",
+            )
+            for a, b in pairs
+        ]
+
+    def length(self, sequence: int) -> int:
+        """Of the longer one."""
+        return max(each.length(sequence) for each in self._pair)
+
+    def metrics(self, sequence: int) -> Sequence[Metric]:
+        """Those of both."""
+        known = {each.name for each in self._pair[0].metrics(sequence)}
+        return [
+            replace(
+                each, signed=True,
+                meaning=f"Second minus first. {each.meaning}", unit=f"difference of {each.unit}",
+            )
+            for each in self._pair[1].metrics(sequence) if each.name in known
+        ]  # fmt: skip
+
+    def tracks(self, sequence: int) -> Sequence[Metric]:
+        """The curves of the second."""
+        return self._pair[1].tracks(sequence)
+
+    def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
+        """The texts of the longer one; where they differ, both."""
+        a, b = (each.columns(sequence, first, last) for each in self._pair)
+        longer = dict(max(a, b, key=lambda each: len(each["pieces"])))
+        both = min(len(a["pieces"]), len(b["pieces"]))
+        pieces = list(longer["pieces"])
+        for index in range(both):
+            if a["pieces"][index] != b["pieces"][index]:
+                pieces[index] = f"{b['pieces'][index]} ≠ {a['pieces'][index]}"
+        return {**longer, "pieces": pieces}
+
+    def values(self, sequence: int, metric: str, plane: str) -> Table:
+        """(column, row) second - first; NaN where one of them has none."""
+        if plane == TRACKS:
+            return self._long(self._pair[1].values(sequence, metric, plane), sequence)
+        tables = [self._long(each.values(sequence, metric, plane), sequence) for each in self._pair]
+        if plane != LAYERS:
+            return tables[1] - tables[0]
+        result = np.full((self.length(sequence), len(self._names)), np.nan, np.float32)
+        places = [{name: at for at, name in enumerate(each.layers)} for each in self._pair]
+        target = {name: at for at, name in enumerate(self._names)}
+        result[:, [target[name] for name in self._both]] = (
+            tables[1][:, [places[1][name] for name in self._both]]
+            - tables[0][:, [places[0][name] for name in self._both]]
+        )
+        return result
+
+    def names(self, plane: str) -> Sequence[str]:
+        """The names of the rows of a plane."""
+        return self._names if plane == LAYERS else self._pair[0].names(plane)
+
+    def health(self, sequence: int) -> Sequence[Health]:
+        """What does not fit together."""
+        found = [
+            Health(f"{len(alone)} layers only in the {other} one, hatched", "warn", alone[0])
+            for alone, other in zip(self._alone, ("second", "first"), strict=True) if alone
+        ]  # fmt: skip
+        a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
+        differs = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if differs is not None:
+            text = (
+                f"The texts differ from {self.axis} {differs} on: values beyond compare positions"
+            )
+            found.append(Health(text, "warn", None, differs))
+        elif len(a) != len(b):
+            text = f"One has {len(a)} {self.axis}s, the other {len(b)}: the rest is hatched"
+            found.append(Health(text, "inform", None, min(len(a), len(b))))
+        return found
+
+    def panels(self, sequence: int) -> Sequence[Panel]:
+        """The layers that are not in both."""
+        rows = [
+            [name, other]
+            for alone, other in zip(self._alone, ("second", "first"), strict=True)
+            for name in alone[:_MOST_LISTED]
+        ]
+        if not rows:
+            return ()
+        data = {"columns": ["layer", "only in the"], "rows": rows}
+        return (Panel("unmatched", "Layers without a partner", "table", data),)
+
+    def refresh(self) -> bool:
+        """Look for what was added to either."""
+        return any(each.refresh() for each in self._pair)
+
+    def _long(self, table: Table, sequence: int) -> NDArray[np.floating[Any]]:
+        missing = self.length(sequence) - len(table)
+        if missing <= 0:
+            return table
+        rest = np.full((missing, table.shape[1]), np.nan, np.float32)
+        return np.concatenate([np.asarray(table, np.float32), rest])

@@ -1,0 +1,42 @@
+"""A table to which columns are added while others read it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class GrowingTable:
+    """(column, row) float32; what was added stays where it is, so that readers need no lock.
+
+    Example:
+        >>> table = GrowingTable(2)
+        >>> table.append(np.array([1.0, 2.0]))
+        >>> table.append(np.array([3.0, 4.0, 5.0]))  # a row that was not there before
+        >>> table.values.tolist()
+        [[1.0, 2.0, nan], [3.0, 4.0, 5.0]]
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._table = np.full((64, rows), np.nan, np.float32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """(column, row) a view of what is there now."""
+        return self._table[: self._length]
+
+    def append(self, column: NDArray[np.floating]) -> None:
+        """Add a column; a longer one adds rows, whose values were missing so far."""
+        columns, rows = self._table.shape
+        if self._length == columns or len(column) > rows:
+            shape = (max(64, 2 * columns if self._length == columns else columns),
+                     max(rows, len(column)))  # fmt: skip
+            larger = np.full(shape, np.nan, np.float32)
+            larger[: self._length, :rows] = self._table[: self._length]
+            self._table = larger
+        self._table[self._length, : len(column)] = column
+        self._length += 1

@@ -1,0 +1,113 @@
+"""The command `torchfmri chat`: type a prompt into the page and watch the model answer."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from torchfmri._arguments import check_number
+from torchfmri._model import CHOICES, load_model
+from torchfmri._scan import LiveBoard, Scanner, ScanOptions
+from torchfmri._viewer import View
+from torchfmri.cli.view import add_server_arguments, served
+from torchfmri.exceptions import InspectionError
+
+_WAITING = 8
+"""Prompts that may wait for the model."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `torchfmri chat`."""
+    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="NAME.fmri", help="keep the scans in this folder, too"
+    )
+    parser.add_argument(
+        "--per", choices=("cached", "position", "token_loss", "none"), default="cached",
+        help="which gradient; none for activations alone (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s"
+    )
+    add_server_arguments(parser)
+
+
+class Chat:
+    """A model that answers what is typed, one prompt after the other, while it is scanned.
+
+    Args:
+        scanner: Scans the model.
+        board: What the page shows.
+        tokens: How many tokens an answer has at most.
+        out: Where scans are kept; None keeps them in memory.
+        chat: Whether prompts are wrapped as a user's messages.
+    """
+
+    def __init__(
+        self, scanner: Scanner, board: LiveBoard, tokens: int, out: Path | None, *, chat: bool
+    ) -> None:
+        self._scanner, self.board, self._tokens = scanner, board, tokens
+        self._out, self._chat, self._number = out, chat, 0
+        self._waiting: queue.Queue[str] = queue.Queue(_WAITING)
+        threading.Thread(target=self._work, name="torchfmri-chat", daemon=True).start()
+
+    def ask(self, prompt: str) -> None:
+        """Answer a prompt when those before it are answered.
+
+        Raises:
+            InspectionError: Too many are waiting, or it is empty.
+        """
+        if not prompt.strip():
+            raise InspectionError("The prompt is empty.")
+        try:
+            self._waiting.put_nowait(prompt)
+        except queue.Full:
+            raise InspectionError(f"{_WAITING} prompts are waiting. Try again later.") from None
+
+    def _work(self) -> None:
+        while True:
+            prompt = self._waiting.get()
+            self._number += 1
+            name = f"{self._number:03d} {' '.join(prompt.split())[:40]}"
+            self.board.begin(name)
+            scan = None
+            try:
+                scan = self._scanner.scan(
+                    prompt, self._tokens, chat=self._chat, names=[name],
+                    on_token=self.board.on_token, generate={"do_sample": False},
+                )  # fmt: skip
+                if self._out is not None:
+                    scan.save(self._out, append=self._out.exists())
+            except (InspectionError, OSError, RuntimeError) as error:
+                # The page goes on; whoever started the command reads why.
+                print(f"torchfmri chat: {name!r} failed: {error}", file=sys.stderr, flush=True)
+            self.board.finish(scan)
+
+
+def start(options: Namespace) -> tuple[Chat, View]:
+    """Load the model and serve its page."""
+    check_number("--max-new-tokens", options.max_new_tokens, 1, "how many tokens to generate")
+    print(f"torchfmri chat: loading {options.model}", file=sys.stderr, flush=True)
+    named = load_model(options.model)
+    per = None if options.per == "none" else options.per
+    scanner = Scanner(named.model, named.tokenizer, ScanOptions(per=per))
+    chat = getattr(named.tokenizer, "chat_template", None) is not None
+    anatomy, meta = scanner.describe("Hello", options.max_new_tokens, chat=chat)
+    board = LiveBoard(anatomy, meta)
+    answers = Chat(scanner, board, options.max_new_tokens, options.out, chat=chat)
+    view = served(options, board, "chat", on_prompt=answers.ask)
+    board.changed = view.changed
+    return answers, view
+
+
+def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+    """Serve until Ctrl-C."""
+    _, view = start(options)
+    with view:
+        view.wait()
+    kept = str(options.out) if options.out is not None and options.out.exists() else None
+    return {"url": view.url, "scan": kept}, f"kept in {kept}" if kept else "", 0

@@ -1,0 +1,249 @@
+"""Live: every token arrives, a server that is killed and started again is resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from boards import StreamBoard, stream_column
+from browser import APP, Page
+
+import torchfmri
+from torchfmri import Scanner, ScanOptions
+from torchfmri._scan import LiveBoard
+from torchfmri._viewer import View
+from torchfmri.cli.chat import Chat
+from torchfmri.exceptions import InspectionError
+
+TOKEN = "0123456789abcdef"
+HERE = Path(__file__).parent
+
+CODES = f"""() => {{
+  const app = {APP}, plane = app.plane('layers'), found = [];
+  for (let t = 0; t < app.data.columns; t++) found.push(plane.code(7, t));
+  return found;
+}}"""
+
+
+def check_columns(page: Page, view: View, count: int) -> None:
+    """The page has every column once, with the byte that the server has for it."""
+    page.until(f"{APP}.data.columns === {count}", timeout=30_000)
+    page.js("app.set({follow: false, first: 0, last: 0})")
+    page.until(f"{APP}.plane('layers').header?.columns === {count}")
+    for first in range(0, count, 500):  # look at all of them, so that tiles are there
+        page.set(first=first, last=min(first + 500, count))
+    plane, version = view.desk.plane(0, "activation", "layers")
+    assert page.js("app.plane('layers').header.version") == version
+    expected = plane.encode(plane.values)[7]
+    assert page.page.evaluate(CODES) == expected.tolist()
+    pieces = page.page.evaluate(
+        f"() => Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)"
+    )
+    assert pieces == [f" t{t}" for t in range(count)]
+
+
+def stream(board: StreamBoard, rate: int, seconds: float) -> None:
+    started = time.monotonic()
+    while (now := time.monotonic() - started) < seconds:
+        board.add(int(now * rate) - len(board.table))
+        time.sleep(0.005)
+    board.add(int(rate * seconds) - len(board.table))
+
+
+@pytest.mark.parametrize(
+    "seconds", [2, pytest.param(10, marks=pytest.mark.slow)]
+)  # TORCHFMRI_LIVE_SECONDS=60 for a minute
+def test_two_hundred_tokens_a_second_none_lost(page: Page, seconds: int) -> None:
+    seconds = max(seconds, int(os.environ.get("TORCHFMRI_LIVE_SECONDS", "0")))
+    board = StreamBoard()
+    with View(board, token=TOKEN) as view:
+        page.page.goto(view.url)
+        page.page.wait_for_selector(".heat[data-state=empty]")
+        stream(board, 200, seconds)
+        assert page.js("app.ui.live.textContent").startswith("LIVE")
+        check_columns(page, view, 200 * seconds)
+
+
+def test_pausing_keeps_the_view_and_loses_nothing(page: Page) -> None:
+    board = StreamBoard()
+    board.add(50)
+    with View(board, token=TOKEN) as view:
+        page.open(view.url)
+        page.press("End", "Home")  # whoever moves is not followed
+        page.page.wait_for_timeout(100)
+        board.add(300)
+        page.until(f"{APP}.data.columns === 350")
+        assert page.js("app.state.column") == 0
+        assert page.js("app.state.follow") is False
+        page.press(" ")
+        board.add(10)
+        page.until(f"{APP}.state.column === 359")
+        check_columns(page, view, 360)
+
+
+SERVER = """
+import sys, time
+sys.path.insert(0, {here!r})
+from boards import StreamBoard
+from torchfmri._viewer import View
+board = StreamBoard()
+board.add({start})
+with View(board, port={port}, token={token!r}) as view:
+    print(view.port, flush=True)
+    for _ in range({more}):
+        board.add(1)
+        time.sleep(0.005)
+    time.sleep(60)
+"""
+
+
+def start_server(port: int, start: int, more: int) -> tuple[subprocess.Popen[str], int]:
+    code = SERVER.format(here=str(HERE), port=port, start=start, more=more, token=TOKEN)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
+    process, port = start_server(0, 100, 200)
+    try:
+        page.open(f"http://127.0.0.1:{port}/{TOKEN}/")
+        page.until(f"{APP}.data.columns >= 150", timeout=30_000)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        page.page.wait_for_selector(".banner:not([hidden])")
+        shown = page.js("app.data.columns")
+        assert f"Disconnected. Showing the last {shown} tokens." in page.text(".banner")
+        assert page.js("app.ui.heat.dataset.state") == "drawn", "what came stays in view"
+        process, _ = start_server(port, shown + 20, 30)
+        page.page.wait_for_selector(".banner", state="hidden", timeout=30_000)
+        count = shown + 50
+        page.until(f"{APP}.data.columns === {count}", timeout=30_000)
+        pieces = page.page.evaluate(
+            f"() => Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)"
+        )
+        assert pieces == [f" t{t}" for t in range(count)]
+        page.set(follow=False, first=0, last=0)
+        plane = f"{APP}.plane('layers')"
+        page.until(f"{plane}.header && {plane}.header.columns === {count}")
+        page.settle()
+        header = page.js("app.plane('layers').header")
+        codes = np.array(page.page.evaluate(CODES), float)
+        scale, limit = header["scale"][7], header["limit"][7]
+        expected = np.array([stream_column(t, 40)[7] for t in range(count)], np.float64)
+        wanted = np.arcsinh(expected / scale) / np.arcsinh(limit / scale) * 127
+        np.testing.assert_allclose(codes - 128, wanted, atol=0.51)
+    finally:
+        process.kill()
+        process.wait()
+        page.errors[:] = [each for each in page.errors if "ERR_CONNECTION" not in each]
+
+
+# -- a model --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scanner() -> Scanner:
+    model, tokenizer = torchfmri.load_model("tiny")
+    return Scanner(model, tokenizer, ScanOptions(per="cached"))
+
+
+def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
+    anatomy, meta = scanner.describe("Once upon", 6)
+    board = LiveBoard(anatomy, meta)
+    board.begin("live")
+    live: dict[str, Any] = {}
+
+    def on_token(token: torchfmri.LiveToken) -> None:
+        board.on_token(token)
+        live["layers"] = board.values(0, "activation", "layers").copy()
+        live["pieces"] = board.columns(0, 0, 99)["pieces"]
+
+    scan = scanner.scan("Once upon", 6, on_token=on_token, generate={"do_sample": False})
+    assert [each.name for each in board.metrics(0)] == ["activation"]
+    known = scan.values("activation").values
+    seen = np.isfinite(live["layers"])
+    assert seen.mean() > 0.5
+    np.testing.assert_allclose(live["layers"][seen], known[seen], rtol=1e-3)
+    assert live["pieces"] == scan.tokens.pieces
+    board.finish(scan)
+    np.testing.assert_array_equal(board.values(0, "activation", "layers"), known)
+    assert "gradient" in [each.name for each in board.metrics(0)]
+
+
+def test_a_scan_that_fails_leaves_the_board_as_it_was(scanner: Scanner) -> None:
+    anatomy, meta = scanner.describe("Once upon", 6)
+    board = LiveBoard(anatomy, meta)
+    board.begin("live")
+    board.finish(None)
+    assert len(board.entries()) == 0
+
+
+@pytest.fixture
+def chat(scanner: Scanner, tmp_path: Path) -> Iterator[tuple[Chat, View]]:
+    anatomy, meta = scanner.describe("Once upon", 6)
+    board = LiveBoard(anatomy, meta)
+    answers = Chat(scanner, board, 6, tmp_path / "chat.fmri", chat=False)
+    with View(board, token=TOKEN, on_prompt=answers.ask) as view:
+        board.changed = view.changed
+        yield answers, view
+
+
+def test_a_chat_answers_and_keeps_its_scans(
+    page: Page, chat: tuple[Chat, View], tmp_path: Path
+) -> None:
+    answers, view = chat
+    page.page.goto(view.url)
+    page.page.wait_for_selector(".cover h2")
+    assert "Ask something" in page.text(".cover")
+    for number, prompt in enumerate(("Once upon", "The capital")):
+        page.page.locator(".prompt input").fill(prompt)
+        page.press("Enter")
+        page.until(
+            f"app.data.board.sequences === {number + 1} && app.data.sequence?.metrics.length > 1",
+            timeout=60_000,
+        )
+        assert page.js("app.state.sequence") == number, "the newest is shown"
+    page.settle()
+    kept = torchfmri.load(tmp_path / "chat.fmri")
+    assert kept.names == ("001 Once upon", "002 The capital")
+    assert "gradient" in kept.metrics or "gradient" in kept[0].layers
+    assert page.js("app.data.columns") == len(kept[1])
+    with pytest.raises(InspectionError, match="empty"):
+        answers.ask("  ")
+
+
+@pytest.mark.slow
+def test_watching_a_scan_costs_little(scanner: Scanner) -> None:
+    """A page that watches must not slow the scan; the command measures it, see docs/viewer.md."""
+    script = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "viewer",
+        "--json",
+        "--rounds",
+        "3",
+        "--tokens",
+        "24",
+    ]
+    root = HERE.parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
+    done = subprocess.run(
+        script, capture_output=True, text=True, env=environment, cwd=root, check=True
+    )
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["live_tokens"] == found["plain_tokens"]
+    assert found["ratio"] < 1.5, "the figure for the documentation comes from a quiet machine"

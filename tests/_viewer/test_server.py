@@ -1,0 +1,234 @@
+"""The server: who is answered, what is refused, and what a slow or rude client can do."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from boards import ArrayBoard, StreamBoard
+
+from torchfmri._viewer import View, serve
+from torchfmri.exceptions import InspectionError
+
+pytest.importorskip("starlette")
+websockets = pytest.importorskip("websockets")
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def view() -> Iterator[View]:
+    board = ArrayBoard(np.random.default_rng(0).lognormal(0, 1, (700, 9)).astype(np.float32))
+    with View(board, token=TOKEN) as served:
+        yield served
+
+
+def ask(
+    view: View, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+) -> tuple[int, bytes, http.client.HTTPMessage]:
+    line = http.client.HTTPConnection("127.0.0.1", view.port, timeout=10)
+    line.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        line.putheader(name, value)
+    if body is not None:
+        line.putheader("Content-Length", str(len(body)))
+    line.endheaders(body)
+    response = line.getresponse()
+    found = response.status, response.read(), response.headers
+    line.close()
+    return found
+
+
+def test_answers_with_the_token(view: View) -> None:
+    status, page, headers = ask(view, f"/{TOKEN}/")
+    assert status == 200
+    assert b"default-src 'none'" in page.replace(b"&#x27;", b"'")
+    assert headers["x-frame-options"] == "DENY"
+    status, text, _ = ask(view, f"/{TOKEN}/board")
+    assert status == 200
+    assert json.loads(text)["layers"][:2] == ["layers.0", "layers.1"]
+    status, tile, headers = ask(view, f"/{TOKEN}/tile?level=0&x=2&plane=layers&metric=activation")
+    assert (status, len(tile)) == (200, 9 * (700 - 512))
+    assert "max-age" in headers["cache-control"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/board", "/wrong0123456789ab/board", f"/{TOKEN[:-1]}/", "//"]
+)
+def test_no_token_no_answer(view: View, path: str) -> None:
+    status, text, _ = ask(view, path)
+    assert status == 403
+    assert b"layers" not in text
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:80", "0.0.0.0:1", ""]
+)
+def test_a_foreign_host_is_refused(view: View, host: str) -> None:
+    # A name of the attacker's that resolves to this machine (DNS rebinding) arrives like this.
+    assert ask(view, f"/{TOKEN}/board", Host=host)[0] in (400, 403)
+
+
+def test_own_names_are_answered(view: View) -> None:
+    for host in (f"127.0.0.1:{view.port}", f"localhost:{view.port}"):
+        assert ask(view, f"/{TOKEN}/board", Host=host)[0] == 200
+        assert ask(view, f"/{TOKEN}/board", Host=host, Origin=f"http://{host}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1"]
+)
+def test_a_foreign_origin_is_refused(view: View, origin: str) -> None:
+    assert ask(view, f"/{TOKEN}/board", Origin=origin)[0] == 403
+
+    async def connect() -> int:
+        try:
+            address = f"ws://127.0.0.1:{view.port}/{TOKEN}/live"
+            async with websockets.connect(address, origin=origin):
+                return 101
+        except websockets.InvalidStatus as error:
+            return int(error.response.status_code)
+
+    assert asyncio.run(connect()) == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "static/viewer.js", "viewer.js/../../x",
+        "tile?level=0&x=-1", "tile?level=99", "tile?level=0&x=999999", "tile?x=1e3", "nothing",
+        "tile?sequence=7", "tile?plane=../../meta.json", "values?row=99", "columns?chunk=x",
+        "plane?metric=__class__", "tile?level=%D9%A1",
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_refused_in_words(view: View, path: str) -> None:
+    status, text, _ = ask(view, f"/{TOKEN}/{path}")
+    assert status in (403, 404), text
+    assert b"Traceback" not in text
+    assert b"root:" not in text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_changed(view: View, method: str) -> None:
+    assert ask(view, f"/{TOKEN}/board", method, b"{}")[0] == 405
+    assert ask(view, f"/{TOKEN}/prompt", method, b'{"prompt": "x"}')[0] == 405
+
+
+def test_too_much_is_refused() -> None:
+    said: list[str] = []
+    with View(StreamBoard(), token=TOKEN, on_prompt=said.append) as view:
+        assert ask(view, f"/{TOKEN}/prompt", "POST", b'{"prompt": "hello"}')[0] == 200
+        assert said == ["hello"]
+        large = json.dumps({"prompt": "x" * 100_000}).encode()
+        assert ask(view, f"/{TOKEN}/prompt", "POST", large)[0] == 413
+        assert ask(view, f"/{TOKEN}/prompt", "POST", b"[1]")[0] == 400
+        assert ask(view, f"/{TOKEN}/prompt", "POST", b'{"prompt": 7}')[0] == 400
+        assert said == ["hello"]
+
+        async def large_frame() -> int:
+            async with websockets.connect(f"ws://127.0.0.1:{view.port}/{TOKEN}/live") as line:
+                await line.recv()
+                await line.send("x" * 100_000)
+                try:
+                    while True:
+                        await line.recv()
+                except websockets.ConnectionClosed as closed:
+                    return int(closed.rcvd.code if closed.rcvd else closed.sent.code)
+
+        assert asyncio.run(large_frame()) == 1009
+        assert ask(view, f"/{TOKEN}/board")[0] == 200, "it goes on"
+
+
+def test_too_many_values_at_once_are_refused(monkeypatch: pytest.MonkeyPatch, view: View) -> None:
+    monkeypatch.setattr("torchfmri._viewer.desk.MOST_VALUES", 100)
+    status, text, _ = ask(view, f"/{TOKEN}/values?metric=activation")
+    assert status == 404
+    assert b"Zoom in" in text
+    assert len(ask(view, f"/{TOKEN}/values?metric=activation&first=3&last=5")[1]) == 4 * 9 * 2
+
+
+def test_a_slow_client_is_not_waited_for_and_costs_little() -> None:
+    board = StreamBoard(400)
+    with View(board, token=TOKEN) as view:
+        slow = socket.create_connection(("127.0.0.1", view.port))
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
+        slow.sendall(
+            f"GET /{TOKEN}/live HTTP/1.1\r\nHost: 127.0.0.1:{view.port}\r\nUpgrade: websocket\r\n"
+            f"Connection: Upgrade\r\n{key}\r\n\r\n".encode()
+        )
+        assert b"101" in slow.recv(200)
+        watch = json.dumps(
+            {
+                "type": "watch",
+                "sequence": 0,
+                "metric": "activation",
+                "planes": ["layers"],
+                "from": 0,
+            }
+        ).encode()
+        mask = b"\x00\x00\x00\x00"  # of a client's frames; this one changes nothing
+        slow.sendall(bytes([0x81, 0x80 | 126]) + len(watch).to_bytes(2, "big") + mask + watch)
+        for _ in range(20):  # it never reads; 8 MB wait for it at most in pieces
+            board.add(100)
+            time.sleep(0.01)
+        started = time.monotonic()
+        for _ in range(20):
+            assert ask(view, f"/{TOKEN}/board")[0] == 200
+        assert time.monotonic() - started < 10
+        slow.close()
+
+
+def test_a_view_that_is_closed_lets_go_of_its_port_and_thread() -> None:
+    with View(ArrayBoard(np.ones((3, 2), np.float32)), token=TOKEN) as view:
+        port = view.port
+        assert ask(view, f"/{TOKEN}/board")[0] == 200
+    assert not [each for each in threading.enumerate() if each.name == "torchfmri-view"]
+    with View(ArrayBoard(np.ones((3, 2), np.float32)), port=port, token=TOKEN) as again:
+        assert again.port == port
+        with pytest.raises(InspectionError, match="Cannot bind"):
+            View(ArrayBoard(np.ones((3, 2), np.float32)), port=port)
+
+
+def test_other_machines_need_a_flag_and_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    board = ArrayBoard(np.ones((3, 2), np.float32))
+    with pytest.raises(InspectionError, match=r"host='0\.0\.0\.0' would let other machines in"):
+        View(board, host="0.0.0.0")
+    with serve(board, host="0.0.0.0", remote=True, browser=False):
+        pass
+    assert "warning: every machine" in capsys.readouterr().err
+
+
+def test_over_ssh_the_line_says_how_to_forward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 1 10.0.0.2 22")
+    monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("no browser over SSH"))
+    with serve(ArrayBoard(np.ones((3, 2), np.float32))) as view:
+        said = capsys.readouterr().err
+    assert f"ssh -N -L {view.port}:127.0.0.1:{view.port}" in said
+
+
+def test_bad_options_are_named() -> None:
+    board = ArrayBoard(np.ones((3, 2), np.float32))
+    for options, said in (
+        ({"token": "short"}, "at least 16"), ({"port": -1}, "port"), ({"port": 70_000}, "65535"),
+        ({"token": "x" * 15 + "/"}, "letters and digits"), ({"host": 7}, "host"),
+    ):  # fmt: skip
+        with pytest.raises(InspectionError, match=said):
+            View(board, **options)  # type: ignore[arg-type]
+
+
+def test_the_server_writes_nothing(
+    view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("", "viewer.js", "board", "sequences", "sequence", "columns", "plane", "tile"):
+        assert ask(view, f"/{TOKEN}/{path}")[0] == 200, path
+    assert not list(tmp_path.iterdir())

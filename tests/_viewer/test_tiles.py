@@ -1,0 +1,141 @@
+"""Tiles: what a byte means, and what is pooled."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from torchfmri._viewer.tiles import SAMPLED, WIDTH, Plane, pool
+
+
+def decoded(plane: Plane, codes: np.ndarray) -> np.ndarray:
+    """(row, column) the values of bytes, by the formula that the page uses."""
+    scale = plane.scale[:, None].astype(np.float64)
+    span = np.arcsinh(plane.limit[:, None].astype(np.float64) / scale)
+    values = scale * np.sinh((codes.astype(float) - 128) / 127 * span)
+    return np.where(codes == 0, np.nan, values)
+
+
+def read(plane: Plane, level: int, x: int, **options: bool) -> np.ndarray:
+    return np.frombuffer(plane.tile(level, x, **options), np.uint8).reshape(plane.rows, -1)
+
+
+numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.just(math.nan) | st.just(math.inf)
+
+
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9), elements=numbers)
+)
+@pytest.mark.parametrize("metric", ["activation", "gradient"])
+def test_a_byte_is_within_half_a_step_of_its_value(metric: str, values: np.ndarray) -> None:
+    plane = Plane(values, metric)
+    codes = plane.encode(values)
+    finite = np.isfinite(values.T)
+    assert ((codes == 0) == ~finite).all()
+    scale = plane.scale[:, None].astype(np.float64)
+    span = np.arcsinh(plane.limit[:, None].astype(np.float64) / scale)
+    with np.errstate(invalid="ignore"):
+        wanted = np.arcsinh(values.T.astype(np.float64) / scale)
+        found = np.arcsinh(decoded(plane, codes) / scale)
+        error = np.abs(wanted - found)[finite]
+    half = np.broadcast_to(span / 127 / 2, wanted.shape)[finite]
+    assert (error <= half * (1 + 1e-4) + 1e-6).all()
+    assert (np.sign(codes.astype(int) - 128)[finite] * values.T[finite] >= 0).all(), (
+        "signs are kept"
+    )
+
+
+def test_resolution_of_usual_rows() -> None:
+    """The error is below two hundredths of the colour scale, linear and logarithmic."""
+    random = np.random.default_rng(0)
+    values = random.lognormal(0, 0.5, (5000, 3)).astype(np.float32)
+    linear = Plane(values, "activation")
+    top = linear.tops
+    error = np.abs(decoded(linear, linear.encode(values)) - values.T)[top[:, None] >= values.T]
+    assert error.max() < 0.011 * top.max()
+    gradients = (10 ** random.normal(-6, 1.5, (5000, 3))).astype(np.float32)
+    plane = Plane(gradients, "gradient")
+    inside = plane.tops[:, None] / 100 <= gradients.T
+    found = decoded(plane, plane.encode(gradients))
+    ratio = np.log10(found[inside] / gradients.T[inside])
+    assert np.abs(ratio).max() < 0.03, "of two decades: less than two hundredths"
+
+
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 40), st.integers(1, 3)), elements=numbers),
+    st.sampled_from([2, 4, 8]),
+)
+def test_pooling_against_a_loop(values: np.ndarray, step: int) -> None:
+    expected = []
+    for first in range(0, len(values), step):
+        part = values[first : first + step]
+        column = []
+        for row in part.T:
+            sizes = [math.inf if math.isnan(x) else abs(x) for x in row.tolist()]
+            nan = [x for x in row.tolist() if math.isnan(x)]
+            column.append(nan[0] if nan else row[int(np.argmax(sizes))])
+        expected.append(column)
+    np.testing.assert_array_equal(pool(values, step), np.array(expected, np.float32))
+
+
+def test_pooling_in_blocks_and_by_the_mean() -> None:
+    values = np.random.default_rng(0).normal(size=(70_001, 70)).astype(np.float32)
+    found = pool(values, 16)
+    assert found.shape == (4376, 70)
+    part = values[-1:]
+    np.testing.assert_array_equal(found[-1], part[0])
+    np.testing.assert_array_equal(
+        np.abs(found[:4375]), np.abs(values[:70_000].reshape(4375, 16, 70)).max(1)
+    )
+    means = pool(values[:70_000], 16, mean=True)
+    expected = values[:70_000].reshape(4375, 16, 70).astype(np.float64).mean(1)
+    np.testing.assert_allclose(means, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [0, 1, 255, 256, 257, 1000])
+def test_tiles_cover_the_plane_at_every_level(columns: int) -> None:
+    values = np.random.default_rng(0).lognormal(0, 1, (columns, 5)).astype(np.float32)
+    plane = Plane(values, "activation")
+    assert plane.levels == 1 + max(0, math.ceil(math.log2(max(columns, 1) / WIDTH)))
+    for level in range(plane.levels):
+        tiles = max(1, -(-columns // (WIDTH << level)))
+        got = np.concatenate([read(plane, level, x) for x in range(tiles)], 1)
+        np.testing.assert_array_equal(got, plane.encode(pool(values, 1 << level)))
+        with pytest.raises(IndexError):
+            plane.tile(level, tiles)
+    assert -(-max(columns, 1) // (WIDTH << (plane.levels - 1))) == 1, "the last is one tile"
+    with pytest.raises(IndexError):
+        plane.tile(plane.levels, 0)
+
+
+def test_percentiles_of_long_rows_are_of_a_sample_and_of_short_ones_exact() -> None:
+    values = np.random.default_rng(0).lognormal(0, 1, (SAMPLED, 2)).astype(np.float32)
+    expected = np.quantile(values.astype(np.float64), 0.995, axis=0, method="lower")
+    np.testing.assert_array_equal(Plane(values, "activation").tops, expected)
+    long = np.random.default_rng(0).lognormal(0, 1, (5 * SAMPLED, 2)).astype(np.float32)
+    exact = np.quantile(long, 0.995, axis=0)
+    np.testing.assert_allclose(Plane(long, "activation").tops, exact, rtol=0.1)
+
+
+def test_rows_without_values_and_of_zeros() -> None:
+    values = np.zeros((300, 3), np.float32)
+    values[:, 1] = np.nan
+    values[:, 2] = 1e-38
+    plane = Plane(values, "gradient")
+    codes = read(plane, 0, 0)
+    assert (codes[0] == 128).all()
+    assert (codes[1] == 0).all()
+    assert (codes[2] > 128).all()
+    assert plane.nonfinite.tolist() == [0, 300, 0]
+    assert all(np.isfinite(each) for each in plane.header()["scale"])
+
+
+def test_tiles_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchfmri._viewer.tiles.TILE_BYTES", 20_000)
+    plane = Plane(np.ones((5000, 10), np.float32), "activation")
+    for x in range(20):
+        plane.tile(0, x)
+    assert sum(map(len, plane._tiles.values())) <= 20_000

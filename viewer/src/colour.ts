@@ -1,0 +1,118 @@
+// Colours: maps that colour-blind people can read, and how a value becomes a place on one.
+
+/** 33 colours each, between which colours are mixed: viridis, cividis, batlow; vik, PuOr. */
+const STOPS: Record<string, string> = {
+  viridis:
+    "440154470d6048186a482374472d7b4537814240863e49893b528b375b8d33638d2f6b8e2c728e297a8e26828e23898e21918c1f988b1fa08822a78528ae8032b67a3fbc734ec36b5ec96270cf5784d44b98d83eaddc30c2df23d8e219ece51bfde725",
+  cividis:
+    "00224e00285b002e6a0533711a386f273e6e32436d3b496c434e6c4b546c535a6d5a5f6e61656f686a716f70737676767d7c788482798c8878938e789b9476a39a74aba072b4a76fbcae6cc4b468cdbb63d5c25edec958e7d150f0d846f9e03afee838",
+  batlow:
+    "01195908255b0d315d0f3b5f114360134b611752621b59622260612b655e356a59416f534d734d5a7745677b3e747e3882823191862da18a2bb18d2fc09036cf9340dd954de9995cf29d6df9a380fca993fdafa5fdb4b6fdbac7fcc0d8fbc6eafaccfa",
+  vik: "001261021f69022b710237790344810551890c5e921c6d9c307da6488db2619ebd7aaec894bed2adcdddc6dbe6dee6e9ece5e0eed9cde9cab8e2baa2dbaa8dd59b79cf8c66c97e53c27041bc622fb2511da33e0d912d06811f06731406650907590008",
+  PuOr:
+    "2d004b390c5e4518715225845f3a916d529c7b6aa88a7eb39990bfa9a1cbb7b1d5c3c0ddcfcfe5dadcece4e5f0eeeef3f7f7f6f9efe1fce8cdfee1b9fed59ffdc885fdbc6bf7ac52ee9b39e58a20d97b12cb6e0dbd6109ae55069e4c078d43077f3b08",
+};
+export const MAPS = ["viridis", "cividis", "batlow"];
+export const SIGNED_MAPS: Record<string, string> = { viridis: "vik", cividis: "PuOr", batlow: "vik" };
+const GLOBAL_DECADES = 4;
+const WIDE = 30;
+
+const tables = new Map<string, Uint8Array>();
+
+/** 256 colours of a map as r, g, b. */
+export function mapTable(name: string): Uint8Array {
+  let table = tables.get(name);
+  if (!table) {
+    const stops = STOPS[name] ?? STOPS.viridis;
+    table = new Uint8Array(256 * 3);
+    for (let i = 0; i < 256; i++) {
+      const at = (i / 255) * 32;
+      const low = Math.min(Math.floor(at), 31);
+      for (let k = 0; k < 3; k++) {
+        const [a, b] = [low, low + 1].map((s) => parseInt(stops.substr(6 * s + 2 * k, 2), 16));
+        table[3 * i + k] = Math.round(a + (b - a) * (at - low));
+      }
+    }
+    tables.set(name, table);
+  }
+  return table;
+}
+
+export function cssColour(map: string, share: number): string {
+  const table = mapTable(map);
+  const i = 3 * Math.round(Math.min(Math.max(share, 0), 1) * 255);
+  return `rgb(${table[i]} ${table[i + 1]} ${table[i + 2]})`;
+}
+
+export interface Header {
+  columns: number;
+  rows: number;
+  levels: number;
+  signed: boolean;
+  logarithmic: boolean;
+  scale: number[];
+  limit: number[];
+  tops: number[];
+  nonfinite: number[];
+  low: number;
+  high: number;
+  version: number;
+  names: string[];
+}
+
+/** The value of a byte of a tile; NaN for 0. */
+export function decode(header: Header, row: number, code: number): number {
+  if (!code) return NaN;
+  const scale = header.scale[row];
+  return scale * Math.sinh(((code - 128) / 127) * Math.asinh(header.limit[row] / scale));
+}
+
+/** What the colours run over: from `low` to `high`, of the value or of its logarithm. */
+export interface Scale {
+  low: number;
+  high: number;
+  logarithmic: boolean;
+  signed: boolean;
+}
+
+export function scaleOf(header: Header, norm: string, row: number): Scale {
+  const { signed } = header;
+  if (norm === "row") {
+    const high = header.tops[row] || 1;
+    if (signed) return { low: -high, high, logarithmic: false, signed };
+    const low = header.logarithmic ? high / 100 : 0;
+    return { low, high, logarithmic: header.logarithmic, signed };
+  }
+  const high = header.high;
+  if (signed) return { low: -high, high, logarithmic: false, signed };
+  const low = Math.max(header.low, high / 10 ** GLOBAL_DECADES);
+  if (high < WIDE * low) return { low: 0, high, logarithmic: false, signed };
+  return { low, high, logarithmic: true, signed };
+}
+
+/** Where a value stands on its scale, from 0 to 1; NaN where there is none. */
+export function shareOf(scale: Scale, value: number): number {
+  if (!Number.isFinite(value)) return NaN;
+  const { low, high } = scale;
+  const share = scale.logarithmic
+    ? value <= low
+      ? 0
+      : Math.log(value / low) / Math.log(high / low)
+    : (value - low) / (high - low);
+  return Math.min(Math.max(share, 0), 1);
+}
+
+/** For each row 256 colours as little-endian RGBA; what is not finite is transparent. */
+export function lookup(header: Header, rows: number[], norm: string, map: string): Uint32Array {
+  const table = mapTable(header.signed ? SIGNED_MAPS[map] : map);
+  const found = new Uint32Array(256 * rows.length);
+  rows.forEach((row, place) => {
+    const scale = scaleOf(header, norm, row);
+    for (let code = 1; code < 256; code++) {
+      const i = 3 * Math.round(shareOf(scale, decode(header, row, code)) * 255);
+      found[256 * place + code] =
+        (0xff000000 | (table[i + 2] << 16) | (table[i + 1] << 8) | table[i]) >>> 0;
+    }
+  });
+  return found;
+}

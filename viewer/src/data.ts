@@ -1,0 +1,146 @@
+// What the page knows of the board: asked once, kept, and brought up to date by live news.
+
+import { Piece } from "./heatmap";
+import { Plane } from "./planes";
+import { Panel } from "./panels";
+import { Transport } from "./transport";
+
+export const CHUNK = 2048;
+const PLANES = 40;
+const ROWS = 64;
+
+export interface Metric {
+  name: string;
+  title: string;
+  meaning: string;
+  unit: string;
+  signed: boolean;
+}
+export interface Board {
+  id: string;
+  kind: string;
+  axis: string;
+  live: boolean;
+  layers: string[];
+  types: string[];
+  parts: number[];
+  sequences: number;
+  title: string;
+  model: string;
+  notes: string[];
+  python: string;
+  prompts?: boolean;
+  state?: Record<string, unknown>;
+}
+export interface Health {
+  text: string;
+  severity: string;
+  layer: string | null;
+  column: number | null;
+  advice: string;
+}
+export interface Sequence {
+  name: string;
+  condition: string;
+  columns: number;
+  metrics: Metric[];
+  tracks: Metric[];
+  health: Health[];
+  panels: Panel[];
+  voxels?: boolean;
+}
+
+export class Data {
+  board!: Board;
+  sequence!: Sequence;
+  columns = 0;
+  private index = -1;
+  private planes = new Map<string, Plane>();
+  private chunks = new Map<number, (Piece | undefined)[] | "asked">();
+  private rows = new Map<string, Promise<Float32Array>>();
+
+  constructor(
+    readonly transport: Transport,
+    private readonly changed: () => void,
+  ) {}
+
+  async open(index: number): Promise<void> {
+    this.board = await this.transport.ask("board");
+    if (this.board.sequences) await this.choose(Math.min(index, this.board.sequences - 1), true);
+  }
+
+  async choose(index: number, anew = false): Promise<void> {
+    if (index === this.index && !anew) return;
+    const sequence: Sequence = await this.transport.ask("sequence", { sequence: index });
+    if (index !== this.index) this.chunks.clear();
+    [this.sequence, this.index, this.columns] = [sequence, index, sequence.columns];
+    this.rows.clear();
+    this.planes.clear();
+    this.changed();
+  }
+
+  /** A plane of the sequence, loading itself. */
+  plane(metric: string, name: string): Plane {
+    const key = `${metric} ${name}`;
+    let plane = this.planes.get(key);
+    if (!plane) {
+      plane = new Plane(this.transport, { sequence: this.index, metric, plane: name }, this.changed);
+      this.planes.set(key, plane);
+      if (this.planes.size > PLANES) this.planes.delete(this.planes.keys().next().value!);
+      plane.load();
+    }
+    return plane;
+  }
+
+  known(metric: string, name: string): Plane | undefined {
+    return this.planes.get(`${metric} ${name}`);
+  }
+
+  /** The text of a column; null while it is on its way. */
+  piece = (column: number): Piece | null => {
+    const number = Math.floor(column / CHUNK);
+    const chunk = this.chunks.get(number);
+    if (chunk === undefined) void this.loadChunk(number);
+    return Array.isArray(chunk) ? (chunk[column % CHUNK] ?? null) : null;
+  };
+
+  async loadChunk(number: number): Promise<void> {
+    if (this.chunks.has(number) || number * CHUNK >= this.columns) return;
+    this.chunks.set(number, "asked");
+    const index = this.index;
+    try {
+      const said = await this.transport.ask("columns", { sequence: index, chunk: number });
+      if (index === this.index) this.put(number * CHUNK, said);
+    } catch {
+      this.chunks.delete(number);
+    }
+    this.changed();
+  }
+
+  put(first: number, said: { pieces: string[]; ids: number[]; generated: number[]; special: number[] }): void {
+    said.pieces.forEach((text, i) => {
+      const number = Math.floor((first + i) / CHUNK);
+      let chunk = this.chunks.get(number);
+      if (!Array.isArray(chunk)) this.chunks.set(number, (chunk = []));
+      chunk[(first + i) % CHUNK] = { text, id: said.ids[i], generated: !!said.generated[i], special: !!said.special[i] };
+    });
+  }
+
+  /** The exact values of a row, all its columns. */
+  row(metric: string, plane: string, row: number): Promise<Float32Array> {
+    const key = `${metric} ${plane} ${row} ${this.columns}`;
+    let found = this.rows.get(key);
+    if (!found) {
+      found = this.values({ metric, plane, row });
+      this.rows.set(key, found);
+      found.catch(() => this.rows.delete(key));
+      if (this.rows.size > ROWS) this.rows.delete(this.rows.keys().next().value!);
+    }
+    return found;
+  }
+
+  /** Exact values, row by row. */
+  async values(given: { metric: string; plane: string; row?: number; first?: number; last?: number }): Promise<Float32Array> {
+    return new Float32Array(await this.transport.bytes("values", { sequence: this.index, ...given }));
+  }
+}

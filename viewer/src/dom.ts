@@ -1,0 +1,64 @@
+// Elements without a framework. Texts are always set as text: nothing that was scanned is markup.
+
+type Child = Node | string | null | undefined | false;
+type Options = Record<string, unknown>;
+
+export function h<K extends keyof HTMLElementTagNameMap>(
+  tag: K, options: Options = {}, ...children: Child[]
+): HTMLElementTagNameMap[K] {
+  const element = document.createElement(tag);
+  for (const [key, value] of Object.entries(options)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value as EventListener);
+    else if (key === "style") Object.assign(element.style, value);
+    else element.setAttribute(key, value === true ? "" : String(value));
+  }
+  element.append(...children.filter((each): each is Node | string => each !== null && each !== undefined && each !== false));
+  return element;
+}
+
+export function svg(tag: string, options: Options = {}, ...children: Node[]): SVGElement {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(options)) element.setAttribute(key, String(value));
+  element.append(...children);
+  return element;
+}
+
+/** A number for people: four significant digits. */
+export function say(x: number): string {
+  if (!Number.isFinite(x)) return "no value";
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  return size >= 1e-3 && size < 1e5 ? String(+x.toPrecision(4)) : x.toExponential(2);
+}
+
+/** The shortest text that gives the same float32 again. */
+export function exact(x: number): string {
+  if (Number.isNaN(x)) return "nan";
+  if (!Number.isFinite(x)) return x > 0 ? "inf" : "-inf";
+  for (let digits = 1; digits < 9; digits++) {
+    const text = x.toPrecision(digits);
+    if (Math.fround(+text) === x) return String(+text);
+  }
+  return String(+x.toPrecision(9));
+}
+
+/** A token's text with blanks, line ends and control characters made visible. */
+export function visible(piece: string, blanks = true): string {
+  if (piece === "") return "·";
+  let text = piece.replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g, (each) => {
+    if (each === "\n") return "↵";
+    if (each === "\t") return "⇥";
+    const code = each.charCodeAt(0);
+    return code < 32 ? String.fromCharCode(0x2400 + code) : `‹${code.toString(16)}›`;
+  });
+  if (blanks && !text.trim()) text = "␣".repeat(Math.min(text.length, 4));
+  return text;
+}
+
+export const short = (text: string, most: number) => {
+  const all = Array.from(text);
+  return all.length <= most ? text : all.slice(0, most - 1).join("") + "…";
+};
+export const shortLeft = (text: string, most: number) => (text.length <= most ? text : "…" + text.slice(1 - most));
+export const count = (n: number, word: string) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;

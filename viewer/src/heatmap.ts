@@ -1,0 +1,281 @@
+// The heat map with its axis, the tracks above it and the overview below: canvases over one x axis.
+
+import { Header, decode } from "./colour";
+import { say, short, visible } from "./dom";
+import { Look, Plane } from "./planes";
+import { Row } from "./rows";
+
+/** Where things are, in CSS pixels. */
+export interface Scene {
+  rows: Row[];
+  columns: number;
+  first: number; // the column at the left edge
+  cell: number; // pixels per column
+  top: number; // the row at the upper edge
+  rowHeight: number;
+  width: number;
+  height: number;
+}
+export interface Inks {
+  ink: string;
+  soft: string;
+  line: string;
+  mark: string;
+  back: string;
+  hatch: string;
+  none: string;
+}
+
+export interface Drawn {
+  missing: number; // tiles that a coarser one stood in for
+}
+
+/** Runs of rows in view that belong to one plane and follow each other there. */
+interface Run {
+  plane: string;
+  list: number[]; // the rows of the plane that are in the tree
+  from: number; // in that list
+  to: number;
+  at: number; // in the rows of the scene
+}
+const runsOf = new WeakMap<Row[], Run[]>();
+
+function runs(rows: Row[]): Run[] {
+  let found = runsOf.get(rows);
+  if (found) return found;
+  const lists = new Map<string, number[]>();
+  for (const row of rows) {
+    const list = lists.get(row.plane);
+    if (list) list.push(row.index);
+    else lists.set(row.plane, [row.index]);
+  }
+  const used = new Map<string, number>();
+  found = [];
+  rows.forEach((row, at) => {
+    const place = used.get(row.plane) ?? 0;
+    used.set(row.plane, place + 1);
+    const last = found![found!.length - 1];
+    if (last && last.plane === row.plane && last.to === place) last.to++;
+    else found!.push({ plane: row.plane, list: lists.get(row.plane)!, from: place, to: place + 1, at });
+  });
+  runsOf.set(rows, found);
+  return found;
+}
+
+const hatches = new WeakMap<Inks, CanvasPattern>();
+function hatch(c: CanvasRenderingContext2D, inks: Inks, ratio: number): CanvasPattern {
+  const known = hatches.get(inks);
+  if (known) return known;
+  const tile = document.createElement("canvas");
+  const size = Math.round(6 * ratio);
+  tile.width = tile.height = size;
+  const t = tile.getContext("2d")!;
+  t.fillStyle = inks.none;
+  t.fillRect(0, 0, size, size);
+  t.strokeStyle = inks.hatch;
+  t.lineWidth = ratio;
+  t.beginPath();
+  for (const shift of [-size, 0, size]) {
+    t.moveTo(shift, size);
+    t.lineTo(shift + size, 0);
+  }
+  t.stroke();
+  const made = c.createPattern(tile, "repeat")!;
+  hatches.set(inks, made);
+  return made;
+}
+
+/** Draw the cells; what has no value shows the hatching beneath. */
+export function drawCells(
+  c: CanvasRenderingContext2D, scene: Scene, planes: (name: string) => Plane | null, look: Look, mean: boolean,
+  inks: Inks, ratio: number,
+): Drawn {
+  const right = Math.min((scene.columns - scene.first) * scene.cell, scene.width) * ratio;
+  const bottom = Math.min((scene.rows.length - scene.top) * scene.rowHeight, scene.height) * ratio;
+  c.fillStyle = inks.back;
+  c.fillRect(0, 0, scene.width * ratio, scene.height * ratio);
+  if (right <= 0 || bottom <= 0) return { missing: 0 };
+  const left = Math.max(0, -scene.first * scene.cell) * ratio;
+  c.fillStyle = hatch(c, inks, ratio);
+  c.fillRect(left, 0, right - left, bottom);
+  c.imageSmoothingEnabled = false;
+  let missing = 0;
+  const end = scene.top + scene.height / scene.rowHeight;
+  for (const run of runs(scene.rows)) {
+    const [begin, stop] = [Math.max(run.at, Math.floor(scene.top)), Math.min(run.at + run.to - run.from, Math.ceil(end))];
+    if (begin >= stop) continue;
+    const plane = planes(run.plane);
+    if (!plane) continue;
+    const y = Math.round((begin - scene.top) * scene.rowHeight * ratio);
+    const height = Math.round((stop - scene.top) * scene.rowHeight * ratio) - y;
+    const from = run.from + begin - run.at;
+    missing += plane.draw(c, run.list, from, from + stop - begin, look, mean, {
+      first: scene.first, width: scene.cell * ratio, y, height, right: scene.width * ratio,
+    });
+  }
+  return { missing };
+}
+
+/** Lines between blocks, markers for rows with holes, and the crosshair. */
+export function drawMarks(
+  c: CanvasRenderingContext2D, scene: Scene, header: Header | null, row: number, column: number, inks: Inks,
+  hover: { row: number; column: number } | null,
+): void {
+  const right = Math.min((scene.columns - scene.first) * scene.cell, scene.width);
+  if (header) {
+    // What all rows lack (the gradient of the last token) is no news.
+    const usual = header.nonfinite.reduce((a, b) => Math.min(a, b), Infinity);
+    c.fillStyle = inks.mark;
+    const from = Math.max(0, Math.floor(scene.top));
+    const to = Math.ceil(scene.top + scene.height / scene.rowHeight);
+    scene.rows.slice(from, to).forEach((each, i) => {
+      const y = (from + i - scene.top) * scene.rowHeight;
+      if (each.plane !== "layers") return;
+      if (header.nonfinite[each.index] > usual && header.nonfinite[each.index] < header.columns) {
+        const middle = y + scene.rowHeight / 2;
+        const size = Math.min(4, scene.rowHeight / 2 + 1);
+        c.beginPath();
+        c.moveTo(right - 1, middle - size);
+        c.lineTo(right - 1 - size * 1.5, middle);
+        c.lineTo(right - 1, middle + size);
+        c.fill();
+      }
+    });
+  }
+  const box = (x: number, y: number, w: number, t: number, strong: boolean) => {
+    c.lineWidth = strong ? 3 : 2;
+    c.strokeStyle = inks.back;
+    c.strokeRect(x, y, w, t);
+    c.lineWidth = strong ? 1.5 : 1;
+    c.strokeStyle = strong ? inks.mark : inks.ink;
+    c.strokeRect(x, y, w, t);
+  };
+  const place = (r: number, t: number) => ({
+    x: (t - scene.first) * scene.cell, y: (r - scene.top) * scene.rowHeight, w: Math.max(scene.cell, 2), h: scene.rowHeight,
+  });
+  if (row >= 0 && column < scene.columns) {
+    const at = place(row, column);
+    c.save();
+    c.globalAlpha = 0.85;
+    c.strokeStyle = inks.ink;
+    c.setLineDash([3, 3]);
+    c.lineWidth = 1;
+    c.strokeRect(at.x, -2, at.w, scene.height + 4);
+    c.strokeRect(-2, at.y, right + 2, at.h);
+    c.restore();
+    box(at.x, at.y, at.w, at.h, true);
+  }
+  if (hover && hover.row >= 0 && (hover.row !== row || hover.column !== column)) {
+    const at = place(hover.row, hover.column);
+    box(at.x, at.y, at.w, at.h, false);
+  }
+}
+
+/** The texts of the tokens under their columns, or numbers where there is no room for them. */
+export function drawAxis(
+  c: CanvasRenderingContext2D, scene: Scene, piece: (column: number) => Piece | null, column: number, inks: Inks,
+  height: number,
+): void {
+  c.textBaseline = "middle";
+  const from = Math.max(0, Math.floor(scene.first));
+  const to = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell));
+  if (scene.cell >= 9) {
+    c.font = `${Math.min(12, Math.max(9.5, scene.cell - 3))}px system-ui, sans-serif`;
+    for (let t = from; t < to; t++) {
+      const each = piece(t);
+      if (!each) continue;
+      c.save();
+      c.translate((t + 0.5 - scene.first) * scene.cell, 6);
+      c.rotate(-Math.PI / 2);
+      c.textAlign = "right";
+      c.fillStyle = t === column ? inks.mark : each.special ? inks.soft : inks.ink;
+      c.fillText(short(visible(each.text.trim() || each.text), 14), 0, 0, height - 8);
+      c.restore();
+      c.fillStyle = each.generated ? inks.mark : inks.line;
+      c.fillRect((t - scene.first) * scene.cell, 0, Math.max(1, scene.cell - 1), 3);
+    }
+    return;
+  }
+  const apart = 80 / scene.cell;
+  const power = 10 ** Math.floor(Math.log10(apart));
+  const step = Math.max(1, [1, 2, 5, 10].map((m) => m * power).find((m) => m >= apart)!);
+  c.font = "11px system-ui, sans-serif";
+  c.fillStyle = inks.soft;
+  c.textAlign = "center";
+  for (let t = Math.ceil(from / step) * step; t < to; t += step) {
+    const x = (t + 0.5 - scene.first) * scene.cell;
+    c.fillRect(x, 0, 1, 4);
+    c.fillText(t.toLocaleString("en"), x, 13);
+  }
+}
+export interface Piece {
+  text: string;
+  id: number;
+  generated: boolean;
+  special: boolean;
+}
+
+/** One band of bars per track, each up to its own 99.5th percentile. */
+export function drawTracks(
+  c: CanvasRenderingContext2D, scene: Scene, plane: Plane, names: string[], column: number, inks: Inks, band: number,
+): void {
+  const header = plane.header;
+  if (!header) return;
+  const level = Math.min(Math.max(0, Math.ceil(Math.log2(1 / scene.cell) - 1e-9)), header.levels - 1);
+  const wide = scene.cell * 2 ** level;
+  const from = Math.max(0, Math.floor(scene.first / 2 ** level));
+  const to = Math.ceil(Math.min(scene.columns, scene.first + scene.width / scene.cell) / 2 ** level);
+  names.forEach((_, row) => {
+    const top = header.tops[row] || 1;
+    const bottom = (row + 1) * band - 4;
+    c.fillStyle = inks.line;
+    c.fillRect(0, bottom, scene.width, 1);
+    c.fillStyle = inks.soft;
+    const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
+    plane.walk(row, level, from, to, (code, at) => {
+      if (!code) return;
+      const tall = Math.max(1, Math.min(1, values[code]) * (band - 10));
+      const now = at === column >> level;
+      if (now) c.fillStyle = inks.mark;
+      c.fillRect((at * 2 ** level - scene.first) * scene.cell, bottom - tall, Math.max(1, wide - (wide > 4 ? 1 : 0)), tall);
+      if (now) c.fillStyle = inks.soft;
+    });
+  });
+}
+
+/** The whole sequence, small, with the part in view framed. */
+export function drawOverview(
+  c: CanvasRenderingContext2D, scene: Scene, plane: Plane, look: Look, inks: Inks, height: number, ratio: number,
+): void {
+  const header = plane.header;
+  if (!header || !scene.columns) return;
+  const list = overviewRows(header.rows);
+  c.imageSmoothingEnabled = true;
+  const cell = scene.width / scene.columns;
+  plane.draw(c, list, 0, list.length, look, false, {
+    first: 0, width: cell * ratio, y: 0, height: height * ratio, right: scene.width * ratio,
+  });
+  c.setTransform(ratio, 0, 0, ratio, 0, 0);
+  const left = Math.max(0, scene.first) * cell;
+  const right = Math.min(scene.columns, scene.first + scene.width / scene.cell) * cell;
+  c.fillStyle = inks.back;
+  c.globalAlpha = 0.55;
+  c.fillRect(0, 0, left, height);
+  c.fillRect(right, 0, scene.width - right, height);
+  c.globalAlpha = 1;
+  c.strokeStyle = inks.mark;
+  c.lineWidth = 2;
+  c.strokeRect(left + 1, 1, Math.max(3, right - left - 2), height - 2);
+}
+const lists = new Map<number, number[]>();
+function overviewRows(rows: number): number[] {
+  let list = lists.get(rows);
+  if (!list) {
+    const step = Math.max(1, Math.ceil(rows / 48));
+    lists.set(rows, (list = Array.from({ length: Math.ceil(rows / step) }, (_, i) => i * step)));
+  }
+  return list;
+}
+
+export const rangeText = (low: number, high: number, logarithmic: boolean) =>
+  `${say(low)} to ${say(high)}${logarithmic ? ", logarithmic" : ""}`;

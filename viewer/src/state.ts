@@ -1,0 +1,85 @@
+// One state object: the address of the page, `view.state` in Python and "copy Python" are made of it.
+
+export interface State {
+  metric: string;
+  sequence: number;
+  layer: string; // of the crosshair: a layer, or a voxel such as "mlp[0:64]"
+  column: number; // of the crosshair
+  first: number; // the first column in view
+  last: number; // the end of the columns in view; 0 fits all
+  top: number; // the first row in view
+  norm: "row" | "global";
+  map: string;
+  depth: "blocks" | "parts" | "all";
+  toggled: string[]; // layers that are folded against `depth`
+  voxels: string[]; // layers that are expanded to their voxels
+  pool: "max" | "mean";
+  follow: boolean;
+}
+
+export const START: State = {
+  metric: "", sequence: 0, layer: "", column: 0, first: 0, last: 0, top: 0, norm: "row",
+  map: "viridis", depth: "blocks", toggled: [], voxels: [], pool: "max", follow: true,
+};
+
+/** What differs from the start, as the part of an address behind "#". */
+export function toHash(state: State): string {
+  const said = new URLSearchParams();
+  for (const key of Object.keys(START) as (keyof State)[]) {
+    const value = state[key];
+    const text = Array.isArray(value) ? value.join("|") : String(value);
+    const start = START[key];
+    if (text !== (Array.isArray(start) ? start.join("|") : String(start))) said.set(key, text);
+  }
+  return said.toString();
+}
+
+export function fromHash(hash: string): Partial<State> {
+  const said = new URLSearchParams(hash.replace(/^#/, ""));
+  const found: Record<string, unknown> = {};
+  for (const [key, text] of said) {
+    if (!(key in START)) continue;
+    const start = START[key as keyof State];
+    if (typeof start === "number") found[key] = Number.isFinite(+text) ? Math.max(0, +text) : start;
+    else if (typeof start === "boolean") found[key] = text === "true";
+    else if (Array.isArray(start)) found[key] = text ? text.split("|").slice(0, 500) : [];
+    else found[key] = text;
+  }
+  return found as Partial<State>;
+}
+
+/** A state that came from elsewhere, with only what is known and of the right type. */
+export function clean(given: Record<string, unknown>): Partial<State> {
+  const found: Record<string, unknown> = {};
+  for (const key of Object.keys(START) as (keyof State)[]) {
+    const value = given[key];
+    if (value !== undefined && typeof value === typeof START[key]) found[key] = value;
+  }
+  return found as Partial<State>;
+}
+
+const quote = (text: string) => JSON.stringify(text);
+
+/** Python that gets the values in view, and the view itself. */
+export function toPython(state: State, board: { python: string; kind: string; axis: string }): string {
+  const start = START as unknown as Record<string, unknown>;
+  const said = Object.entries(state)
+    .filter(([key, value]) => JSON.stringify(value) !== JSON.stringify(start[key]))
+    .map(([key, value]) => `${quote(key)}: ${typeof value === "boolean" ? (value ? "True" : "False") : JSON.stringify(value)}`);
+  const lines = ["import torchfmri", ""];
+  if (board.kind === "scan") {
+    lines.push(`scan = ${board.python}`);
+    const [layer, voxel] = state.layer.split("[");
+    const by = voxel ? ', by="voxel"' : "";
+    lines.push(
+      `names, values = scan.values(${quote(state.metric)}${by}, pattern=${quote(layer || "*")}, sequence=${state.sequence})`,
+      `values[${state.column}]  # ${board.axis} ${state.column}`,
+      `view = torchfmri.view(scan, state={${said.join(", ")}})`,
+    );
+  } else if (board.kind === "diff") {
+    lines.push(`scan = ${board.python}`, `view = torchfmri.view(other, scan, state={${said.join(", ")}})`);
+  } else {
+    lines.push(`view = torchfmri.view(${board.python}, state={${said.join(", ")}})`);
+  }
+  return lines.join("\n") + "\n";
+}

@@ -90,8 +90,9 @@ def scan(
         InspectionError: Something of this cannot be done; the message says what to do instead.
     """
     options = ScanOptions(
-        per, layers, voxel, loss, tensors, live, verify, attention, lens, experts, features
-    )
+        per=per, layers=layers, voxel=voxel, loss=loss, tensors=tensors, live=live, verify=verify,
+        attention=attention, lens=lens, experts=experts, features=features,
+    )  # fmt: skip
     return Scanner(model, tokenizer, options).scan(
         prompt,
         max_new_tokens,

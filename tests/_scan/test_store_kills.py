@@ -16,6 +16,7 @@ from stored_scans import ANATOMY, META, assert_same_sequence, make_sequence, wri
 
 from torchfmri import load
 from torchfmri._scan import repair
+from torchfmri._scan.store.folder import final_name
 from torchfmri._scan.store.writer import ScanWriter
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -91,8 +92,14 @@ def test_kills_lose_nothing_that_was_committed(tmp_path: Path) -> None:
         assert_same_sequence(sequence, make_sequence(sequence.name, number % 7))
     for rank in (0, 1):
         ScanWriter(path, ANATOMY, META, rank=rank).close()  # resuming clears up
-    named = {place.segment.name for place in load(path)._sequences._places}
-    assert {each.name for each in path.glob("segment*")} == named
+    scan = load(path)
+    named = {place.segment.name for place in scan._sequences._places}
+    assert {each.name for each in path.glob("segment*.safetensors")} == named
+    # What is left was finished when it was killed, and nobody has written it since.
+    finished = list(path.glob("segment*.pending"))
+    added = repair(path).added
+    assert {final_name(each.name) for each in finished} == added.keys()
+    assert not {name for names in added.values() for name in names} & set(scan.names)
 
 
 @pytest.fixture
@@ -124,12 +131,28 @@ def test_a_segment_whose_line_was_cut_off_is_added_again(
     manifest.write_bytes(whole[: first if cut is None else cut if cut < 0 else first + cut])
     if cure == "writer":
         write_scan(path, ["c"])
-    else:
+    if cure == "repair" or cut is None:  # where nothing is left of the line, it is not used
         repair(path)
     scan = load(path)
     assert set(scan.names) == {"a", "b", "c"} - ({"c"} if cure == "repair" else set())
     assert scan.verify() == ()
     assert_same_sequence(scan[scan.names.index("b")], make_sequence("b", 1))
+
+
+def test_a_segment_without_a_line_is_cleared_away_once_its_sequences_are_there(
+    torn: tuple[Path, Path, bytes, int],
+) -> None:
+    path, manifest, whole, first = torn
+    pending = path / "segment-rank000-000001.pending"
+    manifest.write_bytes(whole[:first])
+    write_scan(path, ["c"])
+    assert load(path).names == ("a", "c")
+    assert pending.exists()
+    write_scan(path, ["b"])
+    assert load(path).names == ("a", "c", "b")
+    write_scan(path, ["d"])
+    assert load(path).names == ("a", "c", "b", "d")
+    assert not pending.exists()
 
 
 @pytest.mark.parametrize("cut", [None, 10])

@@ -23,7 +23,7 @@ from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.store.folder import META
 from torchfmri._scan.store.manifest import read_committed
 from torchfmri._scan.store.meta import read_meta, require_same
-from torchfmri._scan.store.writer import ScanWriter, commit_finished
+from torchfmri._scan.store.writer import ScanWriter
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 _GIVE_UP = 3
@@ -333,7 +333,6 @@ def _batches(pending: Sequence[int], batch: int) -> list[list[int]]:
 def _pending(rows: Sequence[Row], path: Path) -> list[int]:
     done: set[str] = set()
     if (path / META).exists():
-        commit_finished(path)  # before anybody takes a share
         committed, _ = read_committed(path)
         done = {each.name for segment in committed for each in segment.sequences}
     return [number for number in range(len(rows)) if rows[number].name not in done]

@@ -210,6 +210,7 @@ def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
     named: set[str] = set()
     problems: list[str] = []
     damaged: dict[str, Sequence[str]] = {}
+    torn: dict[str, Manifest] = {}
     for name in filter(MANIFEST.fullmatch, names):
         try:
             manifest = _read_settled(folder / name)
@@ -226,30 +227,41 @@ def read_committed(folder: Path) -> tuple[list[SegmentEntry], list[str]]:
             else:
                 found[segment.name] = segment
         if manifest.torn:
-            begun, problem = _read_begun(folder, names, name, manifest)
-            found |= {segment.name: segment for segment in begun}
-            if problem:
-                damaged[name] = [*manifest.problems, problem]
+            torn[name] = manifest
+    for name, manifest in torn.items():
+        begun, problem = _read_begun(folder, names, name, manifest, list(found.values()))
+        found |= {segment.name: segment for segment in begun}
+        if problem:
+            damaged[name] = [*manifest.problems, problem]
     unnamed = [name for name in names if SEGMENT.fullmatch(name) and name not in named]
     return list(found.values()), limited([*_lost_lines(damaged, unnamed), *problems])
 
 
 def _read_begun(
-    folder: Path, names: Sequence[str], name: str, manifest: Manifest
+    folder: Path,
+    names: Sequence[str],
+    name: str,
+    manifest: Manifest,
+    committed: Sequence[SegmentEntry],
 ) -> tuple[list[SegmentEntry], str]:
     """The segments whose line was begun, and what is wrong if there is none.
 
-    A segment is on the disk before its line is begun, so that it counts from that moment on.
+    A segment is on the disk before its line is begun, so that it counts from that moment on. One
+    that was left before, and whose sequences were scanned again since, does not.
     """
     lines = {each.name for each in manifest.segments}
+    known = {sequence.name for segment in committed for sequence in segment.sequences}
     own = [each for each in names if PENDING.fullmatch(each) and rank_of(each) == rank_of(name)]
     begun, reasons = [], [f"its last line is cut off after {manifest.torn:,} bytes"]
     for pending in own:
         if final_name(pending) not in lines:
             try:
-                begun.append(describe_segment(folder / pending))
+                segment = describe_segment(folder / pending)
             except FileFormatError as error:
                 reasons.append(str(error))
+                continue
+            if known.isdisjoint(each.name for each in segment.sequences):
+                begun.append(segment)
     return begun, "" if begun else str(FileFormatError(name, ". ".join(reasons)))
 
 

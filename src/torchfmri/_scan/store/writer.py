@@ -317,7 +317,7 @@ class ScanWriter:
         return 1 + max(numbers, default=-1), size
 
     def _look_at(self, name: str, own: Manifest) -> SegmentEntry | str:
-        """What to add of a segment that no line names; else "gone" or "unclear"."""
+        """What to add of a segment that no line names; else "gone", "kept" or "unclear"."""
         try:
             segment = describe_checked(self.path / name, self.anatomy)
         except FileFormatError:
@@ -326,11 +326,12 @@ class ScanWriter:
                 return "unclear"
         else:
             sequences = {each.name for each in segment.sequences}
-            if sequences.isdisjoint(self._names):
+            if own.torn and sequences.isdisjoint(self._names):
                 self._names |= sequences
                 return segment
             if not sequences <= self._names:
-                return "unclear"
+                # Nobody has seen these sequences, which may be scanned again, or repaired.
+                return "unclear" if own.problems or own.torn else "kept"
         (self.path / name).unlink()
         return "gone"
 
@@ -340,16 +341,6 @@ class ScanWriter:
         write_all(manifest, line, size)
         (self.path / pending_name(segment.name)).rename(self.path / segment.name)
         return len(line)
-
-
-def commit_finished(path: Path) -> None:
-    """Commit the segments that writers had finished when they were killed.
-
-    Where somebody writes, or something is damaged, that is left to others.
-    """
-    for rank in sorted({rank_of(name) for name in list_names(path) if PENDING.fullmatch(name)}):
-        with contextlib.suppress(InspectionError):
-            ScanWriter(path, *read_meta(path), rank=int(rank)).close()
 
 
 def _number(name: str, rank: int) -> int:

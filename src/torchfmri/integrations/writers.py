@@ -100,7 +100,11 @@ class TensorBoardWriter(_Summary):
     """
 
     def __init__(
-        self, writer: Any, fields: Sequence[str] | None = None, histograms: bool = False, images: int = 100
+        self,
+        writer: Any,
+        fields: Sequence[str] | None = None,
+        histograms: bool = False,
+        images: int = 100,
     ) -> None:
         meaning = "give a SummaryWriter of torch.utils.tensorboard"
         require(hasattr(writer, "add_scalar"), "writer", writer, meaning)
@@ -145,7 +149,11 @@ class WandbWriter(_Summary):
     """
 
     def __init__(
-        self, run: Any, fields: Sequence[str] | None = None, histograms: bool = False, images: int = 100
+        self,
+        run: Any,
+        fields: Sequence[str] | None = None,
+        histograms: bool = False,
+        images: int = 100,
     ) -> None:
         require(hasattr(run, "log"), "run", run, "give a run, which wandb.init() returns")
         super().__init__(fields, histograms, images)

@@ -35,7 +35,7 @@ def export(folder: Path, model: nn.Module, tokenizer: Any, dtype: torch.dtype) -
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             inspector = Inspector(model, keep="tensors")
-            inspector.watch("model.layers.*", exclude="*.*.*.*")
+            inspector.watch([f"model.layers.{n}" for n in range(len(model.model.layers))])
             inspection = inspector.run_inspection(ids)
         seen = [record.activations for record in inspection.values()]
         states = torch.stack([each[0] for each in seen], 1).to(dtype)

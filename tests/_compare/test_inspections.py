@@ -236,7 +236,7 @@ def test_watched_in_one_run_only_is_an_error_not_a_difference() -> None:
     inspector = Inspector(model())
     inspector.watch("*", "inputs")
     other = inspector.run_inspection(torch.linspace(-1, 1, 12).reshape(3, 4))
-    with pytest.raises(InspectionError, match="no layer in common|nothing to compare"):
+    with pytest.raises(InspectionError, match=r"no layer in common|nothing to compare"):
         compare(inspect(model()), other)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DOTS_PER_INCH = 160
+_DOTS_PER_INCH = 110
 _MOST_TICKS = 12
 
 

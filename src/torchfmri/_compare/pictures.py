@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _METRIC = "difference in units of what both sides' own noise allows"
 _DIRECTIONS = {FORWARD: "forward pass", BACKWARD: "backward pass (dL/d output)"}
 _MOST_NAMES = 40
-_DOTS_PER_INCH = 160
+_DOTS_PER_INCH = 110
 
 
 def plot_difference(

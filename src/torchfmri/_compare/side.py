@@ -143,9 +143,13 @@ def _merge(
 def _spread(reference: Recording, other: Pass) -> dict[Place, float]:
     """The largest relative difference of each tensor between two passes of one side."""
     again = Recording(other, reference.reduced)
-    for at, grid in enumerate(reference.grids):  # what counts as padding may have been agreed on
-        kept = grid.kept.flip(0) if other.turned else grid.kept
-        again.grids[at] = replace(again.grids[at], kept=kept)
+    # What counts as a token may have been agreed on with the other side.
+    again.grids = [
+        replace(grid, kept=grid.kept.flip(0), order=tuple(reversed(grid.order)))
+        if other.turned
+        else grid
+        for grid in reference.grids
+    ]
     found = {}
     for direction in WHAT:
         for place in reference.places(direction):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchfmri._arguments import check_file
+from torchfmri._arguments import check_file, check_path
 from torchfmri._model import nearest_names
 from torchfmri._records.inspection_files import load_inspection, save_inspection
 from torchfmri._records.record import Call, Record
@@ -152,7 +152,7 @@ class Inspection(Mapping[str, Record]):
         Raises:
             FileFormatError: The file is missing, damaged, or no inspection.
         """
-        found = load_inspection(Path(path))
+        found = load_inspection(check_path("path", path))
         inspection = cls(found.pop("model"), found.pop("records"))
         inspection.tokens = tuple(found.pop("tokens"))
         for name, value in found.items():

@@ -281,6 +281,7 @@ _NAMES = {
     "statistics": ("ChannelStatistics", "Statistics", "calculate_statistics"),
 }
 """Where each public name is defined."""
+_REPLACED = {"first_difference": "torchfmri.compare(a, b).first"}
 _ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
 _MODULES = ("exceptions", "integrations", "reference", "routing", "statistics", "visualization")
 
@@ -290,7 +291,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _ROOM_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f": it became {_REPLACED[name]}" if name in _REPLACED else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     import_module(f"{__name__}.{_ROOM_OF[name]}")
     # Reprs, tracebacks and pickles name `torchfmri`, not the room where a name is defined: also of
     # what other rooms have brought along, such as the class of a result.

@@ -1,6 +1,5 @@
-"""A training run on the board: in this process, and through a file while it is written."""
+"""A training run on the board: of this process, and in a folder while it is written."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from torch import nn
 
 import torchfmri
 from torchfmri import Monitor
+from torchfmri._records import HistoryFolder
 from torchfmri._scan import board_of
-from torchfmri._viewer import LAYERS, TRACKS, Desk, RunBoard, RunView
+from torchfmri._viewer import LAYERS, TRACKS, Desk, RunBoard
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 
@@ -49,51 +49,46 @@ def check(board: RunBoard, monitor: Monitor) -> None:
     )
 
 
-def test_a_run_in_a_file_is_the_history(tmp_path: Path) -> None:
-    monitor = train(12, view=tmp_path / "runs")
-    board = board_of(tmp_path / "runs")
+def test_a_run_in_a_folder_is_the_history(tmp_path: Path) -> None:
+    monitor = train(12, folder=tmp_path / "run")
+    board = board_of(tmp_path / "run")
     assert isinstance(board, RunBoard)
     check(board, monitor)
-    (file,) = (tmp_path / "runs").iterdir()
+    (file,) = (tmp_path / "run").iterdir()
     check(board_of(file), monitor)
     check(board_of(monitor.history), monitor)
     assert monitor.view is None
 
 
 def test_parameters_stand_beneath_their_layers(tmp_path: Path) -> None:
-    train(2, view=tmp_path)
+    train(2, folder=tmp_path / "run")
     layers = board_of(tmp_path).layers
     assert layers.index("0") < layers.index("0.weight") < layers.index("1") < layers.index("2.bias")
 
 
-def test_lines_that_are_added_are_seen_and_half_a_line_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "x.run.jsonl"
-    view = RunView(path, "model")
-    board = RunBoard(path)
+def tell(folder: HistoryFolder, monitor: Monitor) -> None:
+    """Write the steps of a monitor to a folder, one by one."""
+    history = monitor.history
+    for step in history:
+        folder(step, {s: history.statistics(*s, step=step.number) for s in history.series})
+
+
+def test_files_that_are_added_are_seen(tmp_path: Path) -> None:
+    train(1, folder=tmp_path / "run")
+    board = RunBoard(tmp_path / "run")
     desk = Desk(board)
-    assert board.length(0) == 0
-    monitor = train(3)
-    for step in monitor.history:
-        found = {
-            s: monitor.history.statistics(*s, step=step.number) for s in monitor.history.series
-        }
-        view(step, found)
+    later = train(4)
+    folder = HistoryFolder(tmp_path / "other", seconds=0)
+    tell(folder, later)
+    for number, file in enumerate(sorted((tmp_path / "other").iterdir())[1:], 1):
+        file.rename(tmp_path / "run" / file.name)
         board.refresh()
         plane, _ = desk.plane(0, "activations", LAYERS)
-        assert plane.columns == board.length(0) == step.number + 1
-    text = path.read_text("utf-8").splitlines()[-1]
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text[:40])
-        file.flush()
-        assert not board.refresh()
-        assert board.length(0) == 3
-        file.write(text[40:] + "\n")
-    board.refresh()
-    assert board.length(0) == 4
+        assert plane.columns == board.length(0) == number + 1
 
 
 def test_findings_are_the_health_of_a_run(tmp_path: Path) -> None:
-    monitor = train(24, rate=1e6, view=tmp_path)
+    monitor = train(24, rate=1e6, folder=tmp_path / "run")
     found = board_of(tmp_path).health(0)
     assert {each.text.split(":")[0] for each in found} >= {
         each.problem for each in monitor.findings[:1]
@@ -103,21 +98,29 @@ def test_findings_are_the_health_of_a_run(tmp_path: Path) -> None:
 
 def test_several_runs_are_sequences(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        train(3, view=tmp_path / f"{name}.run.jsonl")
+        train(3, folder=tmp_path / name)
     assert [each.name for each in board_of(tmp_path).entries()] == ["a", "b"]
 
 
 def test_only_the_first_process_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    train(2, view=tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
+    assert train(2, folder=tmp_path / "run", view=True).view is None
+    assert not (tmp_path / "run").exists()
 
 
-def test_training_goes_on_where_a_run_cannot_be_written(tmp_path: Path) -> None:
+def test_training_goes_on_where_a_run_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: True)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = Monitor(model, optimizer, view=tmp_path)
-    monitor._view._writer._file.close()  # type: ignore[union-attr]
+    monitor = Monitor(model, optimizer, view=True)
+    assert monitor._view is not None
+    assert monitor.view is not None
+    page = monitor.view
+
+    def fail(*_: object) -> None:
+        raise OSError("no page")
+
+    monkeypatch.setattr(monitor._view._run, "add", fail)
 
     def steps() -> None:
         for _ in range(3):
@@ -125,21 +128,20 @@ def test_training_goes_on_where_a_run_cannot_be_written(tmp_path: Path) -> None:
                 model(torch.randn(3, 2)).sum().backward()
                 optimizer.step()
 
-    with pytest.warns(torchfmri.MonitorWarning, match="shows this run no longer"):
-        steps()
-    assert len(monitor.history) == 3
+    try:
+        with pytest.warns(torchfmri.MonitorWarning, match="shows this run no longer"):
+            steps()
+        assert len(monitor.history) == 3
+    finally:
+        page.close()
 
 
-@pytest.mark.parametrize(
-    "text", ["nonsense\n", "{}\n", '{"format": "other", "model": "x"}\n', "[1]\n",
-             '{"format":"torchfmri-run","model":"x"}\n{"step":0,"rms":[1,2,3]}\n',
-             '{"format":"torchfmri-run","model":"x"}\n{"step":"a","rms":[]}\n'],
-)  # fmt: skip
-def test_a_file_that_is_no_run_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "x.run.jsonl"
-    path.write_text(text)
-    with pytest.raises(FileFormatError, match=r"x\.run\.jsonl.*no run of a Monitor"):
-        RunBoard(path)
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
+    train(2, folder=tmp_path / "run")
+    (file,) = (tmp_path / "run").iterdir()
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(FileFormatError, match="steps-"):
+        board_of(tmp_path / "run")
 
 
 def test_what_cannot_be_viewed_is_said(tmp_path: Path) -> None:
@@ -154,25 +156,24 @@ def test_what_cannot_be_viewed_is_said(tmp_path: Path) -> None:
 
 
 def test_not_finite_values_are_holes(tmp_path: Path) -> None:
-    monitor = train(6, rate=1e30, view=tmp_path)
-    table = board_of(tmp_path).values(0, "activations", LAYERS)
+    monitor = train(6, rate=1e30, folder=tmp_path / "run")
+    table = board_of(tmp_path / "run").values(0, "activations", LAYERS)
     assert math.isnan(table[-1, 0])
     again = board_of(monitor.history).values(0, "activations", LAYERS)
     np.testing.assert_array_equal(np.isnan(table), np.isnan(again))
 
 
 def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
-    train(5, view=tmp_path / "x.run.jsonl")
-    line = (tmp_path / "x.run.jsonl").read_text("utf-8").splitlines()[-1]
-    with torchfmri.view(tmp_path, browser=False) as view:
+    train(1, folder=tmp_path / "run")
+    tell(HistoryFolder(tmp_path / "other", seconds=0), train(9))
+    with torchfmri.view(tmp_path / "run", browser=False) as view:
         page.open(view.url)
-        assert "5 steps" in page.text("header")
-        with (tmp_path / "x.run.jsonl").open("a") as file:
-            for number in range(5, 305):
-                file.write(json.dumps({**json.loads(line), "step": number}) + "\n")
-        page.until("app.data.columns === 305")
+        assert "1 step" in page.text("header")
+        for file in sorted((tmp_path / "other").iterdir())[1:]:
+            file.rename(tmp_path / "run" / file.name)
+        page.until("app.data.columns === 9")
         page.settle()
-        assert page.js("app.plane('layers').header.columns") == 305
+        assert page.js("app.plane('layers').header.columns") == 9
 
 
 def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from torchfmri._arguments import (
     check_number,
     check_scalar,
     check_scaler,
-    require,
 )
 from torchfmri._diagnosis import LiveDiagnosis, describe
 from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
@@ -106,10 +105,10 @@ class Monitor:
         incidents: A folder to write such steps to, or `Incidents` for more options; with it
             on_nonfinite is "continue" by default.
         folder: A folder to write every watched step to while the model trains, for
-            `torchfmri.History.load` and `torchfmri.compare`; one run per folder.
-        view: True shows the run in a browser while it goes on (extra `viewer`). A file or a folder
-            has it written there instead, for `torchfmri view` in another process. Only the first of
-            several processes does either.
+            `torchfmri.History.load`, `torchfmri.compare` and `torchfmri view`; one run per folder.
+            Of several processes only the first writes, and only the first shows a page.
+        view: Whether to show the run in a browser while it goes on (extra `viewer`). Another
+            process can show it from `folder`, with `torchfmri view`.
 
     Example:
         >>> import torch
@@ -144,7 +143,7 @@ class Monitor:
         on_nonfinite: str | None = None,
         incidents: str | Path | Incidents | None = None,
         folder: str | Path | None = None,
-        view: bool | str | Path = False,
+        view: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InspectionError(f"Monitor takes an nn.Module, not {type(model).__name__}.")
@@ -190,7 +189,9 @@ class Monitor:
             return [] if monitor is None else monitor._findings_so_far()
 
         self._told: set[tuple[str, tuple[str, ...]]] = set()
-        self._folder = None if folder is None else HistoryFolder(folder, findings)
+        self._folder = (
+            HistoryFolder(folder, findings) if folder is not None and _is_first() else None
+        )
         if self._folder is not None:
             self._writers.append(self._folder)
         self._view = self._open_view(view)
@@ -200,12 +201,11 @@ class Monitor:
         kind, layers = type(unwrap(self.model)).__name__, len(self._plan.modules)
         return f"<Monitor of {kind}: {layers} layers, {state}, {self._number} steps>"
 
-    def _open_view(self, view: bool | str | Path) -> RunView | None:
-        shown = isinstance(view, bool | str | Path)
-        require(shown, "view", view, "True for a page, or a file or folder to write the run to")
-        if view is False or switched_off() or os.environ.get("RANK", "0") != "0":
+    def _open_view(self, view: bool) -> RunView | None:
+        check_flag("view", view)
+        if not view or switched_off() or not _is_first():
             return None
-        return RunView(view, type(unwrap(self.model)).__name__)
+        return RunView(type(unwrap(self.model)).__name__)
 
     @property
     def view(self) -> View | None:
@@ -549,6 +549,7 @@ class Monitor:
             self._live.add(step, self._history.series)
         for write in self._writers:
             write(step, found)
+        self._show(step, found)
         self._tell_findings(step.number)
 
     def _tell_findings(self, step: int) -> None:
@@ -560,7 +561,6 @@ class Monitor:
         for write in self._writers if fresh else ():
             if isinstance(write, FindingsWriter):
                 write.found(step, fresh)
-        self._show(step, found)
 
     @property
     def findings(self) -> list[Finding]:
@@ -676,3 +676,8 @@ class MonitoredStep:
 
 def _check_whats(what: str | Sequence[str]) -> frozenset[str]:
     return frozenset(check_each("what", what, WHAT, "a Monitor can watch"))
+
+
+def _is_first() -> bool:
+    """Whether this is the first of the processes that `torchrun` started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"

@@ -20,7 +20,7 @@ from torchfmri._records.history import (
     Step,
 )
 from torchfmri._records.history_files import write_records
-from torchfmri._records.history_store import HistoryFolder
+from torchfmri._records.history_store import HistoryFolder, step_files
 from torchfmri._records.inspection import Inspection
 from torchfmri._records.inspection_files import kind_of, tensor_of
 from torchfmri._records.record import Call, Record
@@ -60,6 +60,7 @@ __all__ = [
     "channel_axis",
     "check_what",
     "kind_of",
+    "step_files",
     "tensor_of",
     "write_records",
 ]

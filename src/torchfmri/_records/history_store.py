@@ -98,6 +98,13 @@ def _plain_finding(finding: Finding) -> dict[str, Any]:
 # -- reading -------------------------------------------------------------------------------------
 
 
+def step_files(path: Path) -> list[Path]:
+    """The files of steps at a path, in their order: itself, or those in a folder."""
+    names = list_names(path) if path.is_dir() else [path.name] if path.is_file() else []
+    found = sorted(name for name in names if name.startswith(_FILE) and name.endswith(_ENDING))
+    return [path / name if path.is_dir() else path for name in found]
+
+
 def load_history(path: Path) -> History:
     """The history in a file, or in a folder of such files.
 
@@ -108,8 +115,8 @@ def load_history(path: Path) -> History:
     """
     if not path.is_dir():
         return _merged([_load_file(path)])
-    names = sorted(n for n in list_names(path) if n.startswith(_FILE) and n.endswith(_ENDING))
-    if not names:
+    files = step_files(path)
+    if not files:
         others = ", ".join(list_names(path)[:5]) or "nothing"
         raise FileFormatError(
             str(path),
@@ -118,9 +125,9 @@ def load_history(path: Path) -> History:
         )
     parts: list[dict[str, Any]] = []
     problems = []
-    for name in names:
+    for file in files:
         try:
-            parts.append(_load_file(path / name))
+            parts.append(_load_file(file))
         except FileFormatError as error:
             problems.append(str(error))
     if not parts:

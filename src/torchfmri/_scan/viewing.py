@@ -11,7 +11,7 @@ from torchfmri._arguments import check_flag, require
 from torchfmri._records import History
 from torchfmri._scan.loading import load
 from torchfmri._scan.scan_record import Scan
-from torchfmri._viewer import Board, DiffBoard, Run, RunBoard, View, is_run, serve
+from torchfmri._viewer import Board, DiffBoard, Run, RunBoard, View, runs_in, serve
 from torchfmri.exceptions import InspectionError
 
 Viewed = Scan | History | str | PathLike[str]
@@ -31,8 +31,8 @@ def view(
     """Show a scan or a training run in a browser, and return the view, which serves until closed.
 
     Args:
-        what: A `Scan`, the folder of one, the `History` of a Monitor, or a run that a Monitor
-            writes (`Monitor(view="runs")`), also while it trains.
+        what: A `Scan`, the folder of one, the `History` of a Monitor, or the folder that a
+            Monitor writes (`Monitor(folder="run")`), also while it trains; or a folder of those.
         other: Another scan: the page shows `other` - `what`, layer by layer, token by token.
         browser: Whether to open a browser; the address is printed in any case.
         host: What to bind to; other addresses than this machine's own need `remote`.
@@ -65,7 +65,7 @@ def board_of(what: Viewed) -> Board:
     meaning = "give a Scan, a Monitor's history, or the path of a scan or a run"
     require(isinstance(what, str | PathLike), "what", what, meaning)
     path = Path(what)
-    if is_run(path):
+    if runs_in(path):
         return RunBoard(path)
     if path.is_dir() and not any(path.iterdir()):
         raise InspectionError(f"{str(path)!r} is empty: neither a scan nor a run is in it.")

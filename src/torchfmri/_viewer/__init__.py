@@ -11,7 +11,7 @@ from torchfmri._viewer.desk import Desk
 from torchfmri._viewer.diff_board import DiffBoard
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.page import whole_page
-from torchfmri._viewer.run_board import Run, RunBoard, RunView, is_run
+from torchfmri._viewer.run_board import Run, RunBoard, RunView, runs_in
 from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.widget import widget_of
 
@@ -30,7 +30,7 @@ __all__ = [
     "RunBoard",
     "RunView",
     "View",
-    "is_run",
+    "runs_in",
     "serve",
     "whole_page",
     "widget_of",

@@ -1,34 +1,28 @@
 """A training run on the viewer's board: layers down, steps across, findings as its health.
 
-A run is a file of JSON lines that a Monitor adds to at every watched step: a first line that says
-so, a line with the names of series that are new, one per step, one per finding. Whoever reads it
-while the model trains sees every line that is whole.
+A run is the history of a Monitor: of this process, or in the folder that it writes while the model
+trains (`Monitor(folder=...)`), of which new files are read as they appear.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from torchfmri._files import make_folder, printable
-from torchfmri._records import UPDATES, Finding, History, Series, Step
+from torchfmri._files import printable
+from torchfmri._records import UPDATES, Finding, History, Series, Step, step_files
 from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.tiles import Table
-from torchfmri.exceptions import FileFormatError
 from torchfmri.statistics import Statistics
 
-FORMAT = "torchfmri-run"
-SUFFIX = ".run.jsonl"
-_LINE_BYTES, _PIECE = 64 << 20, 16 << 20
 _WHAT = {
     "activations": Metric(
         "activations", "Activations", "How strong each layer's output is at each training step.",
@@ -57,13 +51,13 @@ _CURVES = {
 
 
 class Run:
-    """What is known of a run: fed step by step, by a Monitor or from its file.
+    """What is known of a run, step by step.
 
     Args:
-        model: The name of the model.
+        model: The name of the model; empty where it is not known.
     """
 
-    def __init__(self, model: str = "model") -> None:
+    def __init__(self, model: str = "") -> None:
         self.model = model
         self.series: list[Series] = []
         self.numbers: list[int] = []
@@ -77,72 +71,50 @@ class Run:
     def of_history(cls, history: History) -> Run:
         """The run whose steps a history holds."""
         run = cls()
-        run._know([*history.series, *(Series(name, UPDATES) for name in _updated(history))])
-        columns = np.full((len(history), len(run.series)), np.nan)
-        for what in dict.fromkeys(series.what for series in run.series):
+        run.extend(history)
+        return run
+
+    def extend(self, history: History) -> None:
+        """Add the steps and findings of a history."""
+        self._know([*history.series, *(Series(name, UPDATES) for name in _updated(history))])
+        columns = np.full((len(history), len(self.series)), np.nan)
+        for what in dict.fromkeys(series.what for series in self.series):
             names, values = history.matrix(what, "rms")
             if what != UPDATES:  # a value that is not finite makes the whole so
                 lost = history.matrix(what, "nan")[1] + history.matrix(what, "inf")[1]
                 values = np.where(lost > 0, np.nan, values)
-            columns[:, [run._index[Series(name, what)] for name in names]] = values.T
+            columns[:, [self._index[Series(name, what)] for name in names]] = values.T
         for step, rms in zip(history, columns, strict=True):
-            run.feed({"step": step.number, "loss": step.loss, "seconds": step.seconds,
-                      "rms": rms.tolist()})  # fmt: skip
-        return run
+            self._append(step, rms)
+        for finding in history.findings:
+            self.find(finding)
 
-    def add(self, step: Step, found: Mapping[Series, Statistics]) -> dict[str, Any]:
-        """Add a step as a Monitor tells it; returns the step as a line of the file."""
+    def add(self, step: Step, found: Mapping[Series, Statistics]) -> None:
+        """Add a step as a Monitor tells it."""
         values = {series: _rms(each) for series, each in found.items()}
         for name, ratio in step.update_ratios.items():
             values[Series(name, UPDATES)] = ratio
-        fresh = [series for series in values if series not in self._index]
-        line = {
-            "series": [list(series) for series in fresh],
-            "step": step.number, "loss": step.loss, "seconds": step.seconds,
-        }  # fmt: skip
-        self._know(fresh)
-        line["rms"] = [values.get(series, math.nan) for series in self.series]
-        self.feed(line)
-        return line
+        self._know(list(values))
+        self._append(step, np.array([values.get(series, math.nan) for series in self.series]))
 
-    def feed(self, line: Mapping[str, Any]) -> None:
-        """Add what a line of a file says.
+    def _append(self, step: Step, rms: NDArray[np.floating]) -> None:
+        with self._lock:
+            self.numbers.append(step.number)
+            self.rms.append(rms)
+            # Last: its length is that of the run.
+            self.curves.append(np.array([step.loss, step.seconds], np.float32))
 
-        Raises:
-            KeyError, TypeError, ValueError: It says something else.
-        """
-        if "finding" in line:
-            self.find(line["finding"])
-        if "series" in line:
-            self._know([Series(str(layer), str(what)) for layer, what in line["series"]])
-        if "step" in line:
-            curve = np.array([_number(line.get(name)) for name in _CURVES], np.float32)
-            rms = np.array([_number(each) for each in line["rms"]], np.float32)
-            if len(rms) > len(self.series):
-                raise ValueError(f"{len(rms)} values of {len(self.series)} series")
-            with self._lock:
-                self.numbers.append(int(line["step"]))
-                self.rms.append(rms)
-                self.curves.append(curve)  # last: its length is that of the run
-
-    def find(self, finding: Mapping[str, Any]) -> None:
-        """Add a finding, or replace the one of the same problem and layers."""
-        layers = [str(each) for each in finding.get("layers") or ()]
-        step = finding.get("step")
+    def find(self, finding: Finding) -> None:
+        """Add a finding, or replace the one of the same problem."""
         column = None
-        if isinstance(step, int) and self.numbers:
-            column = int(np.searchsorted(self.numbers, step))
-        text = printable(str(finding.get("text", "")))
+        if finding.step is not None and self.numbers:
+            column = int(np.searchsorted(self.numbers, finding.step))
         found = Health(
-            f"{finding.get('problem', '')}: {text}", str(finding.get("severity", "warn")),
-            layers[0] if layers else None, column, printable(str(finding.get("advice", ""))),
+            f"{finding.problem}: {printable(finding.text)}", finding.severity,
+            finding.layers[0] if finding.layers else None, column, printable(finding.advice),
         )  # fmt: skip
-        kept = [
-            each
-            for each in self.findings
-            if each.text.split(":")[0] != str(found.text).split(":")[0]
-        ]
-        self.findings = [*kept, found]
+        problem = f"{finding.problem}:"
+        self.findings = [e for e in self.findings if not e.text.startswith(problem)] + [found]
 
     def _know(self, fresh: Sequence[Series]) -> None:
         for series in fresh:
@@ -151,92 +123,51 @@ class Run:
                 self.series.append(series)
 
 
-class RunWriter:
-    """Writes a run while a model trains; a Monitor calls it for each watched step.
-
-    Args:
-        path: The file, or a folder to put one into.
-        model: The name of the model.
-    """
-
-    def __init__(self, path: Path, model: str) -> None:
-        self.path = path if path.name.endswith(SUFFIX) else path / f"{os.getpid()}{SUFFIX}"
-        make_folder(self.path.parent)
-        self._run = Run(model)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._put({"format": FORMAT, "version": 1, "model": model})
-
-    def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
-        """Write one step."""
-        self._put(self._run.add(step, found))
-
-    def find(self, finding: Finding) -> None:
-        """Write a finding."""
-        self._put({"finding": finding.to_dict()})
-
-    def _put(self, line: dict[str, Any]) -> None:
-        text = json.dumps(_plain(line), separators=(",", ":"), default=str)
-        self._file.write(text + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class RunView:
-    """A run that can be looked at while it goes on: on a page, or in a file for `torchfmri view`.
-
-    It is a writer of a Monitor. Looking must not stop training: what fails here is warned of once.
+    """A run on a page of this process, while it goes on; a writer of a Monitor.
 
     Args:
-        where: True for a page of this process, else the file or folder to write the run to.
         model: The name of the model.
     """
 
-    def __init__(self, where: Literal[True] | str | Path, model: str) -> None:
-        self.view: View | None = None
-        self._writer: RunWriter | None = None
+    def __init__(self, model: str) -> None:
         self._run = Run(model)
-        self._known: list[Any] = []
-        if where is True:
-            self.view = serve(RunBoard(run=self._run), name="Monitor")
-        else:
-            self._writer = RunWriter(Path(where), model)
+        self._known: list[Finding] = []
+        self.view: View = serve(RunBoard(run=self._run), name="Monitor")
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Take one step."""
-        if self._writer is not None:
-            self._writer(step, found)
-        else:
-            known = len(self._run.series)
-            self._run.add(step, found)
-            if self.view is not None and len(self._run.series) != known:
-                self.view.changed()
+        known = len(self._run.series)
+        self._run.add(step, found)
+        if len(self._run.series) != known:
+            self.view.changed()
 
     def find(self, findings: Sequence[Finding]) -> None:
         """Take what is wrong so far."""
-        found = [each for each in findings if each not in self._known]
-        self._known += found
-        for each in found:
-            if self._writer is not None:
-                self._writer.find(each)
-            else:
-                self._run.find(each.to_dict())
-        if found and self.view is not None:
+        fresh = [each for each in findings if each not in self._known]
+        self._known += fresh
+        for each in fresh:
+            self._run.find(each)
+        if fresh:
             self.view.changed()
 
 
-def is_run(path: Path) -> bool:
-    """Whether a path is a run, or a folder with runs in it."""
-    return path.name.endswith(SUFFIX) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
+def runs_in(path: Path) -> dict[str, Path]:
+    """The runs at a path by name: a file of steps, a Monitor's folder, or a folder of those."""
+    if not path.is_dir():
+        return {path.name: path} if step_files(path) else {}
+    if step_files(path):
+        return {path.name: path}
+    return {
+        each.name: each for each in sorted(path.iterdir()) if each.is_dir() and step_files(each)
+    }
 
 
 class RunBoard(Board):
     """The board of one run or of several: those of a folder are its sequences.
 
     Args:
-        path: A file or a folder; None for a run of this process.
+        path: A run or a folder of runs; None for a run of this process.
         run: The run of this process.
     """
 
@@ -245,7 +176,7 @@ class RunBoard(Board):
     def __init__(self, path: Path | None = None, run: Run | None = None) -> None:
         self._path = path
         self._runs: dict[str, Run] = {} if run is None else {"this process": run}
-        self._read: dict[str, int] = {}
+        self._read: set[Path] = set()
         self._lock = threading.Lock()
         if path is not None:
             self.refresh()
@@ -267,7 +198,7 @@ class RunBoard(Board):
 
     def about(self) -> dict[str, Any]:
         """What the head of the page says."""
-        models = list(dict.fromkeys(printable(run.model) for run in self._runs.values()))
+        models = list(dict.fromkeys(printable(r.model) for r in self._runs.values() if r.model))
         python = repr(str(self._path)) if self._path else "monitor"
         title = self._path.name if self._path else "training"
         return {"title": title, "model": " and ".join(models), "notes": [], "python": python}
@@ -318,51 +249,21 @@ class RunBoard(Board):
         return sorted(self._run(sequence).findings, key=lambda each: order.get(each.severity, 2))
 
     def refresh(self) -> bool:
-        """Read the lines that were added to the files; whether runs, series or findings are new."""
+        """Read the files that are new; whether runs, series or findings are new."""
         if self._path is None:
             return False
         with self._lock:
             before = self._shape()
-            folder = self._path.is_dir()
-            paths = sorted(self._path.glob(f"*{SUFFIX}")) if folder else [self._path]
-            for path in paths:
-                self._follow(path)
+            for name, path in runs_in(self._path).items():
+                run = self._runs.setdefault(name, Run())
+                for file in step_files(path):
+                    if file not in self._read:
+                        run.extend(History.load(file))
+                        self._read.add(file)
             return self._shape() != before
 
     def _shape(self) -> list[tuple[str, int, int]]:
         return [(name, len(run.series), len(run.findings)) for name, run in self._runs.items()]
-
-    def _follow(self, path: Path) -> None:
-        name = path.name.removesuffix(SUFFIX)
-        size, at = path.stat().st_size, self._read.get(name, 0)
-        if size < at:  # written anew
-            self._runs.pop(name, None)
-            at = 0
-        with path.open("rb") as file:
-            while at < size:
-                file.seek(at)
-                data = file.read(_PIECE)
-                whole = data.rfind(b"\n") + 1
-                if not whole:
-                    if len(data) >= _LINE_BYTES:
-                        raise FileFormatError(path.name, "it has a line of more than 64 MiB")
-                    break
-                self._feed(name, path, data[:whole].splitlines())
-                at += whole
-        self._read[name] = at
-
-    def _feed(self, name: str, path: Path, lines: Sequence[bytes]) -> None:
-        for text in lines:
-            try:
-                line = json.loads(text)
-                if name not in self._runs:
-                    if line["format"] != FORMAT:
-                        raise ValueError(f"its format is {str(line['format'])[:40]!r}")
-                    self._runs[name] = Run(str(line["model"])[:200])
-                else:
-                    self._runs[name].feed(line)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise FileFormatError(path.name, f"it is no run of a Monitor ({error})") from error
 
     def _run(self, sequence: int) -> Run:
         return list(self._runs.values())[sequence]
@@ -383,18 +284,3 @@ def _rms(statistics: Statistics) -> float:
     if not statistics.finite or statistics.finite < statistics.count:
         return math.nan  # a value that is not finite makes the whole so
     return statistics.l2 / math.sqrt(statistics.finite)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _plain(value: Any) -> Any:
-    """The value with None for what is not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value

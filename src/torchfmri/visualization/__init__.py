@@ -3,8 +3,8 @@
 `plots` has the public plots of inspections, whose code is in `_histogram`, `_compare`, `_depth` and
 `_feature_maps`; `history_plots` draws histories, `diagnosis_plots` diagnoses, `routing_plots`
 routing, `lesion_plots` lesions, `attention_plots` heads and their patterns, `lens_plots` lenses and
-attributions. The other files with an underscore draw what they are given as arrays. A new plot is a `plot_*` function here,
-and a method of the result that it shows.
+attributions. The other files with an underscore draw what they are given as arrays. A new plot is a
+`plot_*` function here, and a method of the result that it shows.
 """
 
 from torchfmri.visualization import history_plots, plots

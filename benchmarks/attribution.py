@@ -1,6 +1,7 @@
 """Is every token's gradient its own? Right, refused by name or wrong, over programs and models.
 
-`--programs` random programs are compared with a copy of each parameter per row. `--zoo` adds every
+`--programs` random programs, and small models of many kinds, are compared with a copy of each
+parameter per row. `--zoo` adds every
 architecture of the installed transformers that can be built small; there the tokens of a layer's
 rows are found by nudging one token at a time, and what cannot be told in this way is not judged.
 """
@@ -41,7 +42,8 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        result = _programs(range(arguments.seed, arguments.seed + arguments.programs))
+        result = _kinds()
+        result |= _programs(range(arguments.seed, arguments.seed + arguments.programs))
         if arguments.zoo:
             result |= _architectures(arguments.only, arguments.control)
     finally:
@@ -85,6 +87,38 @@ def _programs(seeds: range) -> dict[str, Any]:
         "wrong by step": [f"{count} {kind}" for kind, count in wrong.most_common()],
         "refused by step": [f"{count} {kind}" for kind, count in refused.most_common()],
     }
+
+
+def _kinds() -> dict[str, Any]:
+    from attribution import failed, judge
+    from kinds_of_models import KINDS, truth_by_rows
+
+    outcomes: Counter[str] = Counter()
+    others = []
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name, make in KINDS.items():
+            torch.manual_seed(0)
+            model = make()
+            inputs = model.inputs()
+            _, truth = truth_by_rows(model, *inputs)
+            try:
+                with torchfmri.token_gradients(model) as tokens:
+                    model.loss(*inputs).backward()
+                verdicts = judge(tokens, truth)
+            except Exception as error:
+                verdicts = failed(error, truth)
+            outcomes.update(each.outcome for each in verdicts)
+            others += [
+                f"{each.outcome} {name}, {each.name}: {each.detail}"
+                for each in verdicts
+                if each.outcome != "right"
+            ]
+    finally:
+        torch.set_default_dtype(default)
+    found = {name: count for name, count in _table(outcomes).items() if name != NOT_JUDGED}
+    return {"kinds": {**found, "models": len(KINDS)}, "kinds not right": others}
 
 
 # -- transformers --------------------------------------------------------------------------------

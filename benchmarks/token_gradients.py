@@ -19,6 +19,7 @@ as much about the host: hence the forward pass is timed by itself as well, how l
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import statistics
 import sys
 import time
@@ -35,7 +36,9 @@ from benchmarks._token_peers import NEEDS, NOTES, PEERS
 
 SHAPES = {"small": (SMALL, 2, 128), "1.7b": (LARGE, 4, 1024)}  # with batch and tokens
 NUMBERS = 256  # of a projection
-OURS = ("empty_hooks", "norms", "factors", "gram", "projection")
+OURS = (
+    "empty_hooks", "norms", "factors", "gram", "projection", "norms_compared", "norms_first_pass",
+)  # fmt: skip
 
 Keep = Literal["factors", "norms"]
 
@@ -173,7 +176,31 @@ def build_ours(task: Task) -> dict[str, Run]:
         "factors": watched(task, "factors", lambda tokens: None),
         "gram": watched(task, "factors", lambda tokens: tokens.gram()),
         "projection": watched(task, "factors", lambda tokens: tokens.project(NUMBERS)),
+        "norms_compared": counted(task, watched(task, "norms", lambda tokens: tokens.norm())),
+        "norms_first_pass": forgotten(watched(task, "norms", lambda tokens: tokens.norm())),
     }
+
+
+def counted(task: Task, watch: Run) -> Run:
+    """The step of a model that counts its passes: the way through it is compared each time."""
+    passes = itertools.count()
+
+    def run() -> object:
+        task.model.passes = next(passes)  # type: ignore[assignment]
+        return watch()
+
+    return run
+
+
+def forgotten(watch: Run) -> Run:
+    """The first step of a model: its plan is made, and its tokens are followed."""
+    from torchfmri._tokens.calls import plans
+
+    def run() -> object:
+        plans._KEPT.clear()
+        return watch()
+
+    return run
 
 
 def watched(task: Task, keep: Keep, read: Callable[[Any], object]) -> Run:

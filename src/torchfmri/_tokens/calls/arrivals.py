@@ -450,6 +450,10 @@ class Arrivals:
         self._take_in_all()
         self._reducer.finish()
         self.at_end = None
+        if self._must_finish:  # compiled autograd does not say when a backward pass is over
+            self._must_finish = False
+            self._account.checks.settle()
+            self._finish()
         for record in self.records:
             if record.g is None:  # nothing came back, and nothing will
                 record.x = None

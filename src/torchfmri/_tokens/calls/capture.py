@@ -181,7 +181,7 @@ class Capture:
             if output.ndim == 3
             else (output.ndim == 2 and output.shape[0] not in (model[0], model[0] * model[1]))
         )
-        without |= is_constant and output.ndim == 2
+        without |= is_constant and output.ndim in (1, 2)
         if without and current_backward() == NO_BACKWARD:
             self.passes.broadcasts.watch(output, target.spread)
 
@@ -275,8 +275,8 @@ class Capture:
         self._last = None
         self.passes.stop_tracing()
         self.passes.memories.clear()
-        self.owners.forget()
         self.arrivals.forget()
+        self.owners.forget()
         self.passes.follow([])
         try:
             self.account.checks.detach()
@@ -285,10 +285,12 @@ class Capture:
 
 
 def _refuse_layer(
-    account: Account, watched: Mapping[str, Watched], layer: str, reason: str
+    account: Account, watched: Mapping[str, Watched], layer: str | None, reason: str
 ) -> None:
-    for name in watched[layer].parameters.values():
-        account.refuse([name], UnsupportedLayerError(name, layer, reason))
+    """Refuse the parameters of a layer, or of all."""
+    for each in watched.values() if layer is None else (watched[layer],):
+        for name in each.parameters.values():
+            account.refuse([name], UnsupportedLayerError(name, each.layer, reason))
 
 
 def target_of(watched: Watched) -> Target:

@@ -7,7 +7,8 @@ the gradients of their outputs are kept, and each is run again by itself (`rerun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -152,8 +153,10 @@ class Owners:
             known: The parts of a parameter that are.
         """
         owners, self._waiting = self._waiting, []
-        for owner in owners:
-            self._run_again(owner, owner.names, parts)
+        handed = [self._handed(owner, owners) for owner in owners]
+        given_away = {name for each in handed for several in each.values() for name in several}
+        for owner, some in zip(owners, handed, strict=True):
+            self._run_again(owner, owner.names, parts, handed=some, given_away=given_away)
         # A module that is called may be read beside that (a head tied by hand): the innermost
         # module whose code mentions its weight accounts for what the calls do not.
         for owner in sorted(owners, key=lambda each: -each.layer.count(".")):
@@ -165,8 +168,28 @@ class Owners:
                 if is_incomplete:
                     self._run_again(owner, [name], parts, beside_calls=True)
 
+    def _handed(self, owner: OwnerCall, owners: Sequence[OwnerCall]) -> dict[int, list[str]]:
+        """Parameters that other layers have handed to this one, and that nobody else accounts for.
+
+        Of a parameter of a layer around this one the re-run of that layer finds all uses.
+        """
+        around = {
+            name
+            for other in owners
+            if other.layer != owner.layer and f"{owner.layer}.".startswith(_inside(other.layer))
+            for name in other.names
+        }
+        names = self._account.received([*self._parameters])
+        return owner.handed([n for n in names if n not in around and n not in owner.names])
+
     def _run_again(
-        self, owner: OwnerCall, names: Sequence[str], parts: Parts, beside_calls: bool = False
+        self,
+        owner: OwnerCall,
+        names: Sequence[str],
+        parts: Parts,
+        beside_calls: bool = False,
+        handed: Mapping[int, Sequence[str]] | None = None,
+        given_away: Collection[str] = (),
     ) -> None:
         account = self._account
         wanted = {
@@ -174,21 +197,22 @@ class Owners:
             for name in account.received(names)
             if name not in account.reasons
         }
-        if not wanted:
+        if not wanted and not handed:
             return
         replays = self._replayed.get(owner.layer)
         if replays and owner.has_no_arguments:
             owner.take_arguments(*replays.pop(0))  # replayed in the order in which gradients came
         try:
-            found = owner.parts(wanted, beside_calls)
+            found = owner.parts(wanted, beside_calls, handed, given_away)
         except Exception as error:  # not the user's fault: these parameters say why
             reason = f"running it again failed: {error}"
             if not isinstance(error, UnsupportedLayerError):
-                error = UnsupportedLayerError(next(iter(wanted)), owner.layer, reason)
+                name = next(chain(wanted, *(handed or {}).values()))
+                error = UnsupportedLayerError(name, owner.layer, reason)
             if beside_calls:  # its calls are counted; what else it is used for is not
                 account.noted(owner.layer, str(error))
             else:
-                account.refuse(wanted, error)
+                account.refuse([*wanted, *chain.from_iterable((handed or {}).values())], error)
             return
         for name, refusal in found.unsupported.items():
             account.refuse([name], refusal)
@@ -221,3 +245,8 @@ class Owners:
         """Let go of everything that only the passes themselves need."""
         self._states.clear()
         self._replayed.clear()
+
+
+def _inside(layer: str) -> str:
+    """What the names of the layers inside of this one begin with."""
+    return f"{layer}." if layer else ""

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from torchfmri._capture import TokenMask
 from torchfmri._tokens.calls.broadcasts import Broadcasts
+from torchfmri._tokens.calls.python_state import python_state
 from torchfmri._tokens.calls.token_map import MOST, TokenMap, Tracing, assign, signature
 from torchfmri._tokens.rules.axes import model_grid
 from torchfmri._tokens.rules.record import Pass, Record, Watched
-from torchfmri._tokens.rules.rerun import OwnerCall, RunState
+from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens, RunState
+from torchfmri._tokens.rules.way import Way
 from torchfmri._torch import (
     NO_BACKWARD,
     Hook,
@@ -36,6 +38,13 @@ from torchfmri._torch import (
 _ANOTHER_WAY = (
     "it was called another number of times than when its tokens were followed. Run the block "
     "again: from now on every pass is followed."
+)
+
+
+_OTHER_NUMBERS = (
+    "this pass took another way through the model than the one whose tokens were followed, with "
+    "the same shapes (a state that the model keeps, or random numbers). Run the block again: the "
+    "next passes are followed."
 )
 
 
@@ -80,17 +89,21 @@ class Passes:
         self,
         maps: dict[object, TokenMap],
         model: nn.Module,
-        refuse: Callable[[str, str], None],
+        refuse: Callable[[str | None, str], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._maps, self._model, self._refuse = maps, weakref.ref(model), refuse
         self.tracing: Tracing | None = None
         self.constants: frozenset[str] = frozenset()
         self._map: TokenMap | None = None
+        self._way: Way | None = None
+        self._state: list[object] | None = None
         self._signature: object = None
         self._owners: dict[str, int] = {}
         self._first = 0  # record of the pass
         self._begun: Callable[[TokenMap], KeptPass] | None = None
+        self._outer: tuple[str, OwnerTokens] | None = None  # the call that the pass was
+        self._arguments: tuple[str, tuple[object, ...], Mapping[str, object]] | None = None
         self.last: KeptPass | None = None
         self.current = Pass(0)
         self.records: list[Record] = []
@@ -200,22 +213,38 @@ class Passes:
             number, state = self.current.number, self.state()
             self._begun = partial(KeptPass, number, module, arguments, dict(keywords), state)
         self._map = self._maps.get(self._signature)
+        self._outer = None if self._map is None else (layer, self._map.outer)
         self.constants = frozenset() if self._map is None else self._map.constants
-        if self._map is None or self._map.is_dynamic:
+        self._state = python_state(module.modules())
+        if self._map is not None and not self._map.is_dynamic and self._map.state is not None:
+            if self._map.is_open or self._map.state != self._state:
+                self._way = Way()
+                self._way.__enter__()  # type: ignore[no-untyped-call]
+        else:
             self._map = None
             model = self._model()
             assert model is not None  # it runs
             self.tracing = Tracing(model.named_parameters(), arguments, keywords)
+            self._arguments = layer, arguments, keywords
             self.tracing.trace.__enter__()  # type: ignore[no-untyped-call]
 
     def end_tracing(self) -> None:
         """Give the records of a pass that is over their tokens."""
-        tracing, found, begun = self.tracing, self._map, self._begun
+        tracing, found, begun, way = self.tracing, self._map, self._begun, self._way
+        if tracing is not None and self._arguments is not None:
+            layer, arguments, keywords = self._arguments
+            elements = flatten((arguments, dict(keywords)))
+            self._outer = layer, tracing.owner(layer, elements, is_outer=True)
         self.stop_tracing()
         records = self.records[self._first :]
         counts = Counter([each.watched.layer for each in records])
         if tracing is not None:
             found = tracing.finish(counts)
+            earlier = self._maps.pop(self._signature, None)
+            if earlier is not None:
+                found.is_dynamic |= earlier.is_dynamic
+                # The first pass may fill a cache: two in a row have to take the same way.
+                found.state = self._state if earlier.way == found.way else None
             while len(self._maps) >= MOST:
                 del self._maps[next(iter(self._maps))]
             self._maps[self._signature] = found
@@ -223,7 +252,12 @@ class Passes:
             return
         if begun is not None:
             self.last, self._begun = begun(found), None
+        if tracing is None and way is not None and way.way != found.way:
+            found.state = None
+            self._refuse(None, _OTHER_NUMBERS)
+            return
         if tracing is None:
+            found.state = self._state
             self._look_up(found, records, counts)
         for layer, several in found.calls.items() if not found.is_usual else ():
             for each in several:
@@ -250,7 +284,10 @@ class Passes:
 
     def stop_tracing(self) -> None:
         """Follow the pass no further."""
-        tracing, self.tracing, self._map = self.tracing, None, None
+        tracing, self.tracing, self._map, self._arguments = self.tracing, None, None, None
+        way, self._way = self._way, None
+        if way is not None:
+            leave(way)
         if tracing is not None:
             leave(tracing.trace)
             tracing.trace.close()
@@ -267,6 +304,8 @@ class Passes:
             known = self._map.owners.get(call.layer, ())
             if number < len(known):
                 call.tokens = known[number]
+        elif self._outer is not None and self._outer[0] == call.layer:
+            call.tokens = self._outer[1]  # its own call was the pass, which is over
 
     # -- hooks -------------------------------------------------------------------------------
 

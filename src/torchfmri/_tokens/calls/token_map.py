@@ -7,6 +7,7 @@ chosen by the data itself (a router), every pass is followed.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchfmri._tokens.calls.python_state import random_state
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.arguments import given_origins, main_element
 from torchfmri._tokens.rules.origins import (
@@ -58,12 +60,14 @@ class CallTokens(NamedTuple):
         is_second: The features are the second axis, where the layer has no say in that.
         is_step: The call read the state of a recurrence, and its rows belong to the step that
             takes them in.
+        spread: The same as `rows` where the output is spread over the batch.
         refused: Why they cannot be told.
     """
 
     of: str = ""
     stack: str = ""
     rows: tuple[Rows, ...] = ()
+    spread: tuple[Rows, ...] = ()
     is_second: bool = False
     is_step: bool = False
     refused: str = ""
@@ -78,11 +82,16 @@ class TokenMap:
     Attributes:
         calls: By layer, those of its calls in order.
         owners: By layer, what is known of the calls of layers that are run again.
+        outer: What is known of the call that the pass was.
         constants: Layers that read constants alone.
         given: The tokens of the arguments.
         counts: How often each layer was called.
         is_usual: Every call has its tokens in the usual order.
         is_dynamic: Another pass has other tokens.
+        way: The way that the pass took through the model.
+        state: The attributes of modules with which it is taken; None until two passes in a row
+            have taken the same way.
+        is_open: It may differ in any pass, for it depends on data or random numbers.
     """
 
     def __init__(self) -> None:
@@ -90,9 +99,13 @@ class TokenMap:
         self.owners: dict[str, list[OwnerTokens]] = defaultdict(list)
         self.constants: frozenset[str] = frozenset()
         self.given: Sequence[Source] = ()
+        self.outer = OwnerTokens()
         self.counts: dict[str, int] = {}
         self.is_usual = True
         self.is_dynamic = False
+        self.way = 0
+        self.state: list[object] | None = None
+        self.is_open = False
 
 
 class Tracing:
@@ -107,13 +120,16 @@ class Tracing:
         self.trace = Trace()
         for name, parameter in parameters:
             self.trace.set_leaves(parameter, frozenset({name}))
+            self.trace.set_sum(parameter, frozenset({name}))
         for tensor, origins in given_origins(self.trace.sources, arguments, keywords):
             self.trace.set(tensor, origins)
         self._outputs: list[tuple[Record, Origins, tuple[int, ...]]] = []
         self._owners: list[tuple[str, OwnerTokens]] = []
         self._begun: dict[str, int] = {}
+        self._outer = OwnerTokens()
         self._constants: set[str] = set()
         self._named = self._given = len(self.trace.sources.all)
+        self._random = random_state()
 
     def begin_stack(
         self, stack: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
@@ -124,20 +140,22 @@ class Tracing:
         main = main_element([each for each in elements if not each.path.startswith("encoder")])
         if main is None:
             return
-        known = trace.origins(main.tensor)
-        if known is not None and _is_given(trace.sources, known.first):
-            for source in trace.sources.present(known.first):
-                source.stack = stack
-            return
-        for tensor, origins in given_origins(trace.sources, (main.tensor,), {}, stack):
-            trace.set(tensor, origins)
+        with trace.aside():
+            known = trace.origins(main.tensor)
+            if known is not None and _is_given(trace.sources, known.first):
+                for source in trace.sources.present(known.first):
+                    source.stack = stack
+                return
+            for tensor, origins in given_origins(trace.sources, (main.tensor,), {}, stack):
+                trace.set(tensor, origins)
 
     def call(self, record: Record, output: Tensor) -> bool:
         """A layer with a rule has returned this; whether it was computed from constants alone."""
-        origins = self.trace.output_of_call(output)
+        with self.trace.aside():
+            origins = self.trace.output_of_call(output)
+            is_constant = bool((compact(origins.first) == NOBODY).all())
         self._name_sources(record.watched.layer)
         self._outputs.append((record, origins, tuple(output.shape)))
-        is_constant = bool((compact(origins.first) == NOBODY).all())
         if is_constant:
             self._constants.add(record.watched.layer)
         return is_constant
@@ -146,14 +164,21 @@ class Tracing:
         """A layer that is run again is called."""
         self._begun[layer] = len(self.trace.sources.all)
 
-    def owner(self, layer: str, arguments: Sequence[Element]) -> OwnerTokens:
-        """A layer that is run again was called with these."""
-        self._name_sources(layer)
-        start = self._begun.get(layer, self._named)
+    def owner(
+        self, layer: str, arguments: Sequence[Element], is_outer: bool = False
+    ) -> OwnerTokens:
+        """A layer that is run again was called with these; its call may be the whole pass."""
+        self._name_sources(layer or "the model")
+        start = self._given if is_outer else self._begun.get(layer, self._named)
         names = [each.name for each in self.trace.sources.all[start:]]
-        origins = [self.trace.origins(each.tensor) for each in arguments]
-        found = OwnerTokens(origins, self.trace.sources.copy(), names)
-        self._owners.append((layer, found))
+        with self.trace.aside():
+            origins = [self.trace.origins(each.tensor) for each in arguments]
+        sums = [self.trace.sum_of(each.tensor) for each in arguments]
+        found = OwnerTokens(origins, self.trace.sources.copy(), names, sums)
+        if is_outer:
+            self._outer = found
+        else:
+            self._owners.append((layer, found))
         return found
 
     def _name_sources(self, layer: str) -> None:
@@ -168,10 +193,19 @@ class Tracing:
         """What was found; the records get their tokens."""
         found = TokenMap()
         found.counts, found.constants = dict(counts), frozenset(self._constants)
+        found.outer, found.way = self._outer, self.trace.way
+        found.is_open = self.trace.reads_numbers or random_state() != self._random
         found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
+        lookups = self._rows_of_constants()
         for record, origins, shape in self._outputs:
             tokens = tokens_of(self.trace, record, origins, shape)
             tokens = tokens._replace(is_step=origins.is_step)
+            if id(origins) in lookups:
+                tokens = tokens._replace(rows=(lookups[id(origins)],))
+            landed = origins.landed
+            if landed is not None:
+                spread = tokens_of(self.trace, record, landed, tuple(landed.first.shape))
+                tokens = tokens._replace(spread=spread.rows)
             assign(record, tokens)
             found.calls[record.watched.layer].append(tokens)
             found.is_usual &= tokens == USUAL
@@ -180,6 +214,22 @@ class Tracing:
             found.owners[layer].append(handed)
             known = [each for each in handed.origins if each is not None]
             found.is_dynamic |= any(each.is_dynamic for each in known)
+        return found
+
+    def _rows_of_constants(self) -> dict[int, Rows]:
+        """The rows of layers that are called several times with constants: each is a token."""
+        several: dict[str, list[tuple[Record, Origins, int]]] = defaultdict(list)
+        for record, origins, shape in self._outputs:
+            if shape and bool((compact(origins.first) == NOBODY).all()):
+                count = math.prod(shape[: len(shape) - record.features])
+                several[record.watched.layer].append((record, origins, count))
+        found: dict[int, Rows] = {}
+        for layer, calls in several.items():
+            total, start = sum(count for _, _, count in calls), 0
+            for record, origins, count in calls if len(calls) > 1 else ():
+                numbers = torch.arange(start, start + count, device=origins.first.device)
+                found[id(origins)] = Rows(numbers, (total, 1), record.stack, layer)
+                start += count
         return found
 
 
@@ -200,10 +250,10 @@ def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, 
     if second and len(shape) < 2:
         return USUAL
     algebra = trace.algebra
-    origins = algebra.by_channel(origins) if second else algebra.settled(origins, axes)
+    origins = algebra.by_channel(origins) if second else algebra.settled(origins, axes, True)
     if origins.second is not None and not origins.is_decided and not origins.is_raw:
         return CallTokens(refused=_different(origins.reason))
-    numbers = trace.algebra.reduced(origins, axes, "").first
+    numbers = trace.algebra.reduced(origins, axes, "", are_features=True).first
     numbers = numbers.squeeze(1) if second else numbers.flatten(len(shape) - features)[..., 0]
     small = compact(numbers)
     if bool((small == SEVERAL).any()):
@@ -214,7 +264,8 @@ def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, 
     if len(found) == 1 and not bool((small == NOBODY).any()):
         source = found[0]
         if _is_usual(record, shape, numbers - source.start, source.grid):
-            return CallTokens(name_of(source), source.true.stack, (), record.is_second)
+            second = record.is_second
+            return CallTokens(name_of(source), source.true.stack, is_second=second)
     flat = numbers.reshape(-1)
     rows = [
         Rows(sources.local(each, flat), each.grid, each.true.stack, name_of(each)) for each in found
@@ -283,6 +334,7 @@ def signature(
 def assign(record: Record, tokens: CallTokens) -> None:
     """Give a record its tokens."""
     record.of, record.rows, record.is_second = tokens.of, tokens.rows, tokens.is_second
+    record.spread_rows = tokens.spread
     record.stack = tokens.stack or record.stack
 
 

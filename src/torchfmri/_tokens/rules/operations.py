@@ -19,6 +19,7 @@ from torchfmri._tokens.rules.origins import (
     UNKNOWN,
     Algebra,
     Origins,
+    Source,
     Sources,
     compact,
     is_constant_along,
@@ -87,6 +88,10 @@ class Known(Protocol):
 
     def is_fixed(self, tensor: Tensor) -> bool: ...
 
+    def is_state(self, tensor: Tensor) -> bool: ...
+
+    def land(self, tensor: Tensor, source: Source) -> None: ...
+
 
 class Call:
     """One operation on data, and what becomes of its tokens."""
@@ -116,7 +121,7 @@ class Call:
         if name in _IN_PLACE:
             return self._same_place()
         if name.startswith(_ATTENTION):
-            return self._only_first(self._rows_of(self.arguments[0]))
+            return self._attention()
         if "pool" in name or "upsample" in name:
             return [self._by_place(each) for each in self.results]
         tags = getattr(self.function, "tags", ())
@@ -155,7 +160,7 @@ class Call:
         found = self.of(operand)
         if found is None:
             return None
-        found = self.algebra.reduced(found, [axis % operand.ndim], self.name)
+        found = self.algebra.reduced(found, [axis % operand.ndim], self.name, are_features=True)
         return found.moved(lambda numbers: numbers.expand(self.results[0].shape))
 
     # -- moves -------------------------------------------------------------------------------
@@ -373,7 +378,7 @@ class Call:
             axes = range(operand.ndim - len(self.named["normalized_shape"]), operand.ndim)
         axes = [axes] if isinstance(axes, int) else list(axes)
         if "layer_norm" in self.name or "rms_norm" in self.name:
-            found = self.algebra.settled(found, axes)
+            found = self.algebra.settled(found, axes, are_features=True)
         elif "norm" in self.name and operand.ndim > 1:
             found = self.algebra.by_channel(found)
         # A softmax is over keys: its result has both candidates still.
@@ -393,12 +398,7 @@ class Call:
         numbers = found.first.narrow(1, 0, 1)
         if result.shape[2:] == operand.shape[2:]:
             return found.but(first=numbers.expand(result.shape), second=None, is_raw=False)
-        small = compact(numbers)
-        samples = self.trace.sources.sample_of(small).reshape(small.shape[0], -1)
-        if not bool((samples == samples[:, :1]).all()) or samples.shape[0] != result.shape[0]:
-            return self._unknown(result)
-        fresh = self.algebra.grid_by_place(samples, result.shape)
-        return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
+        return self._by_new_place(result, found, numbers)
 
     # -- products ----------------------------------------------------------------------------
 
@@ -407,10 +407,76 @@ class Call:
         shift = 1 if self.name in ("addmm", "baddbmm") else 0
         one, other = self.arguments[shift : shift + 2]
         shape = result.shape
-        found = self.algebra.product(self.of(one), self.of(other), shape, self.name)
+        found = self._selected(one, other)
+        if found is None:
+            found = self.algebra.product(self.of(one), self.of(other), shape, self.name)
+            if found is not None and self.of(one) is None and result.ndim == 3:
+                found = self._asked(one, found)
         bias = self.of(self.arguments[0]) if shift else None
         both = [each for each in (found, bias) if each is not None]
         return [self.algebra.join(both, shape, self.name)]
+
+    def _selected(self, one: Tensor, other: Tensor) -> Origins | None:
+        """The rows that a product with a matrix of zeros and ones moves to other places.
+
+        This is how some mixtures of experts send rows to their experts.
+        """
+        for matrix, rows, is_left in ((one, other, True), (other.mT, one.mT, False)):
+            found = self.of(rows)
+            if found is None or matrix.requires_grad:
+                continue
+            found = self.algebra.settled(found, [-2])
+            if is_constant_along(found.first, -2) or not is_constant_along(found.first, -1):
+                continue
+            if not bool((((matrix == 0) | (matrix == 1)) & (matrix.sum(-1, True) <= 1)).all()):
+                continue
+            chosen = matrix.argmax(-1, keepdim=True)
+            numbers = found.first[..., :1].expand(*matrix.shape[:-2], -1, 1).gather(-2, chosen)
+            numbers = torch.where(matrix.any(-1, keepdim=True), numbers, NOBODY)
+            numbers = numbers if is_left else numbers.mT
+            dynamic = found.is_dynamic or not self.trace.is_fixed(matrix)
+            first = numbers.expand(self.results[0].shape)
+            return found.but(first=first, second=None, is_dynamic=dynamic)
+        return None
+
+    def _asked(self, queries: Tensor, found: Origins) -> Origins:
+        """Scores (n, queries, keys) of learned queries: they belong to these, as others do."""
+        learned = self._learned(queries, found) if found.second is None else None
+        if learned is None:
+            return found
+        first = learned.expand(found.first.shape)
+        return found.but(first=first, second=found.first, is_decided=True)
+
+    def _learned(self, queries: Tensor, keys: Origins) -> Tensor | None:
+        """The tokens of learned queries, (..., queries, 1), for the samples of the keys.
+
+        None for other parameters: queries are the same for all samples, and were spread over them.
+        """
+        if not self.trace.is_state(queries):
+            return None
+        samples = compact(self.trace.sources.sample_of(keys.first))[..., :1, :1]
+        samples = samples.expand(*queries.shape[:-1], 1)
+        if not samples.numel() or bool((samples < 0).any()):
+            return None
+        count = queries.shape[-2]
+        place = torch.arange(count, device=queries.device)[:, None]
+        numbers = self.algebra.fresh(samples * count + place, samples)
+        if bool((numbers < 0).any()):
+            return None
+        self.trace.land(queries, self.trace.sources.present(numbers)[0])
+        return numbers
+
+    def _attention(self) -> list[Origins | None]:
+        """Attention as one operation is at its queries."""
+        queries = self.arguments[0]
+        found = self._rows_of(queries)
+        keys = self.of(self.arguments[1])
+        if found is None and keys is not None:
+            learned = self._learned(queries, keys)
+            if learned is not None:
+                found = keys.but(first=learned.expand(self.results[0].shape), second=None,
+                                 is_decided=True, is_raw=False)  # fmt: skip
+        return self._only_first(found)
 
     def _vector_product(self) -> list[Origins | None]:
         (result,) = self.results
@@ -468,11 +534,10 @@ class Call:
         return [self._by_new_place(result, found, numbers)]
 
     def _by_new_place(self, result: Tensor, found: Origins, numbers: Tensor) -> Origins:
-        small = compact(numbers)
-        samples = self.trace.sources.sample_of(small).reshape(small.shape[0], -1)
-        if samples.shape[0] != result.shape[0] or not bool((samples == samples[:, :1]).all()):
+        samples = self.trace.sources.sample_of(numbers)
+        fresh = self.algebra.grid_by_place(samples, [len(result), 1, *result.shape[2:]])
+        if bool((fresh < 0).any()):
             return self._unknown(result)
-        fresh = self.algebra.grid_by_place(samples, result.shape)
         return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
 
     # -- others ------------------------------------------------------------------------------
@@ -552,9 +617,25 @@ class Call:
         found = self.of(self.arguments[0])
         if found is None:
             return [None]
-        move = (self.arguments[0], *self.arguments[1:])
-        numbers = self.function((found.first + 1).double(), *move[1:], **self.keywords)
-        return [found.but(first=numbers.long() - 1, second=None)]
+
+        def unfolded(numbers: Tensor) -> Tensor:
+            made = self.function((numbers + 1).double(), *self.arguments[1:], **self.keywords)
+            return torch.as_tensor(made).long() - 1
+
+        return [found.moved(unfolded)]
+
+    def _packed(self) -> list[Origins | None]:
+        """Rows of a padded batch without the padding, step by step, or back."""
+        found = self.of(self.arguments[0])
+        if found is None:
+            return [None] * len(self.results)
+        found = self.algebra.settled(found, [])
+        arguments = list(self.arguments[1:])
+        if self.name == "_pad_packed_sequence":
+            arguments[2] = NOBODY  # what is added is nobody's
+        made, _ = self.function(found.first.contiguous(), *arguments, **self.keywords)
+        dynamic = found.is_dynamic or not self.trace.is_fixed(self.arguments[1])
+        return self._only_first(found.but(first=made, second=None, is_dynamic=dynamic))
 
 
 def _frequencies(call: Call) -> list[Origins | None]:
@@ -592,6 +673,8 @@ _RULES: dict[str, Callable[[Call], list[Origins | None]]] = {
     "view_as_complex": Call._as_complex,
     "view_as_real": Call._as_real,
     "im2col": Call._unfolded,
+    "_pack_padded_sequence": Call._packed,
+    "_pad_packed_sequence": Call._packed,
     "reflection_pad1d": Call._unfolded,
     "reflection_pad2d": Call._unfolded,
     "replication_pad1d": Call._unfolded,
@@ -631,13 +714,26 @@ def moved_like(
     if name == "constant_pad_nd":  # what is added is nobody's
         return [function(replaced(arguments[0]), arguments[1], NOBODY)]
     if name == "as_strided":
-        dense = replaced(arguments[0]).contiguous()
-        return tensors_in((function(dense, *arguments[1:], **keywords),), {})
+        return [_strided(arguments[0], replaced(arguments[0]), *arguments[1:], **keywords)]
     if name in BY_IDS:  # the first operand moves, the others say where
         arguments = (replaced(arguments[0]), *arguments[1:])
     else:
         arguments = tuple(map(replaced, arguments))
     return tensors_in((function(*arguments, **keywords),), {})
+
+
+def _strided(
+    tensor: Tensor, numbers: Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
+    """Numbers that lie in memory as the tensor does, seen with another size and other strides."""
+    start = 0 if storage_offset is None else storage_offset - tensor.storage_offset()
+    shapes = ((tensor.shape, tensor.stride(), 0), (size, stride, start))
+    ends = [at + sum((n - 1) * k for n, k in zip(a, b, strict=True)) for a, b, at in shapes]
+    if start < 0:
+        raise ValueError("it reads before the beginning of its operand")
+    memory = torch.full((max(ends) + 1,), UNKNOWN, dtype=torch.int64, device=tensor.device)
+    memory.as_strided(tensor.shape, tensor.stride()).copy_(numbers)
+    return memory.as_strided(size, stride, start)
 
 
 def constant(code: int, tensor: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class Origins:
             that were taken in: what a recurrence looks like from inside.
         born: When the entries were last moved, as a number of operations.
         is_slice: Made of one position of each row, as x[:, t] is.
+        landed: Of what a layer made of constants: the data over which it was spread.
     """
 
     first: Tensor
@@ -153,6 +154,7 @@ class Origins:
     born: int = 0
     is_doubtful: bool = False
     is_slice: bool = False
+    landed: Origins | None = None
     _shift: Tensor | None = None
     _before: Tensor | None = None
     _is_open: bool = False
@@ -271,6 +273,7 @@ def _agrees_along(numbers: Tensor, axis: int) -> bool:
     return bool(((small == highest) | (small == NOBODY)).all())
 
 
+_MOST_PIECES = 8  # of features of different grids, side by side
 _broadcast: Any = torch.broadcast_tensors  # without types in torch
 _unique: Any = torch.unique
 
@@ -429,9 +432,10 @@ class Algebra:
     def _by_position(self, one: Origins, other: Origins) -> Origins | None:
         """One of two operands at different positions, where one of these rules decides.
 
-        A shifted copy that is added to a sequence, or one position that is added to all, belongs to
-        the positions of the sequence. Where both have one position per sample, this is a step of a
-        recurrence, which belongs to the position that it takes in.
+        Some rows of a sequence that are added to the whole of it (a shifted copy, every second row
+        twice), or one position that is added to all, belong to the positions of the sequence. Where
+        both have one position per sample, this is a step of a recurrence, which belongs to the
+        position that it takes in.
         """
         a, b = _broadcast(compact(one.first), compact(other.first))
         both = (a >= 0) & (b >= 0)
@@ -451,9 +455,9 @@ class Algebra:
             newer.taken_in()
             older.joined_at(shift)
             return newer.but(seen=self._seen(one) | self._seen(other))
-        shifts = (b - a)[both]
-        if not bool((shifts == shifts[0]).all()):
-            return None
+        finer = self._finer(one.first, other.first)
+        if finer is not None:
+            return one if self._equal(finer, one.first) else other
         whole_a, whole_b = (self._is_whole(each) for each in (one.first, other.first))
         if whole_a != whole_b:
             return one if whole_a else other
@@ -515,12 +519,21 @@ class Algebra:
 
     # -- summing over axes -------------------------------------------------------------------
 
-    def settled(self, origins: Origins, axes: Sequence[int]) -> Origins:
-        """Of two candidates the one that does not change along these axes, if there is one."""
+    def settled(self, origins: Origins, axes: Sequence[int], are_features: bool = False) -> Origins:
+        """Of two candidates the one that does not change along these axes, if there is one.
+
+        Args:
+            origins: The candidates.
+            axes: The axes.
+            are_features: Whether the axes are those that a layer takes as features; of an argument
+                of the model features come last, unless a layer says otherwise.
+        """
         if origins.second is None:
             return origins
-        if origins.is_raw:  # features come last, unless a layer says otherwise
-            return origins.like(origins.first).but(is_decided=True, is_raw=False)
+        if origins.is_raw:
+            fits = all(is_constant_along(origins.first, axis) for axis in axes)
+            if fits or not are_features:
+                return origins.but(second=None, is_decided=True, is_raw=False)
         return self._settled(origins, axes)
 
     def by_channel(self, origins: Origins) -> Origins:
@@ -528,10 +541,15 @@ class Algebra:
         if origins.second is None:
             return origins
         found = self._settled(origins, [1])
-        if found.is_raw:  # one channel: the reading with more positions
+        if found.is_raw and is_constant_along(origins.first, 1):  # the reading with more positions
             counts = [len(_unique(compact(each))) for each in (origins.first, origins.second)]
             kept = origins.first if counts[0] > counts[1] else origins.second
             found = origins.but(first=kept, second=None, is_decided=True, is_raw=False)
+        elif found.is_raw:  # an argument in another form: frames of a video, one below the other
+            shape = origins.first.shape
+            samples = self.sources.sample_of(origins.first)
+            first = self.grid_by_place(samples, [shape[0], 1, *shape[2:]]).expand(shape)
+            found = origins.but(first=first, second=None, is_decided=True, is_raw=False)
         return found
 
     def _settled(self, origins: Origins, axes: Sequence[int]) -> Origins:
@@ -543,16 +561,32 @@ class Algebra:
         kept = both[0] if fits[0] else both[1]
         return origins.but(first=kept, second=None, is_decided=True, is_raw=False)
 
-    def reduced(self, origins: Origins, axes: Sequence[int], name: str) -> Origins:
-        """The origins after a sum over some axes, which stay with length 1."""
-        origins = self.settled(origins, axes)
+    def reduced(
+        self, origins: Origins, axes: Sequence[int], name: str, are_features: bool = False
+    ) -> Origins:
+        """The origins after a sum over some axes, which stay with length 1; see `settled`."""
+        origins = self.settled(origins, axes, are_features)
         if all(is_constant_along(origins.first, axis) for axis in axes):
             return origins.moved(lambda numbers: _narrowed(numbers, axes))
-        first = self._merged(origins.first, axes)
+        entries = None
+        if origins.is_raw and origins.second is not None:
+            # An argument cut into pieces: the two readings together tell its entries apart.
+            most = int(compact(origins.second).max()) + 1
+            entries = origins.first * most + origins.second
+            entries = torch.where((origins.first < 0) | (origins.second < 0), NOBODY, entries)
+        first = self._merged(origins.first, axes, entries)
         return origins.but(first=first, second=None, is_decided=True, is_raw=False, reason=name)
 
-    def _merged(self, numbers: Tensor, along: Sequence[int]) -> Tensor:
-        """New tokens for values that are summed over several old ones."""
+    def _merged(
+        self, numbers: Tensor, along: Sequence[int], entries: Tensor | None = None
+    ) -> Tensor:
+        """New tokens for values that are summed over several old ones.
+
+        Args:
+            numbers: The old ones.
+            along: The axes.
+            entries: Finer numbers than those of tokens, where a row is known by these.
+        """
         shape, axes = list(numbers.shape), [each % numbers.ndim for each in along]
         for axis in axes:
             shape[axis] = 1
@@ -570,23 +604,66 @@ class Algebra:
         nobody = most == NOBODY
         if bool(((least != most) & ~nobody).any()):  # of several samples
             return torch.full_like(lowest, NOBODY).expand(shape)
-        if bool(nobody.any()):
-            return torch.where(nobody, NOBODY, self._samples(most)).expand(shape)
-        keys = lowest.expand(small.shape)
-        pairs = torch.stack([small[known], keys[known]])
-        overlap = _unique(pairs, dim=1).shape[1] > len(_unique(small[known]))  # of windows
-        last = tuple(range(-len(axes), 0))
-        rows = small.movedim(tuple(axes), last).flatten(-len(axes))
-        rows = rows.reshape(-1, rows.shape[-1])
-        # The same tokens in another order are another row: x + x.flip(1).
-        if overlap or len(_unique(rows, dim=0)) != len(_unique(lowest)):
+        finer = self._finest(small, axes)
+        if finer is not None:
+            return finer.expand(shape)
+        rows = _rows_along(small if entries is None else compact(entries), axes)
+        keys = _sets(rows)
+        if keys is None:
             return torch.full_like(lowest, SEVERAL).expand(shape)
-        found = self.fresh(lowest, most)
+        keys = keys.view(lowest.shape)
+        if bool(nobody.any()):  # rows of padding alone
+            found = torch.full_like(lowest, NOBODY)
+            found[~nobody] = self.fresh(keys[~nobody], most[~nobody])
+            return found.expand(shape)
+        found = self.fresh(keys, most)
         source = self.sources.all[-1]
-        if bool((found >= source.start).all()) and source.name != "samples":
+        is_new = bool((found >= source.start).all()) and source.name != "samples"
+        old = small[known]
+        if is_new and entries is None and _sets_are_apart(old, keys.expand(small.shape)[known]):
             source.members = torch.full((source.start,), -1, device=found.device)
-            source.members[pairs[0]] = found.expand(keys.shape)[known]
+            source.members[old] = found.expand(small.shape)[known]
         return found.expand(shape)
+
+    def _finest(self, small: Tensor, axes: Sequence[int]) -> Tensor | None:
+        """The tokens of rows whose features come from grids of which one is finer than the others.
+
+        A U-Net puts the features of an upsampled grid beside those of the finer one.
+        """
+        rows = small.movedim(tuple(axes), tuple(range(len(axes)))).flatten(0, len(axes) - 1)
+        changes = (rows[1:] != rows[:-1]).flatten(1).any(1).nonzero()[:, 0] + 1
+        if len(changes) > _MOST_PIECES:
+            return None
+        result = rows[0]
+        for each in rows[changes]:
+            found = self._finer(result, each)
+            if found is None:
+                return None
+            result = found
+        for axis in sorted(axes):
+            result = result.unsqueeze(axis)
+        return result
+
+    def _finer(self, a: Tensor, b: Tensor) -> Tensor | None:
+        """Of two grids of tokens of the same samples, place by place, the finer one.
+
+        Every token of it meets one of the other, which has fewer or meets several.
+        """
+        a, b = _broadcast(compact(a), compact(b))
+        ours, theirs = self.sources.present(a), self.sources.present(b)
+        is_told = bool((a >= 0).all()) and bool((b >= 0).all()) and a.numel() > 0
+        if not is_told or len(ours) != 1 or len(theirs) != 1 or ours[0].true is theirs[0].true:
+            return None
+        if not bool((self.sources.sample_of(a) == self.sources.sample_of(b)).all()):
+            return None
+        pairs = len(_unique(a * (int(b.max()) + 1) + b))
+        counts = len(_unique(a)), len(_unique(b))
+        whole = [n == math.prod(e[0].grid) for n, e in zip(counts, (ours, theirs), strict=True)]
+        if whole[0] and pairs == counts[0] and (counts[1] < pairs or not whole[1]):
+            return a
+        if whole[1] and pairs == counts[1] and (counts[0] < pairs or not whole[0]):
+            return b
+        return None
 
     def _samples(self, samples: Tensor) -> Tensor:
         """The tokens that stand for whole samples."""
@@ -609,15 +686,30 @@ class Algebra:
         return ranks[inverse] + source.start
 
     def grid_by_place(self, samples: Tensor, shape: Sequence[int]) -> Tensor:
-        """Numbers of new tokens at every place of (b, 1, *positions)."""
-        b, count = shape[0], math.prod(shape[2:])
-        source = self.sources.whole_samples(b) if count == 1 else self.sources.add((b, count))
-        order = samples.reshape(b, -1)[:, :1].clamp(0)
-        every = torch.arange(b, device=order.device)
-        if not bool((torch.sort(order.flatten()).values == every).all()):
-            return torch.full((b, 1, *shape[2:]), UNKNOWN, device=samples.device)
+        """Numbers of new tokens at every place of (n, 1, *positions).
+
+        Args:
+            samples: Of what is at (n, ...).
+            shape: (n, 1, *positions); n is the batch, or has several rows of each sample in turn.
+        """
+        n, count = shape[0], math.prod(shape[2:])
+        lost = torch.full((n, 1, *shape[2:]), UNKNOWN, device=samples.device)
+        rows = compact(samples).reshape(compact(samples).shape[0], -1)
+        first = rows.amax(1, keepdim=True) if rows.numel() else rows  # constants have no say
+        if not rows.numel() or bool(((rows != first) & (rows != NOBODY) | (first < 0)).any()):
+            return lost
+        order = first[:, 0].expand(n) if len(rows) == 1 else first[:, 0]
+        found, counts = _unique(order, return_counts=True)
+        b, each = len(found), int(counts[0])
+        if len(order) != n or bool((counts != each).any()) or int(found[-1]) != b - 1:
+            return lost
+        is_sample = count == each == 1
+        source = self.sources.whole_samples(b) if is_sample else self.sources.add((b, each * count))
+        turn = torch.empty_like(order)
+        turn[torch.argsort(order, stable=True)] = torch.arange(n, device=order.device) % each
         place = torch.arange(count, device=samples.device)
-        return (source.start + order * count + place).view(b, 1, *shape[2:])
+        numbers = source.start + (order * each + turn)[:, None] * count + place
+        return numbers.view(n, 1, *shape[2:])
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -675,15 +767,15 @@ class Algebra:
         self, origins: Origins, axis: int, shape: torch.Size, name: str, is_alone: bool
     ) -> Origins:
         """The origins of one factor in the result, where `axis` was summed over and replaced."""
-        origins = self.settled(origins, [axis])
-        numbers, length = origins.first, shape[axis]
-        lead = len(shape) - numbers.ndim
-        if not is_constant_along(numbers, axis):
-            placed = self._mixed_by_place(numbers, axis, length) if is_alone else None
+        if not origins.is_raw:
+            origins = self.settled(origins, [axis])
+        lead = len(shape) - origins.first.ndim
+        if is_alone and not is_constant_along(origins.first, axis):
+            placed = self._mixed_by_place(origins.first, axis, shape[axis])
             if placed is not None:
                 first = placed[(None,) * lead].expand(shape)
                 return origins.but(first=first, second=None, is_decided=True, is_raw=False)
-        origins = self.reduced(origins, [axis], name)
+        origins = self.reduced(origins, [axis], name, are_features=True)
         return origins.moved(lambda each: each[(None,) * lead].expand(shape))
 
     def _mixed_by_place(self, numbers: Tensor, axis: int, length: int) -> Tensor | None:
@@ -699,6 +791,47 @@ class Algebra:
         if small.shape[axis] != length or not bool((local % length == steps).all()):
             return None
         return small
+
+
+def _rows_along(small: Tensor, axes: Sequence[int]) -> Tensor:
+    """The numbers as (rows, k): what is summed over comes last."""
+    last = tuple(range(-len(axes), 0))
+    rows = small.movedim(tuple(axes), last).flatten(-len(axes))
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _sets(rows: Tensor) -> Tensor | None:
+    """A number for each row (n, k), the same for rows of the same tokens, in order of appearance.
+
+    None where this does not tell rows apart: the same tokens in another order are another row, as
+    in x + x.flip(1), and so are two rows among others that they overlap with.
+    """
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    unordered = torch.where(rows < 0, 0, _scrambled(rows)).sum(1)
+    ordered = torch.where(rows < 0, 0, _scrambled(rows * len(columns) + columns)).sum(1)
+    sets, inverse = _unique(unordered, return_inverse=True)
+    if len(sets) != len(_unique(ordered)):
+        return None
+    first = torch.full((len(sets),), len(rows), device=rows.device)
+    places = torch.arange(len(rows), device=rows.device)
+    first = first.scatter_reduce(0, inverse, places, "amin")
+    keys = first[inverse]
+    known = rows >= 0
+    apart = _sets_are_apart(rows[known], keys[:, None].expand(rows.shape)[known])
+    return keys if apart or len(sets) == len(rows) else None
+
+
+def _sets_are_apart(numbers: Tensor, keys: Tensor) -> bool:
+    """Whether no number is in two sets, which are known by their keys."""
+    pairs = _unique(numbers * (int(keys.max()) + 1) + keys)
+    return len(pairs) == len(_unique(numbers))
+
+
+def _scrambled(numbers: Tensor) -> Tensor:
+    """Numbers of 64 bits whose sums tell sets apart."""
+    mixed = (numbers + 1) * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    return mixed ^ (mixed >> 32)
 
 
 def _narrowed(numbers: Tensor, axes: Sequence[int]) -> Tensor:

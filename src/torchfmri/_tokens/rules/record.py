@@ -124,7 +124,8 @@ class Record:
             (where they matter).
         is_replayed: A checkpoint computes the call again, and brings x then.
         settings: What the rule asks the module for.
-        spread_gradient: That of the addition which spread the output over the batch.
+        spread_gradient: That of the addition which spread the output over the batch, whose rows
+            have the tokens `spread_rows`.
         g: The gradient of the output, of this `shape`, from this `backward` pass.
         reduced: Numbers instead of both, by the parameter's name in the module.
         of: What the tokens belong to; see `Axis`.
@@ -135,8 +136,8 @@ class Record:
 
     __slots__ = (
         "__weakref__", "backward", "g", "is_replayed", "is_second", "mask", "model", "of",
-        "reduced", "rows", "settings", "shape", "spread_gradient", "stack", "strides", "version",
-        "watched", "within", "x",
+        "reduced", "rows", "settings", "shape", "spread_gradient", "spread_rows", "stack",
+        "strides", "version", "watched", "within", "x",
     )  # fmt: skip
 
     def __init__(self, watched: Watched, within: Pass, model: tuple[int, int] | None) -> None:
@@ -155,6 +156,7 @@ class Record:
         self.reduced: dict[str, Reduced] | None = None
         self.of = ""
         self.rows: tuple[Any, ...] = ()
+        self.spread_rows: tuple[Any, ...] = ()
         self.is_second = False
 
     @property
@@ -182,7 +184,7 @@ class Record:
             return gradient
         if self.x is not None:
             self.x = self._spread_input(spread)
-        self.of = ""  # the tokens that it was added to
+        self.of, self.rows = "", self.spread_rows  # the tokens that it was added to
         return spread
 
     def _spread_input(self, spread: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -108,11 +108,13 @@ class OwnerTokens(NamedTuple):
         origins: Of its arguments, in order.
         sources: What their numbers mean.
         names: Of the grids of positions that the call makes, in order.
+        sums: The parameters of other layers of which each argument is the sum.
     """
 
     origins: Sequence[Origins | None] = ()
     sources: Sources = Sources()
     names: Sequence[str] = ()
+    sums: Sequence[frozenset[str]] = ()
 
 
 class OwnerCall:
@@ -266,11 +268,25 @@ class OwnerCall:
 
     # -- the re-run --------------------------------------------------------------------------
 
-    def parts(self, wanted: Mapping[str, nn.Parameter], beside_calls: bool = False) -> OwnerParts:
+    def handed(self, names: Collection[str]) -> dict[int, list[str]]:
+        """Which of these parameters the arguments are sums of, by the number of the argument."""
+        found = {k: [each for each in names if each in of] for k, of in enumerate(self.tokens.sums)}
+        return {number: several for number, several in found.items() if several}
+
+    def parts(
+        self,
+        wanted: Mapping[str, nn.Parameter],
+        beside_calls: bool = False,
+        handed: Mapping[int, Sequence[str]] | None = None,
+        given_away: Collection[str] = (),
+    ) -> OwnerParts:
         """The parts of these parameters, found by running the layer again.
 
         Args:
             wanted: The parameters.
+            handed: Parameters of other layers whose sum an argument is, by its number.
+            given_away: Parameters that other layers are handed: what the layer returns of these is
+                accounted for there.
             beside_calls: Look for uses of weights of modules that are also called, beside those
                 calls, which are counted already.
 
@@ -282,12 +298,16 @@ class OwnerCall:
         found = OwnerParts()
         self._origins = None
         leaves = {name: each.detach().requires_grad_() for name, each in wanted.items()}
+        count = len(flatten((self._arguments, self._keywords)))
+        handed = handed if handed and count == len(self.tokens.sums) else {}
+        leaves |= {_argument(k): each for k, each in self._as_leaves(handed).items()}
         with quiet(self.module), self._restored(), torch.enable_grad():
             if isinstance(self.module, RECURRENT):
                 self._recurrent(wanted, found)
                 return found
             inputs = [each.tensor for each in flatten((self._arguments, self._keywords))]
-            tracker = Tracker(leaves, zip(inputs, self._known(), strict=True), self.sources)
+            known = [None if k in handed else each for k, each in enumerate(self._known())]
+            tracker = Tracker(leaves, zip(inputs, known, strict=True), self.sources)
             before = len(self.sources.all)
             self._tracker = tracker
             for key, each in self.module.named_parameters():
@@ -297,28 +317,56 @@ class OwnerCall:
                 output = self._called(modules, leaves)
             tracker.settle()
             self._name_sources(before)
-            outputs = self._checked(flatten(output), wanted)
+            outputs = [
+                each
+                for each in self._checked(flatten(output), wanted)
+                if (derived := tracker.derived(each.tensor)) is None
+                or derived.leaves.isdisjoint(given_away)
+            ]
             self._collect(tracker, outputs, leaves, found, beside_calls)
         self._tracker = None
+        for number, names in handed.items():
+            several = found.parts.pop(_argument(number), [])
+            refusal = found.unsupported.pop(_argument(number), None)
+            for name in names:
+                found.parts[name] += several
+                if isinstance(refusal, UnsupportedLayerError):
+                    reason = str(refusal.reason)
+                    found.unsupported[name] = UnsupportedLayerError(name, self.layer, reason)
         return found
+
+    def _as_leaves(self, handed: Mapping[int, Sequence[str]]) -> dict[int, Tensor]:
+        """Those of the arguments, in whose place leaves of our own are put."""
+        elements = flatten((self._arguments, self._keywords))
+        leaves = {k: elements[k].tensor.detach().requires_grad_() for k in handed}
+        instead = {id(elements[k].tensor): leaf for k, leaf in leaves.items()}
+        if instead:
+            self._arguments, self._keywords = (
+                map_tensors(each, lambda tensor: instead.get(id(tensor), tensor))
+                for each in (self._arguments, self._keywords)
+            )
+        return leaves
 
     def _called(
         self, modules: Mapping[int, Mapping[str, str]], leaves: Mapping[str, Tensor]
     ) -> Any:
-        """The layer's output, computed with the leaves in place of its parameters."""
-        tensors: dict[str, Tensor] = {}
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
+        """The layer's output, computed with the leaves in place of its parameters.
+
+        They stay there until `quiet` puts back what was: a checkpoint inside of the layer runs once
+        more in the backward pass of our own.
+        """
+        buffers: dict[int, Tensor] = {}
+        for module in self.module.modules():
             own = modules.get(id(module), {})  # elsewhere it is counted already
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    leaf = leaves.get(own.get(key, ""))
-                    path = f"{prefix}.{key}" if prefix else key
-                    tensors[path] = parameter.detach() if leaf is None else leaf
-        for key, buffer in self.module.named_buffers(remove_duplicate=False):
-            tensors[key] = buffer.clone()
-        return functional_call(
-            self.module, tensors, self._arguments, self._keywords, tie_weights=False
-        )
+            vars(module)["_parameters"] = {
+                key: None if each is None else leaves.get(own.get(key, ""), each.detach())
+                for key, each in module._parameters.items()
+            }
+            vars(module)["_buffers"] = {
+                key: None if each is None else buffers.setdefault(id(each), each.clone())
+                for key, each in module._buffers.items()
+            }
+        return self.module(*self._arguments, **self._keywords)
 
     @contextlib.contextmanager
     def _without_calls(self, tracker: Tracker, beside_calls: bool) -> Iterator[None]:
@@ -338,7 +386,7 @@ class OwnerCall:
         """The tokens of the arguments; read off them where the pass was not followed."""
         if self._origins is not None:
             return self._origins
-        origins, sources, _ = self.tokens
+        origins, sources = self.tokens.origins, self.tokens.sources
         elements = flatten((self._arguments, self._keywords))
         if len(origins) == len(elements) and not all(map(_says_nothing, origins)):
             self.sources = sources.copy()
@@ -357,7 +405,7 @@ class OwnerCall:
         for number, source in enumerate(self.sources.all[start:]):
             if not source.name:
                 known = number < len(self.tokens.names)
-                source.name = self.tokens.names[number] if known else self.layer
+                source.name = self.tokens.names[number] if known else self.layer or "the model"
 
     def _checked(self, outputs: list[Any], wanted: Mapping[str, object]) -> list[Any]:
         """The outputs of the re-run, if they are those of the call."""
@@ -387,7 +435,9 @@ class OwnerCall:
             if (g := self.gradients.get(each.path)) is not None and each.tensor.requires_grad
         ]
         uses = [use for use in tracker.uses if use.edge is not None]
+        hidden = {name for use in tracker.uses if use.edge is None for name in use.derived.leaves}
         if not pairs:
+            found.unsupported.update({name: self._without_graph(name) for name in hidden})
             return
         pairs = _from_outside(pairs)
         ends = [each for each, _ in pairs]
@@ -413,6 +463,8 @@ class OwnerCall:
         for name, whole in zip(leaves, brought[len(uses) :], strict=True):
             if beside_calls:
                 break  # the gradient in this graph holds the calls as well
+            if whole is None and name in hidden:
+                found.unsupported[name] = self._without_graph(name)
             if whole is not None and name not in failed and not _adds_up(terms[name], whole):
                 failed[name] = "an operation that was not understood"
         if not beside_calls:
@@ -494,6 +546,13 @@ class OwnerCall:
                 axis, f"unrolled {self.module.mode}", self._mask, [terms[keys[id(parameter)]]]
             )
             found.parts[name].append(part)
+
+    def _without_graph(self, name: str) -> UnsupportedLayerError:
+        return UnsupportedLayerError(
+            name, self.layer,
+            "it is used inside of a reentrant checkpoint, which computes without a graph when the "
+            "layer is run again. Write checkpoint(..., use_reentrant=False).",
+        )  # fmt: skip
 
     def _refused(self, wanted: Mapping[str, object], reason: str) -> UnsupportedLayerError:
         name = next(iter(wanted))
@@ -587,6 +646,11 @@ def quiet(module: nn.Module) -> Iterator[None]:
         for each, before in kept:
             vars(each).clear()
             vars(each).update(before)
+
+
+def _argument(number: int) -> str:
+    """What the leaf in the place of an argument is called; no parameter is."""
+    return f"argument {number}"
 
 
 def _says_nothing(origins: Origins | None) -> bool:

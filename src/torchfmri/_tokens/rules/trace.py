@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from torchfmri._tokens.rules.origins import (
     UNKNOWN,
     Algebra,
     Origins,
+    Source,
     Sources,
     compact,
     is_constant_along,
 )
+from torchfmri._tokens.rules.way import step
 from torchfmri._torch import DispatchMode
 
 
@@ -40,6 +42,9 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         sources: The grids of tokens.
+        way: The way that the run has taken, see `way.py`.
+        reads_numbers: Whether Python was handed a whole number out of a tensor that may differ in
+            another run.
     """
 
     supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
@@ -56,11 +61,14 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self._origins: dict[int, Origins] = {}
         self._leaves: dict[int, frozenset[str]] = {}
         self._floating: dict[int, list[Origins]] = {}
+        self._sums: dict[int, frozenset[str]] = {}
         self._written: set[int] = set()
         self._states: set[int] = set()
         self._fixed: set[int] = set()
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.count = 0
+        self.way = 0
+        self.reads_numbers = False
 
     # -- what is known of a tensor -------------------------------------------------------------
 
@@ -110,6 +118,10 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         """
         return id(tensor) in self._fixed
 
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed from parameters that were spread over the samples."""
+        return id(tensor) in self._states
+
     def forget(self, tensor: Tensor) -> None:
         """Take a tensor for one that does not depend on the arguments."""
         self._origins.pop(id(tensor), None)
@@ -123,13 +135,22 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self._watch(tensor)
         self._leaves[id(tensor)] = leaves
 
+    def set_sum(self, tensor: Tensor, names: frozenset[str]) -> None:
+        """Note that a tensor is the sum of these parameters, entry by entry."""
+        self._watch(tensor)
+        self._sums[id(tensor)] = names
+
+    def sum_of(self, tensor: Tensor) -> frozenset[str]:
+        """The parameters of which a tensor is the sum; none for any other tensor."""
+        return self._sums.get(id(tensor), frozenset())
+
     def _watch(self, tensor: Tensor) -> None:
         """Forget a tensor when it is gone: another one may have its id then."""
         key = id(tensor)
         found = self._alive.get(key)
         if found is not None and found() is tensor:
             return
-        tables = (self._origins, self._leaves, self._floating, self._alive)
+        tables = (self._origins, self._leaves, self._floating, self._sums, self._alive)
         written, states, fixed = self._written, self._states, self._fixed
 
         def forget(_: object) -> None:
@@ -144,7 +165,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Let go of everything: callbacks on tensors refer to these tables."""
-        for table in (self._origins, self._leaves, self._floating, self._alive):
+        for table in (self._origins, self._leaves, self._floating, self._sums, self._alive):
             table.clear()
         self._written.clear()
         self._states.clear()
@@ -163,12 +184,22 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
                 self._floating.setdefault(id(tensor), []).append(found)
         return found
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Operations of our own, which are no part of the way."""
+        way = self.way
+        try:
+            yield
+        finally:
+            self.way = way
+
     # -- one operation -----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
+        self.way = step(self.way, function, arguments, keywords)
         result = function(*arguments, **keywords)
         self.follow(function, arguments, keywords, result)
         return result
@@ -189,6 +220,11 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         operands, results = tensors_in(arguments, keywords), tensors_in((result,), {})
         leaves = frozenset().union(*(self.leaves(each) for each in operands))
         name = name_of(function)
+        if name == "_local_scalar_dense":
+            (tensor,) = operands
+            fractions = tensor.is_floating_point() or tensor.is_complex()
+            is_number = not fractions and tensor.dtype != torch.bool
+            self.reads_numbers |= is_number and not self.is_fixed(tensor)
         known = any(self.origins(each) is not None for each in operands)
         is_derived = bool(leaves) and not self.has_data(operands)
         if name in NEW or not known or is_derived:
@@ -199,8 +235,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
                 if has_fixed:
                     self._watch(each)
                     self._fixed.add(id(each))
-                if is_derived:
-                    self._note_derived(operands, each, leaves)
+                if is_derived and name not in NEW:
+                    self._note_derived("" if keywords else name, operands, each, leaves)
                     self.note_state(name, operands, each)
             return
         call = Call(self, function, name, arguments, keywords, results)
@@ -220,22 +256,27 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
             self._write_to_base(arguments[0])
 
     def _note_derived(
-        self, operands: Sequence[Tensor], result: Tensor, leaves: frozenset[str]
+        self, name: str, operands: Sequence[Tensor], result: Tensor, leaves: frozenset[str]
     ) -> None:
         """A result that was computed from parameters alone."""
         floating = [cell for each in operands for cell in self._floating.get(id(each), ())]
         self.set_leaves(result, leaves)
         if floating:
             self._floating[id(result)] = floating
+        sums = [self._sums.get(id(each), frozenset[str]()) for each in operands]
+        is_sum = name in ("add", "clone") and all(each.shape == result.shape for each in operands)
+        if is_sum and all(sums) and len(frozenset().union(*sums)) == sum(map(len, sums)):
+            self.set_sum(result, frozenset().union(*sums))
 
     def note_state(self, name: str, operands: Sequence[Tensor], result: Tensor) -> None:
-        """Note what a recurrence may begin with: constants and parameters, a row per sample."""
+        """Note what a recurrence may begin with, and learned queries: parameters, per sample."""
         constants = [
             each for each in operands
             if each.ndim and each.shape == result.shape and not self.leaves(each)
             and self.origins(each) is None
         ]  # fmt: skip
-        if constants or name == "expand" or any(id(each) in self._states for each in operands):
+        spread = name in ("expand", "repeat")
+        if constants or spread or any(id(each) in self._states for each in operands):
             self._watch(result)
             self._states.add(id(result))
 
@@ -247,6 +288,19 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
                 if shape[:-1] == rows[:-1] and is_constant_along(found.first, -1):
                     cell.first = found.first.narrow(-1, 0, 1).expand(shape)
                     cell.chain, cell.seen, cell.born = found.chain, found.seen, found.born
+                elif each.shape == shape and is_constant_along(found.first, -1):
+                    if found.first.numel() == cell.first.numel():  # a batch of one
+                        cell.first = found.first.reshape(shape)
+                    else:
+                        cell.landed = found
+
+    def land(self, tensor: Tensor, source: Source) -> None:
+        """Outputs of which a tensor was computed are at the tokens of this source, (b, s, ...)."""
+        for cell in self._floating.pop(id(tensor), ()):
+            shape = cell.first.shape
+            if tuple(shape[:2]) == source.grid:
+                numbers = source.numbers(cell.first.device)
+                cell.first = numbers[(..., *[None] * (len(shape) - 2))].expand(shape)
 
     def _write_to_base(self, tensor: Tensor) -> None:
         """A view was written into: the tensor that it is a view of has other origins too."""

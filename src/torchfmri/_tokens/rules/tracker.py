@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchfmri._tokens.rules.operations import BY_IDS, MOVES, moved_like, name_of, tensors_in
+from torchfmri._tokens.rules.operations import BY_IDS, MOVES, NEW, moved_like, name_of, tensors_in
 from torchfmri._tokens.rules.origins import Origins, Sources
 from torchfmri._tokens.rules.trace import Trace
 
@@ -184,6 +184,9 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
     def _only_parameters(
         self, function: Any, arguments: Any, keywords: Any, sources: list[Derived], result: Any
     ) -> None:
+        if name_of(function) in NEW:  # of the shape of a parameter, and no more
+            self.follow(function, arguments, keywords, result)
+            return
         chosen = [each for each in sources if each.origins is not None]
         moved = self._moved(function, arguments, keywords, sources)
         if moved is None and chosen:  # chosen by tokens, and now computed with

@@ -51,7 +51,7 @@ class CompiledStep:
     def __init__(
         self, layout: FlatLayout, b: int, like: Tensor, options: Mapping[str, Any]
     ) -> None:
-        self._layers = tuple((each.axis, each.is_written, each.name) for each in layout.layers)
+        self._count = len(layout.layers)
         self._parts: list[tuple[int, Tensor]] = []
         self._recorded = {"layers": 0}
         shape = (b, 1, layout.width)
@@ -62,22 +62,21 @@ class CompiledStep:
 
     def _make_hook(self, place: int, layer: ScannedLayer, b: int) -> Callable[..., None]:
         assert layer.axis is not None
-        parts, shape, copies = self._parts, layer.axis.expected(b, 1), layer.is_written
-        rows = (-1, 1, layer.axis.width)
+        parts, axis, copies = self._parts, layer.axis, layer.is_written
 
         def record(module: nn.Module, arguments: object, output: object) -> None:
             if not torch.compiler.is_compiling():
                 return
             tensor = first_tensor(output)
-            if tensor is not None and tuple(tensor.shape) == shape:
-                tensor = tensor.reshape(rows).expand(b, -1, -1)
-                parts.append((place, tensor.clone() if copies else tensor))
+            rows = None if tensor is None else axis.rows(tensor, b, 1)
+            if rows is not None:
+                parts.append((place, rows.clone() if copies else rows))
 
         return record
 
     def _make_step(self) -> Callable[..., Any]:
         parts, recorded, buffer = self._parts, self._recorded, self._buffer
-        count = len(self._layers)
+        count = self._count
 
         def step(model: nn.Module, keywords: dict[str, Any]) -> Any:
             parts.clear()
@@ -99,7 +98,7 @@ class CompiledStep:
     @property
     def is_complete(self) -> bool:
         """Whether the last call recorded all layers."""
-        return self._recorded["layers"] == len(self._layers)
+        return self._recorded["layers"] == self._count
 
     def __call__(
         self, model: nn.Module, keywords: Mapping[str, Any], again: bool

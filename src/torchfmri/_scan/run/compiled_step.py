@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchfmri._scan.run.flat_layout import FlatLayout
 from torchfmri._scan.run.subject import ScannedLayer
 from torchfmri._scan.run.token_axis import first_tensor
+from torchfmri._torch import keep_address
 
 _steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], CompiledStep]]
 _steps = weakref.WeakKeyDictionary()
@@ -56,7 +57,7 @@ class CompiledStep:
         self._recorded = {"layers": 0}
         shape = (b, 1, layout.width)
         self._buffer = _Buffer(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        torch._dynamo.mark_static_address(self._buffer.values)  # else CUDA graphs are not used
+        keep_address(self._buffer.values)
         self.hooks = [self._make_hook(place, each, b) for place, each in enumerate(layout.layers)]
         self._run = torch.compile(self._make_step(), **options)
 
@@ -108,8 +109,9 @@ class CompiledStep:
         Args:
             model: The model.
             keywords: What it is called with.
-            again: Whether nothing can have changed since the last call but the values of tensors:
-                to look at hundreds of modules takes torch longer than to run them.
+            again: Whether nothing has changed since the last call but the values of tensors, so
+                that the graph is the same: to find that out for hundreds of modules takes torch
+                longer than to run them.
         """
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=again):
             output = self._run(model, dict(keywords))

@@ -242,6 +242,13 @@ def test_a_compiled_model(compiled: str) -> None:
     assert same(found, expected)
 
 
+def test_offloaded_weights_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(build("llama"), execution_device=torch.device("cpu"))
+    with pytest.raises(InspectionError, match=r"is offloaded .*device_map"):
+        torchfmri.scan(model, None, prompts()[0], STEPS)
+
+
 # -- streams -------------------------------------------------------------------------------------
 
 

@@ -576,3 +576,30 @@ def test_a_function_that_writes_into_its_gradient_does_not_change_what_came(
     assert x.grad.tolist() == [6, 6, 6]
     monkeypatch.setattr(private, "_NODE", None)
     assert private.own_copy(x) is x, "without the symbol"
+
+
+def test_what_the_compiler_tells() -> None:
+    torch.compiler.reset()
+    before = private.compiled_graphs()
+    doubled = torch.compile(lambda x: x * 2, backend="eager")
+    tensor = torch.ones(2)
+    private.keep_address(tensor)
+    assert doubled(tensor).tolist() == [2, 2]
+    assert before is not None
+    assert private.compiled_graphs() == before + 1
+
+    def broken(graph: object, inputs: object) -> None:
+        raise ValueError("no compiler here")
+
+    with pytest.raises(RuntimeError) as failure:
+        torch.compile(lambda x: x + 1, backend=broken)(tensor)
+    assert private.is_compiler_error(failure.value)
+    assert not private.is_compiler_error(RuntimeError("of the model"))
+    torch.compiler.reset()
+
+
+def test_without_the_compiler_s_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_dynamo", object())
+    private.keep_address(torch.ones(2))
+    assert private.compiled_graphs() is None
+    assert not private.is_compiler_error(RuntimeError("of anybody"))

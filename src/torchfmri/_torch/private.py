@@ -491,3 +491,25 @@ def leave(mode: TorchDispatchMode) -> None:
         each.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if each is mode:
             return
+
+
+def keep_address(tensor: Tensor) -> None:
+    """Tell the compiler that a tensor stays where it is, so that CUDA graphs can write into it.
+
+    Without the symbol they are not used, and the code runs more slowly.
+    """
+    mark = getattr(torch._dynamo, "mark_static_address", None)
+    if mark is not None:
+        mark(tensor)
+
+
+def compiled_graphs() -> int | None:
+    """How many graphs were compiled in this process; None where torch does not count them."""
+    counters = getattr(getattr(torch._dynamo, "utils", None), "counters", None)
+    return None if counters is None else int(counters["stats"]["unique_graphs"])
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Whether an exception is the compiler's own and not the model's; without the symbol, never."""
+    kind = getattr(getattr(torch._dynamo, "exc", None), "TorchDynamoException", None)
+    return kind is not None and isinstance(error, kind)

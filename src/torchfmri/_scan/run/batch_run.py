@@ -227,6 +227,9 @@ class BatchRun:
             self.subject, sequences, self.loss,
             voxel=options.voxel, tensors=self.tensors, vectors=self.vectors,
         )  # fmt: skip
+        for each in (found.activation, found.gradient):
+            if each is not None:
+                each.flush()  # which may find out that something is missing
         self.notes += found.notes
         self.missed |= found.missed
         return found

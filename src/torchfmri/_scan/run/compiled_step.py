@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchfmri._scan.run.flat_layout import FlatLayout
 from torchfmri._scan.run.subject import ScannedLayer
 from torchfmri._scan.run.token_axis import first_tensor
+from torchfmri._torch import keep_address
 
 _steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], CompiledStep]]
 _steps = weakref.WeakKeyDictionary()
@@ -51,33 +52,32 @@ class CompiledStep:
     def __init__(
         self, layout: FlatLayout, b: int, like: Tensor, options: Mapping[str, Any]
     ) -> None:
-        self._layers = tuple((each.axis, each.is_written, each.name) for each in layout.layers)
+        self._count = len(layout.layers)
         self._parts: list[tuple[int, Tensor]] = []
         self._recorded = {"layers": 0}
         shape = (b, 1, layout.width)
         self._buffer = _Buffer(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        torch._dynamo.mark_static_address(self._buffer.values)  # else CUDA graphs are not used
+        keep_address(self._buffer.values)
         self.hooks = [self._make_hook(place, each, b) for place, each in enumerate(layout.layers)]
         self._run = torch.compile(self._make_step(), **options)
 
     def _make_hook(self, place: int, layer: ScannedLayer, b: int) -> Callable[..., None]:
         assert layer.axis is not None
-        parts, shape, copies = self._parts, layer.axis.expected(b, 1), layer.is_written
-        rows = (-1, 1, layer.axis.width)
+        parts, axis, copies = self._parts, layer.axis, layer.is_written
 
         def record(module: nn.Module, arguments: object, output: object) -> None:
             if not torch.compiler.is_compiling():
                 return
             tensor = first_tensor(output)
-            if tensor is not None and tuple(tensor.shape) == shape:
-                tensor = tensor.reshape(rows).expand(b, -1, -1)
-                parts.append((place, tensor.clone() if copies else tensor))
+            rows = None if tensor is None else axis.rows(tensor, b, 1)
+            if rows is not None:
+                parts.append((place, rows.clone() if copies else rows))
 
         return record
 
     def _make_step(self) -> Callable[..., Any]:
         parts, recorded, buffer = self._parts, self._recorded, self._buffer
-        count = len(self._layers)
+        count = self._count
 
         def step(model: nn.Module, keywords: dict[str, Any]) -> Any:
             parts.clear()
@@ -99,7 +99,7 @@ class CompiledStep:
     @property
     def is_complete(self) -> bool:
         """Whether the last call recorded all layers."""
-        return self._recorded["layers"] == len(self._layers)
+        return self._recorded["layers"] == self._count
 
     def __call__(
         self, model: nn.Module, keywords: Mapping[str, Any], again: bool
@@ -109,8 +109,9 @@ class CompiledStep:
         Args:
             model: The model.
             keywords: What it is called with.
-            again: Whether nothing can have changed since the last call but the values of tensors:
-                to look at hundreds of modules takes torch longer than to run them.
+            again: Whether nothing has changed since the last call but the values of tensors, so
+                that the graph is the same: to find that out for hundreds of modules takes torch
+                longer than to run them.
         """
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=again):
             output = self._run(model, dict(keywords))

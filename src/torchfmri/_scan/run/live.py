@@ -162,6 +162,7 @@ class LiveRecording:
         self._cache = None
         self.outputs.begin(is_step=False)
         self._flush()
+        self.activation.flush()
 
     def _detach(self) -> None:
         while self._handles:

@@ -51,7 +51,7 @@ class StepOutputs:
 
     def joined(self) -> Tensor | None:
         """All outputs, (b, 1, width); None where one is missing, written into, or of other size."""
-        rows = self.slots
+        rows = list(self.slots)
         # Not `None in rows`: a tensor compares itself with None, element by element.
         if not all(each is not None for each in rows):
             return None

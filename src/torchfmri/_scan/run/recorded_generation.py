@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfmri._model import unwrap
 from torchfmri._scan.run.compiled_step import CompiledStep, compiled_step
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.live_hooks import ids_of
 from torchfmri._scan.run.model_call import like_parameters
+from torchfmri._torch import compiled_graphs, is_compiler_error
 
 _KEPT = ("_cache", "_previous_max_cache_length")
 """What `generate` keeps on the model so that its next call need not compile again."""
@@ -43,7 +44,8 @@ class RecordedCall:
         self._model = unwrap(subject.model)
         self._attached = contextlib.ExitStack()
         self._step: CompiledStep | None = None
-        self.ran, self._calls = False, 0
+        self.ran = self._is_settled = False
+        self._form: Any = None
         again = [each.name for each in subject.layers if each.axis is not None and each.calls > 1]
         self.reason = f"{again[0]} is called several times in a pass" if again else ""
 
@@ -53,8 +55,8 @@ class RecordedCall:
             return self._model(**keywords)
         try:
             return self._run(ids, keywords)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self.ran:
+        except RuntimeError as error:
+            if self.ran or not is_compiler_error(error):
                 raise
             self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             return self._model(**keywords)
@@ -67,9 +69,8 @@ class RecordedCall:
             self._step = compiled_step(self._model, layout, len(ids), like, self._options)
             self._attached.enter_context(self._step.attached(layout))
         recording.begin_pass(ids, keywords)
-        # A second step may be compiled anew, for sizes that change; the third one is no other.
-        output, flat = self._step(self._model, keywords, again=self._calls > 1)
-        self._calls, self.ran = self._calls + 1, True
+        output, flat = self._call_step(self._step, keywords)
+        self.ran = True
         if recording.outputs.is_step and self._step.is_complete:
             recording.take_flat(flat)
         elif not self._step.is_complete:
@@ -77,9 +78,33 @@ class RecordedCall:
         recording.end_pass(output)
         return output
 
+    def _call_step(self, step: CompiledStep, keywords: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        """Run a step; torch looks at everything again until two steps in a row were alike."""
+        form, graphs = _form_of(keywords), compiled_graphs()
+        found = step(self._model, keywords, again=self._is_settled and form == self._form)
+        same = graphs is not None and compiled_graphs() == graphs
+        self._is_settled, self._form = same and form == self._form, form
+        return found
+
     def close(self) -> None:
         """Take the hooks off."""
         self._attached.close()
+
+
+def _form_of(value: Any) -> Any:
+    """Everything about the arguments of a call that code may depend on, but not tensors' values."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.device)
+    if isinstance(value, Mapping):
+        return tuple((key, _form_of(each)) for key, each in value.items())
+    layers = getattr(value, "layers", None)
+    if isinstance(layers, list):  # a cache; some kinds count in Python
+        numbers = [
+            [each for each in vars(layer).values() if isinstance(each, (bool, int, float))]
+            for layer in layers
+        ]
+        return (id(value), numbers)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,14 @@ def refuse_unrunnable(model: nn.Module) -> None:
             f"The model is TorchScript ({type(model).__name__}): its layers run without Python, "
             "and no hook sees them. Scan the nn.Module that it was traced or scripted from."
         )
+    empty = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if empty is not None and any(hasattr(each, "_hf_hook") for each in model.modules()):
+        raise InspectionError(
+            f"Parameter {empty!r} is offloaded (accelerate's device_map): its weights are there "
+            "while its own layer runs, and a scan also reads them outside of it. Load the model on "
+            "GPUs alone, in a narrower dtype where memory is short: device_map='cuda', "
+            "dtype='bfloat16'."
+        )
     refuse_meta(model)
 
 

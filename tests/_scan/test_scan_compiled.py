@@ -1,0 +1,142 @@
+"""A `generate` that runs compiled is recorded inside its graph, and stays compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles import assert_same_state, state_of
+from scan_oracles import build, prompts
+
+import torchfmri
+from torchfmri import Scan
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 6
+
+
+class Compiler:
+    """A backend that counts what it compiles, and runs the graph as it is."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any, **_: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+def settings(backend: Any, **more: Any) -> dict[str, Any]:
+    """Options with which `generate` compiles its steps, also on the CPU."""
+    config = transformers.CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    config.to_dict = lambda: {"backend": backend}
+    return {"cache_implementation": "static", "compile_config": config, "do_sample": False,
+            "eos_token_id": None, "pad_token_id": 0, **more}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def assert_alike(one: Scan, other: Scan, sequences: int = 1) -> None:
+    for number in range(sequences):
+        a, b = one[number], other[number]
+        assert a.tokens.ids.tolist() == b.tokens.ids.tolist()
+        np.testing.assert_allclose(a.voxels["activation"], b.voxels["activation"], rtol=1e-5)
+        np.testing.assert_allclose(
+            a.statistics["activations"], b.statistics["activations"], rtol=1e-5, atol=1e-7
+        )
+        np.testing.assert_allclose(a.tokens.surprisal, b.tokens.surprisal, rtol=1e-4, atol=1e-5)
+
+
+def test_it_stays_compiled_and_is_the_eager_scan() -> None:
+    model, backend = build("llama"), Compiler()
+    options = settings(backend)
+    before = state_of(model)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **options)
+    assert_same_state(before, state_of(model))
+    assert "_compiled_call" not in model.__dict__
+    assert found.meta["generation"] == "compiled"
+    assert len(backend.graphs) == 1
+    eager = torchfmri.scan(
+        model, None, prompts()[0], STEPS, per=None, **settings(backend, disable_compile=True)
+    )
+    assert eager.meta["generation"] == "eager"
+    assert_alike(found, eager)
+    assert np.isfinite(found[0].voxels["activation"][len(prompts()[0]) : -1]).all()
+
+
+def test_a_second_scan_compiles_nothing_and_the_user_s_graph_is_his_own() -> None:
+    model, backend = build("llama"), Compiler()
+    options = settings(backend)
+    ids = torch.tensor([prompts()[0]])
+
+    def generate() -> Any:
+        return model.generate(ids, max_new_tokens=STEPS, **options)
+
+    plain = generate()
+    own = len(backend.graphs)
+    first = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **options)
+    assert len(backend.graphs) == own + 1
+    second = torchfmri.scan(model, None, prompts()[0], STEPS, per="position", **options)
+    shorter = torchfmri.scan(model, None, prompts()[0][:-2], STEPS - 2, per=None, **options)
+    again = generate()
+    assert len(backend.graphs) == own + 1
+    assert first.meta["generation"] == second.meta["generation"] == "compiled"
+    assert shorter.meta["generation"] == "compiled"
+    assert plain.tolist() == again.tolist() == [first[0].tokens.ids.tolist()]
+
+
+def test_live_tokens_a_padded_batch_and_kept_tensors() -> None:
+    model, options = build("llama"), settings("eager")
+    told: list[Any] = []
+    layer = "model.layers.0.mlp"
+    found = torchfmri.scan(
+        model, None, prompts()[:2], STEPS, per=None, on_token=told.append, verify=True,
+        tensors=layer, **options,
+    )  # fmt: skip
+    eager = torchfmri.scan(
+        model, None, prompts()[:2], STEPS, per=None, tensors=layer,
+        **{**options, "disable_compile": True},
+    )  # fmt: skip
+    assert found.meta["generation"] == "compiled"
+    assert_alike(found, eager, sequences=2)
+    assert found[0].checks["tokens_identical"] is True
+    assert len(told) == sum(len(each.tokens.ids) for each in found)
+    for each in told:
+        here = found[each.row].voxels["activation"][each.position]
+        np.testing.assert_array_equal(each.voxels, here)
+    for row in range(2):
+        np.testing.assert_allclose(
+            found[row].tensors[layer], eager[row].tensors[layer], rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_runs_eagerly_and_says_so() -> None:
+    def broken(graph: Any, inputs: Any, **_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    model = build("llama")
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **settings(broken))
+    expected = torchfmri.scan(
+        model, None, prompts()[0], STEPS, per=None, **settings("eager", disable_compile=True)
+    )
+    assert found.meta["generation"] == "eager"
+    assert any("steps ran eagerly" in each for each in found.meta["notes"])
+    assert_alike(found, expected)
+
+
+def test_a_layer_that_is_called_repeatedly_is_followed_eagerly() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **settings("eager"))
+    assert found.meta["generation"] == "eager"
+    assert any("called several times" in each for each in found.meta["notes"])

@@ -94,8 +94,8 @@ def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
         left.plot(picture.column_of(int(index)), picture.rows[index], ".", color="black", ms=3)
     positive = activation[activation > 0]
     low, high = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
-    sizes = LogNorm(low, max(high, low * 1.01))
-    marks = list(ticks_between(sizes.vmin, sizes.vmax))
+    high = max(high, low * 1.01)
+    sizes, marks = LogNorm(low, high), list(ticks_between(low, high))
     _draw(right, picture, activation, "how active it was", "root mean square", sizes, marks)
     left.set_ylabel("block" if "places" not in picture.kinds else "")
     if bool(picture.notable.any()):

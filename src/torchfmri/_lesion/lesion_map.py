@@ -44,6 +44,15 @@ class LesionMap:
         estimate: (p, n) the change by attribution patching; NaN where it was not asked for.
         activation: (p, n) the root mean square of what was lesioned, without lesions.
         key: What the lesions were made with, to tell whether a file can be continued.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> lesions = torchfmri.lesion(model, tokenizer, "Once upon a", " time", of="mlps")
+        >>> lesions.names
+        ('L0.mlp', 'L1.mlp', 'L2.mlp', 'L3.mlp', 'L4.mlp')
+        >>> lesions.effect.shape
+        (1, 5)
     """
 
     names: tuple[str, ...]

@@ -131,8 +131,8 @@ class LesionRun:
         ids = question.ids.expand(max(self.batch, 2), -1).clone()
         ids[1:] = ids[1:, :1]  # one token over and over: other statistics, and one expert's alone
         with torch.no_grad():
-            alone = logits_for(self.model, question.ids[None], None)[0].double()
-            together = logits_for(self.model, ids, None)[0]
+            alone = logits_for(self.model, question.ids[None], question.needed)[0].double()
+            together = logits_for(self.model, ids, question.needed)[0]
         limit = _ROUNDING * torch.finfo(together.dtype).eps * float(alone.abs().max())
         apart = float((together.double() - alone).abs().max())
         if apart > limit:

@@ -46,6 +46,13 @@ class PatchMap:
         corrupted: The metric of the corrupted one.
         patched: (n, labels) the metric of the corrupted prompt with each patch.
         unmatched: Tokens of either prompt that stand for none of the other, which stay as they are.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> patches = torchfmri.patch(model, tokenizer, "Tom had a", "Lily had a", " dog")
+        >>> patches.score.shape
+        (5, 1)
     """
 
     names: tuple[str, ...]

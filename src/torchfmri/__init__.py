@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Difference, Inspector, first_difference
     from torchfmri._lens import InputAttribution, Lens, LogitAttribution
+    from torchfmri._lesion import LesionMap, PatchMap, lesion, patch
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
     from torchfmri._records import Call, Finding, History, Inspection, Record
@@ -101,6 +102,7 @@ __all__ = [
     "LayerCost",
     "LayerNotFoundError",
     "Lens",
+    "LesionMap",
     "LiveToken",
     "LogitAttribution",
     "MemoryLimitError",
@@ -111,6 +113,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWarning",
     "Option",
+    "PatchMap",
     "Record",
     "Scan",
     "ScanFormatError",
@@ -141,8 +144,10 @@ __all__ = [
     "explained",
     "first_difference",
     "lens",
+    "lesion",
     "load",
     "load_model",
+    "patch",
     "scan",
     "scan_dataset",
     "stream",
@@ -161,6 +166,7 @@ _NAMES = {
     "_incidents": ("Incident", "Incidents"),
     "_inspect": ("Difference", "Inspector", "first_difference"),
     "_lens": ("InputAttribution", "Lens", "LogitAttribution"),
+    "_lesion": ("LesionMap", "PatchMap", "lesion", "patch"),
     "_model": ("NamedModel", "load_model"),
     "_monitor": ("Monitor", "MonitorWarning"),
     "_records": ("Call", "Finding", "History", "Inspection", "Record"),

@@ -489,7 +489,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "attribute_logit": {
         "model": ("tiny", None), "prompt": (None, ["a", "b"]),
-        "token": (1.5, 10**9, -1, "two words"), "against": ([], 10**9, ""), "position": (99, -99, 1.5, "x", None), "heads": ("x", 7),
+        "token": (1.5, 10**9, -1, "two words"), "against": ([], 10**9, ""),
+        "position": (99, -99, 1.5, "x", None), "heads": ("x", 7),
     },
     "attribute_inputs": {
         "model": ("tiny", None), "prompt": (None, ["a", "b"]), "token": (1.5, 10**9, "two words"),

@@ -357,9 +357,11 @@ def test_an_inspector_sees_the_edited_values_and_edits_itself() -> None:
 def test_token_gradients_of_an_edited_model() -> None:
     model = subject()
     edits = {"L0H1": Edit.zero(), "L0.mlp": Edit.scale(0.3)}
-    with torchfmri.edited(model, edits):
-        with torchfmri.token_gradients(model, "*.{o,q}_proj") as found:
-            model(ids()).logits.logsumexp(-1).sum().backward()
+    with (
+        torchfmri.edited(model, edits),
+        torchfmri.token_gradients(model, "*.{o,q}_proj") as found,
+    ):
+        model(ids()).logits.logsumexp(-1).sum().backward()
     name = "model.layers.0.self_attn.o_proj.weight"
     parameter = dict(model.named_parameters())[name]
     torch.testing.assert_close(found[name].sum(), parameter.grad, rtol=0, atol=1e-9)

@@ -218,6 +218,17 @@ def test_heads_of_torchs_own_attention_are_refused() -> None:
         places_of(named_layers(model), "L0H0")
 
 
+def test_an_inspector_watches_what_a_layer_takes() -> None:
+    model = build("llama")
+    inspector = Inspector(model, keep="tensors")
+    assert inspector.watch("blocks.1.attn.hook_z") == ["model.layers.1.self_attn.o_proj"]
+    assert inspector.watched == {"model.layers.1.self_attn.o_proj": ("inputs",)}
+    inspection = inspector.run_inspection(batch_of("llama"))
+    (place,) = places_of(named_layers(model), "blocks.1.attn.hook_z")
+    (wanted,) = read(model, batch_of("llama"), [place])
+    assert torch.equal(inspection[place.layer].tensors("inputs"), wanted)
+
+
 def test_where_only_whole_outputs_can_be_watched_parts_are_refused() -> None:
     inspector = Inspector(ARCHITECTURES["llama"].build())
     assert inspector.layers("L1.mlp") == ["model.layers.1.mlp"]

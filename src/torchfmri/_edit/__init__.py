@@ -8,6 +8,7 @@ and takes them off. A new kind of edit is a constructor in `edit` and a branch o
 
 from torchfmri._edit.attached import attached, bind_edits, edited, require_acted
 from torchfmri._edit.bound import BoundEdit
+from torchfmri._edit.carried import change_arguments, change_output
 from torchfmri._edit.edit import Edit, Spec
 from torchfmri._edit.passes import Passes
 
@@ -18,6 +19,8 @@ __all__ = [
     "Spec",
     "attached",
     "bind_edits",
+    "change_arguments",
+    "change_output",
     "edited",
     "require_acted",
 ]

@@ -39,7 +39,7 @@ class Edit:
 
     Example:
         >>> import torch, torchfmri
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
         >>> x = torch.randn(2, 4)
         >>> with torchfmri.edited(model, {"0": torchfmri.Edit.scale(2.0).at(units=[0, 2])}):
         ...     changed = model(x)

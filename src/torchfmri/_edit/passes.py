@@ -43,6 +43,10 @@ class Passes:
         self.current: Fed | None = None
         self.with_grad = True
 
+    def feed(self, b: int, s: int) -> None:
+        """Take b rows of s tokens for what the model is fed."""
+        self.current = Fed(b, s, 0)
+
     @contextmanager
     def listening(self, model: nn.Module) -> Iterator[None]:
         """Notice every call of the model while the block runs."""

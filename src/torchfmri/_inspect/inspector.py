@@ -23,6 +23,7 @@ from torchfmri._model import (
     compiled_code_as_eager,
     copy_of_data,
     find_layers,
+    input_layers,
     leaf_layers,
     loss_of,
     named_layers,
@@ -42,6 +43,9 @@ from torchfmri.visualization import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+_OF_INPUTS = {"activations": "inputs", "gradients": "input_gradients"}
 
 
 class Inspector:
@@ -106,7 +110,8 @@ class Inspector:
         Args:
             pattern: A shell-style pattern over the whole name (`*` crosses dots, a leading `*.`
                 may match nothing, `?`, `[0-3]`, `{q,k,v}_proj`), a module type, or a list of
-                these. `""` is the model itself.
+                these. `""` is the model itself. `L3`, `L3.mlp`, `layers.3.self_attn` and names of
+                TransformerLens work too, where they stand for a layer's output.
             exclude: Leave these out.
 
         Raises:
@@ -126,7 +131,8 @@ class Inspector:
         """Watch more layers, or more of the same layers; returns the names that matched.
 
         Args:
-            pattern: Which layers, as for `layers`.
+            pattern: Which layers, as for `layers`. Of `blocks.3.hook_resid_pre` and other names for
+                what a layer takes, its inputs and input gradients are watched.
             what: One or several of inputs, activations, gradients (dL/d output), input_gradients
                 (through that call only), parameters, parameter_gradients, attention (patterns
                 (b, heads, q, k), of the layers that compute attention).
@@ -140,9 +146,12 @@ class Inspector:
         wanted = _check_whats(what)
         if per not in (None, "channel"):
             raise InspectionError(f"per={per!r}: there is per='channel', or None for the tensor.")
-        names = attention_layers(self.model, pattern) if wanted == ["attention"] else None
-        if names is None:
-            names = self.layers(pattern, exclude)
+        names = input_layers(named_layers(self.model), pattern) if exclude is None else []
+        if names:  # `blocks.3.hook_resid_pre` and the like are what a layer takes
+            wanted = [_OF_INPUTS.get(each, each) for each in wanted]
+        elif wanted == ["attention"]:
+            names = attention_layers(self.model, pattern) or []
+        names = names or self.layers(pattern, exclude)
         for name in names:
             self._watches.setdefault(name, set()).update(wanted)
         if per:

@@ -1,12 +1,10 @@
 """The user's model: the names of its layers, and running it without leaving a trace.
 
-`patterns` and `layers` turn wildcards into names and modules (a wrapper's prefix is an entry of the
-table in `layers`). `blocks` knows what architectures call the parts of a transformer block, and
-`places` resolves names such as `L9H6` or `blocks.9.attn.hook_z` to them. `attachment` is the off
-switch. `snapshot` and `generators` save what a pass may change and put it back; `interruption`
-keeps Ctrl-C from ending that half-way, and `threads` keeps two threads from doing it at a time.
-`forward_pass` and `backward_pass` run the user's data, `optimizer_steps` notices steps,
-`named_models` and `factory` load the model that a command names.
+`patterns` and `layers` turn wildcards into names and modules, `blocks` and `places` resolve names
+such as `L9H6` on every architecture. `attachment` is the off switch. `snapshot` and `generators` put
+back what a pass changed; `interruption` keeps Ctrl-C from ending that half-way, `threads` two threads
+from doing it at a time. `forward_pass` and `backward_pass` run the user's data, `optimizer_steps`
+notices steps, `named_models` and `factory` load the model that a command names.
 """
 
 from torchfmri._model.attachment import compiled_code_as_eager, switched_off
@@ -16,7 +14,7 @@ from torchfmri._model.backward_pass import (
     run_backward,
     spared_grad,
 )
-from torchfmri._model.blocks import Block, Ranges, find_stacks
+from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, thawed
 from torchfmri._model.generators import RandomState, random_state
@@ -33,7 +31,7 @@ from torchfmri._model.layers import (
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
 from torchfmri._model.patterns import check_names, match_names, nearest_names
-from torchfmri._model.places import Place, places_of
+from torchfmri._model.places import Place, input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
 from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
 
@@ -64,6 +62,7 @@ __all__ = [
     "find_layers",
     "find_stacks",
     "generators_restored",
+    "input_layers",
     "leaf_layers",
     "load_model",
     "load_subject",
@@ -85,4 +84,5 @@ __all__ = [
     "unwrap",
     "watched",
     "whole_restorations",
+    "width_in",
 ]

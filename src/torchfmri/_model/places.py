@@ -496,3 +496,12 @@ def whole_layers(layers: Mapping[str, nn.Module], name: str) -> list[str]:
                 f"{', '.join(f'{a} to {b - 1}' for a, b in place.units[:3])}. Name the layer."
             )
     return [place.layer for place in found]
+
+
+def input_layers(layers: Mapping[str, nn.Module], name: object) -> list[str]:
+    """The layers whose whole inputs a name stands for, such as `blocks.3.hook_resid_pre`."""
+    if not isinstance(name, str) or match_names(name, [each for each in layers if each]):
+        return []
+    found = resolve_places(layers, name) or []
+    whole = all(place.what == "inputs" and place.units is None for place in found)
+    return [place.layer for place in found] if whole else []

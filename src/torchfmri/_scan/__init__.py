@@ -15,6 +15,8 @@ from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
 from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
 from torchfmri._scan.run.live_token import LiveToken
+from torchfmri._scan.run.model_call import device_of, logits_of, refuse_unknown_ids, takes
+from torchfmri._scan.run.prompt import Prompt, encode
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.run.stream import ScanStream
@@ -26,6 +28,7 @@ __all__ = [
     "Anatomy",
     "DatasetScan",
     "LiveToken",
+    "Prompt",
     "Reading",
     "Repair",
     "Row",
@@ -37,8 +40,12 @@ __all__ = [
     "Tokens",
     "attribute_inputs",
     "attribute_logit",
+    "device_of",
+    "encode",
     "lens",
     "load",
+    "logits_of",
+    "refuse_unknown_ids",
     "repair",
     "require_replaceable",
     "rows_of",
@@ -46,4 +53,5 @@ __all__ = [
     "scan_dataset",
     "scan_rows",
     "stream",
+    "takes",
 ]

@@ -19,7 +19,18 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__
 from torchfmri._text import printable, terminal_text
-from torchfmri.cli import cost, demo, diagnose, lens, repair, replay, routing, scan, verify
+from torchfmri.cli import (
+    cost,
+    demo,
+    diagnose,
+    lens,
+    lesion,
+    repair,
+    replay,
+    routing,
+    scan,
+    verify,
+)
 from torchfmri.exceptions import InspectionError
 
 Result = tuple[dict[str, Any], str, int]
@@ -54,6 +65,12 @@ COMMANDS = (
         "what each layer would say next, and which heads, MLPs and input tokens made a logit",
         lens.add_arguments,
         lens.run,
+    ),
+    Command(
+        "lesion",
+        "take every head and MLP out in turn, and map what becomes of the answers",
+        lesion.add_arguments,
+        lesion.run,
     ),
     Command(
         "cost",

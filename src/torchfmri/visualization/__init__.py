@@ -2,9 +2,9 @@
 
 `plots` has the public plots of inspections, whose code is in `_histogram`, `_compare`, `_depth` and
 `_feature_maps`; `history_plots` draws histories, `diagnosis_plots` diagnoses, `routing_plots`
-routing, `attention_plots` heads and their patterns, `lens_plots` lenses and attributions. The other
-files with an underscore draw what they are given as arrays. A new plot is a `plot_*` function here,
-and a method of the result that it shows.
+routing, `lesion_plots` lesions, `attention_plots` heads and their patterns, `lens_plots` lenses and
+attributions. The other files with an underscore draw what they are given as arrays. A new plot is a
+`plot_*` function here, and a method of the result that it shows.
 """
 
 from torchfmri.visualization import history_plots, plots
@@ -27,6 +27,12 @@ from torchfmri.visualization.lens_plots import (
     plot_logit_attribution,
     plot_token_bars,
 )
+from torchfmri.visualization.lesion_plots import (
+    LesionPicture,
+    PatchPicture,
+    draw_lesions,
+    draw_patches,
+)
 from torchfmri.visualization.plots import (
     plot_compare,
     plot_feature_maps,
@@ -45,12 +51,16 @@ __all__ = [
     "MOST_LINES",
     "Band",
     "Brain",
+    "LesionPicture",
     "Line",
+    "PatchPicture",
     "TokenTrack",
     "axes_or_new",
     "check_picture",
     "draw_brain",
+    "draw_lesions",
     "draw_lines",
+    "draw_patches",
     "escape",
     "history_plots",
     "in_context",

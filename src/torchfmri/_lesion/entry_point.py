@@ -1,0 +1,192 @@
+"""`lesion`: take every part of a model out in turn, and see what becomes of its answers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchfmri._arguments import check_callable, check_module, check_number, check_path, require
+from torchfmri._files import to_json
+from torchfmri._lesion.lesion_map import LesionMap
+from torchfmri._lesion.lesion_run import LesionRun, Measured
+from torchfmri._lesion.questions import Metric, Question, read_questions
+from torchfmri._lesion.targets import Target, find_targets
+from torchfmri._model import (
+    compiled_code_as_eager,
+    evaluating,
+    runnable,
+    switched_off,
+    unchanged,
+    unwrap,
+)
+from torchfmri.exceptions import InspectionError
+
+EDITS = ("zero", "mean", "resample")
+METHODS = ("lesion", "attribution", "both")
+Step = Callable[[int, int, str], None]
+
+
+def lesion(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Any,
+    answers: str | Sequence[str] | None = None,
+    foils: str | Sequence[str] | None = None,
+    *,
+    of: str | Sequence[str] = ("heads", "mlps"),
+    metric: Metric = "surprisal",
+    edit: str = "zero",
+    method: str = "lesion",
+    tokens: Any = None,
+    batch: int = 32,
+    seed: int = 0,
+    path: str | Path | None = None,
+    on_step: Step | None = None,
+) -> LesionMap:
+    """What becomes of a model's answers when its heads, MLPs or other parts are taken out.
+
+    One forward pass carries many lesions, each in a row of its own; a row gives what a pass of its
+    own would give, to rounding. The model runs in evaluation mode and is afterwards as it was.
+
+    Args:
+        model: A language model; its logits are asked for.
+        tokenizer: That of the model; None for token ids.
+        prompts: One or several, texts or token ids.
+        answers: One for each prompt, with the space before it, such as `" Paris"`.
+        foils: Other answers, for `metric="logit_difference"`.
+        of: What to lesion: `"heads"`, `"mlps"`, `"attentions"`, `"blocks"`, `"voxels"` (64 hidden
+            units of an MLP each), names of places such as `"L3H*"`, or several of these.
+        metric: `"surprisal"` of the answer (nats, summed over its tokens), `"logit_difference"`
+            (answer minus foil, at the last token of the prompt), or a function of the logits
+            (s, vocabulary) and the ids (s,) that returns a number.
+        edit: What a lesion puts there: `"zero"`, `"mean"` (of the unit over all tokens of all
+            prompts) or `"resample"` (a token of these prompts drawn by position).
+        method: `"lesion"`, `"attribution"` (attribution patching: all lesions estimated from one
+            backward pass), or `"both"`, which says how good the estimate is.
+        tokens: Which tokens are lesioned, as in `Edit.at`; None for all of them.
+        batch: How many lesions one forward pass carries.
+        seed: Of `"resample"`.
+        path: A file that is written after every prompt. Called again with the same arguments,
+            `lesion` goes on where it was interrupted.
+        on_step: Told (lesions done, lesions in all, prompt), for a progress bar.
+
+    Raises:
+        InspectionError: The arguments do not fit together, rows of a batch influence each other,
+            a lesion never acted, or the file at `path` is about something else.
+    """
+    check_module("model", model)
+    require(edit in EDITS, "edit", edit, f"choose {', '.join(map(repr, EDITS))}")
+    require(method in METHODS, "method", method, f"choose {', '.join(map(repr, METHODS))}")
+    check_number("batch", batch, 1, "give how many lesions one pass carries, from 1")
+    check_number("seed", seed, 0, "give a number from 0 upwards")
+    check_callable("on_step", on_step, "give a function of done, total and prompt")
+    if switched_off():
+        raise InspectionError("TORCHFMRI=off: nothing is attached, so that nothing is lesioned.")
+    questions = read_questions(model, tokenizer, prompts, answers, foils, metric)
+    targets = find_targets(model, of)
+    run = LesionRun(runnable(model), targets, edit, seed, tokens, batch)
+    key = _key(model, questions, targets, (edit, method, seed, repr(tokens)))
+    done = _continue(path, key, len(questions))
+    with ExitStack() as stack:
+        for each in (unchanged(model), compiled_code_as_eager(), evaluating(model)):
+            stack.enter_context(each)
+        if len(done) < len(questions) and method != "attribution" and batch > 1:
+            run.refuse_mixing(questions[0])
+        run.gather(questions)
+        for number in range(len(done), len(questions)):
+            question = questions[number]
+
+            def step(lesions: int, question: Question = question, number: int = number) -> None:
+                if on_step is not None:
+                    total = len(targets) * len(questions)
+                    on_step(number * len(targets) + lesions, total, question.prompt)
+
+            done.append(run.measure(question, method != "lesion", method != "attribution", step))
+            if path is not None:
+                _assemble(questions, targets, done, edit, key).save(path)
+    return _assemble(questions, targets, done, edit, key)
+
+
+def _assemble(
+    questions: Sequence[Question],
+    targets: Sequence[Target],
+    done: Sequence[Measured],
+    edit: str,
+    key: str,
+) -> LesionMap:
+    asked = questions[: len(done)]
+    metric = questions[0].metric
+    blocks = [-1 if each.place.block is None else each.place.block for each in targets]
+    return LesionMap(
+        names=tuple(each.place.name for each in targets),
+        kinds=tuple(each.kind for each in targets),
+        blocks=np.array(blocks, dtype=np.int64),
+        columns=np.array([each.column for each in targets], dtype=np.int64),
+        prompts=tuple(each.prompt for each in asked),
+        answers=tuple(each.answer for each in asked),
+        foils=tuple(each.foil for each in asked),
+        metric=metric if isinstance(metric, str) else getattr(metric, "__name__", "metric"),
+        edit=edit,
+        intact=np.array([each.intact for each in done]),
+        lesioned=np.stack([each.lesioned for each in done]),
+        estimate=np.stack([each.estimate for each in done]),
+        activation=np.stack([each.activation for each in done]),
+        key=key,
+    )
+
+
+def _continue(path: str | Path | None, key: str, count: int) -> list[Measured]:
+    """What a file has of these lesions already.
+
+    Raises:
+        InspectionError: It is about other lesions.
+        FileFormatError: It is none of ours, or damaged.
+    """
+    if path is None or not check_path("path", path).exists():
+        return []
+    found = LesionMap.load(path)
+    if found.key != key:
+        raise InspectionError(
+            f"path={str(path)!r} has lesions of another model, other prompts or other options. "
+            "Choose another file, or delete this one."
+        )
+    rows = zip(found.intact, found.lesioned, found.estimate, found.activation, strict=True)
+    return [
+        Measured(intact=float(intact), lesioned=lesioned, estimate=estimate, activation=activation)
+        for intact, lesioned, estimate, activation in list(rows)[:count]
+    ]
+
+
+def _key(
+    model: nn.Module, questions: Sequence[Question], targets: Sequence[Target], options: Any
+) -> str:
+    """What tells these lesions from others: weights, prompts, places and options."""
+    sums = [
+        [name, list(each.shape), str(each.dtype), _sum(each)]
+        for name, each in unwrap(model).named_parameters()
+    ]
+    asked = [
+        [each.ids.tolist(), each.answer_ids.tolist(), each.foil_id, str(_name(each.metric))]
+        for each in questions
+    ]
+    places = [[each.place.name, each.place.layer, str(each.place.units)] for each in targets]
+    text = to_json([sums, asked, places, list(map(str, options))])
+    return f"{zlib.crc32(text.encode()):08x}-{len(text)}"
+
+
+def _name(metric: Metric) -> str:
+    return metric if isinstance(metric, str) else getattr(metric, "__qualname__", "metric")
+
+
+def _sum(parameter: torch.Tensor) -> str:
+    values = parameter.detach()
+    if hasattr(values, "to_local"):
+        values = values.to_local()
+    return f"{float(values.double().sum()):.17g}" if values.is_floating_point() else "-"

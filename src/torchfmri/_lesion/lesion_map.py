@@ -1,0 +1,300 @@
+"""The result of lesions: what each did to the metric, prompt by prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._arguments import check_number, check_path
+from torchfmri._files import new_file, read_regular, seal, unseal
+from torchfmri._lesion.student import Paired, paired
+from torchfmri._model import nearest_names
+from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri.exceptions import FileFormatError, InspectionError, LayerNotFoundError
+from torchfmri.visualization import LesionPicture, draw_lesions, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Floats = NDArray[np.float64]
+_FORMAT, _VERSION, _LIMIT = "torchfmri lesions", 1, 1 << 30
+_UNITS = {"surprisal": "surprisal of the answer (nats)", "logit_difference": "logit difference"}
+
+
+@dataclass(frozen=True, eq=False)
+class LesionMap:
+    """What the lesion of each place did to a metric; rows are prompts, columns are lesions.
+
+    Attributes:
+        names: The lesions, such as "L9H6".
+        kinds: What each is: "heads", "mlps", "attentions", "blocks", "voxels" or "places".
+        blocks: (n,) the block of each; -1 where it is in none.
+        columns: (n,) the head or voxel of each; 0 for others.
+        prompts: What was asked, and `answers` and `foils` beside it.
+        answers: The answers that counted.
+        foils: What they were compared with; "" without.
+        metric: "surprisal", "logit_difference", or the name of a function.
+        edit: "zero", "mean" or "resample".
+        intact: (p,) the metric without lesions.
+        lesioned: (p, n) the metric with each lesion; NaN where it was only estimated.
+        estimate: (p, n) the change by attribution patching; NaN where it was not asked for.
+        activation: (p, n) the root mean square of what was lesioned, without lesions.
+        key: What the lesions were made with, to tell whether a file can be continued.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> lesions = torchfmri.lesion(model, tokenizer, "Once upon a", " time", of="mlps")
+        >>> lesions.names
+        ('L0.mlp', 'L1.mlp', 'L2.mlp', 'L3.mlp', 'L4.mlp')
+        >>> lesions.effect.shape
+        (1, 5)
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    blocks: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+    foils: tuple[str, ...]
+    metric: str
+    edit: str
+    intact: Floats
+    lesioned: Floats
+    estimate: Floats
+    activation: Floats
+    key: str = ""
+
+    @property
+    def effect(self) -> Floats:
+        """(p, n) the metric with each lesion minus that without; the estimate where that is all."""
+        change = self.lesioned - self.intact[:, None]
+        return np.where(np.isnan(self.lesioned), self.estimate, change)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the lesions were made, and not only estimated."""
+        return not bool(np.isnan(self.lesioned).any())
+
+    def over_prompts(self, level: float = 0.95) -> Paired:
+        """Mean, interval, paired t and p of each effect over prompts."""
+        return paired(self.effect, level)
+
+    def effect_of(self, name: str) -> Floats:
+        """(p,) what one lesion did, prompt by prompt.
+
+        Raises:
+            LayerNotFoundError: There is no such lesion.
+        """
+        if name not in self.names:
+            near = nearest_names(name, self.names)
+            raise LayerNotFoundError(name, near, len(self.names), "lesions.names")
+        found: Floats = self.effect[:, self.names.index(name)]
+        return found
+
+    def top(self, count: int = 10) -> list[str]:
+        """The lesions with the largest mean effects in size, largest first."""
+        check_number("count", count, 1, "give how many to name, from 1")
+        order = np.argsort(-np.abs(self.effect.mean(0)), kind="stable")
+        return [self.names[each] for each in order[:count]]
+
+    def estimate_error(self) -> dict[str, float]:
+        """How far attribution patching is from the lesions themselves.
+
+        `r` is the correlation over lesions of the mean effects, `slope` that of the estimate on
+        the effect, `median` and `largest` the size of the differences, `same_top` the share of the
+        ten largest effects that the estimate also has among its ten.
+
+        Raises:
+            InspectionError: Only one of both was asked for.
+        """
+        if not self.is_exact or bool(np.isnan(self.estimate).any()):
+            raise InspectionError(
+                "To compare the estimate with the lesions, both are needed: method='both'."
+            )
+        true, guess = self.effect.mean(0), self.estimate.mean(0)
+        spread = bool(true.std() > 0 and guess.std() > 0)
+        tops = [
+            set(np.argsort(-np.abs(each), kind="stable")[:10].tolist()) for each in (true, guess)
+        ]
+        return {
+            "r": float(np.corrcoef(true, guess)[0, 1]) if spread else float("nan"),
+            "slope": float(np.polyfit(true, guess, 1)[0]) if spread else float("nan"),
+            "median": float(np.median(np.abs(guess - true))),
+            "largest": float(np.abs(guess - true).max()),
+            "same_top": len(tops[0] & tops[1]) / max(len(tops[0]), 1),
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"<LesionMap of {plural(len(self.names), 'lesion')} ({self.edit}) on "
+            f"{plural(len(self.prompts), 'prompt')}: {self.metric}>"
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, count: int = 12, width: int | None = None) -> str:
+        """The largest effects, with interval and t over prompts.
+
+        Args:
+            count: How many lesions to show.
+            width: In letters; that of the terminal by default.
+        """
+        found, shown = self.over_prompts(), [self.names.index(each) for each in self.top(count)]
+        several = len(self.prompts) > 1
+        columns = [Column("change", [number_text(found.mean[each]) for each in shown], 9)]
+        if several:
+            between = [f"{found.low[i]:+.3g} to {found.high[i]:+.3g}" for i in shown]
+            columns.append(Column("95 % interval", between, 6))
+            columns.append(Column("t", [f"{found.t[each]:.2f}" for each in shown], 5))
+            columns.append(Column("p", [f"{found.p[each]:.2g}" for each in shown], 4))
+        if not np.isnan(self.estimate).any() and self.is_exact:
+            mean = self.estimate.mean(0)
+            columns.append(Column("estimated", [number_text(mean[each]) for each in shown], 7))
+        columns.append(Column("rms", [number_text(self.activation.mean(0)[i]) for i in shown], 2))
+        return Grid(
+            title=self._title(),
+            heading="lesion",
+            names=[self.names[each] for each in shown],
+            columns=columns,
+            notes=self._notes(several),
+        ).text(width)
+
+    def _title(self) -> str:
+        what = _UNITS.get(self.metric, self.metric)
+        made = "lesions" if self.is_exact else "estimated lesions (attribution patching)"
+        return (
+            f"{len(self.names)} {made} ({self.edit}), {plural(len(self.prompts), 'prompt')}: "
+            f"change of the {what}, which is {number_text(float(self.intact.mean()))} without one"
+        )
+
+    def _notes(self, several: bool) -> list[str]:
+        notes = []
+        if several:
+            notes.append(
+                f"p is that of one lesion; of {len(self.names)}, about "
+                f"{max(1, round(0.05 * len(self.names)))} are below 0.05 by chance."
+            )
+        else:
+            notes.append("One prompt: no interval. Give several prompts for t and p.")
+        if self.is_exact and not np.isnan(self.estimate).any():
+            error = self.estimate_error()
+            notes.append(
+                f"Attribution patching against the lesions: r = {error['r']:.3f}, slope "
+                f"{error['slope']:.2f}, median error {error['median']:.3g}, largest "
+                f"{error['largest']:.3g}; {error['same_top']:.0%} of the ten largest are the same."
+            )
+        return notes
+
+    def plot(self) -> Figure:
+        """The map of effects beside the map of activations: blocks down, heads or voxels across."""
+        figure = new_figure(*self._picture().inches)
+        draw_lesions(figure, self._picture())
+        return figure
+
+    def draw(self, path: str | Path) -> None:
+        """Write the picture of `plot` to a file."""
+        save_figure(self.plot(), path, dpi=150)
+
+    def _picture(self) -> LesionPicture:
+        statistics = self.over_prompts()
+        return LesionPicture(
+            kinds=self.kinds,
+            blocks=self.blocks,
+            columns=self.columns,
+            names=self.names,
+            effect=self.effect.mean(0),
+            notable=np.nan_to_num(statistics.p, nan=1.0) < 0.05 / max(len(self.names), 1),
+            activation=self.activation.mean(0),
+            label=f"change of {_UNITS.get(self.metric, self.metric)}",
+            title=self._title(),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        found = self.over_prompts()
+        return {
+            "names": list(self.names),
+            "kinds": list(self.kinds),
+            "blocks": self.blocks.tolist(),
+            "columns": self.columns.tolist(),
+            "prompts": list(self.prompts),
+            "answers": list(self.answers),
+            "foils": list(self.foils),
+            "metric": self.metric,
+            "edit": self.edit,
+            "intact": self.intact.tolist(),
+            "lesioned": self.lesioned.tolist(),
+            "estimate": self.estimate.tolist(),
+            "activation": self.activation.tolist(),
+            "mean": found.mean.tolist(),
+            "low": found.low.tolist(),
+            "high": found.high.tolist(),
+            "t": found.t.tolist(),
+            "p": found.p.tolist(),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the map to a file, whole or not at all."""
+        record = {"format": _FORMAT, "version": _VERSION, "key": self.key}
+        fields = ("names", "kinds", "prompts", "answers", "foils", "metric", "edit")
+        record |= {name: _plain(getattr(self, name)) for name in fields}
+        arrays = ("blocks", "columns", "intact", "lesioned", "estimate", "activation")
+        record |= {name: getattr(self, name).tolist() for name in arrays}
+        with new_file(check_path("path", path)) as new:
+            new.write_bytes(seal(record, "the lesions"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> LesionMap:
+        """The map in a file that `save` or an interrupted `lesion` wrote.
+
+        Raises:
+            FileFormatError: It is no such file, or damaged.
+        """
+        place = check_path("path", path)
+        record = unseal(read_regular(place, _LIMIT), str(place))
+        if record.get("format") != _FORMAT or record.get("version") != _VERSION:
+            raise FileFormatError(str(place), f"it is not a file of {_FORMAT}, version {_VERSION}")
+        try:
+            found = cls(
+                names=tuple(map(str, record["names"])),
+                kinds=tuple(map(str, record["kinds"])),
+                blocks=np.array(record["blocks"], dtype=np.int64),
+                columns=np.array(record["columns"], dtype=np.int64),
+                prompts=tuple(map(str, record["prompts"])),
+                answers=tuple(map(str, record["answers"])),
+                foils=tuple(map(str, record["foils"])),
+                metric=str(record["metric"]),
+                edit=str(record["edit"]),
+                intact=_floats(record["intact"], 1),
+                lesioned=_floats(record["lesioned"], 2),
+                estimate=_floats(record["estimate"], 2),
+                activation=_floats(record["activation"], 2),
+                key=str(record["key"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(
+                str(place), f"its tables are not as they should be: {error}"
+            ) from error
+        shape = (len(found.prompts), len(found.names))
+        tables = (found.lesioned, found.estimate, found.activation)
+        if any(each.shape != shape for each in tables) or len(found.intact) != shape[0]:
+            raise FileFormatError(str(place), f"its tables have other sizes than {shape}")
+        return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _floats(value: Any, ndim: int) -> Floats:
+    found = np.array(value, dtype=np.float64)
+    if found.ndim != ndim:
+        raise ValueError(f"{found.ndim} dimensions instead of {ndim}")
+    return found

@@ -1,0 +1,247 @@
+"""Lesions of one question: many rows in one forward pass, each row with a lesion of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torchfmri._edit import BoundEdit, Edit, Passes, attached, change_arguments, change_output
+from torchfmri._lesion.questions import Question, logits_for
+from torchfmri._lesion.targets import Target
+from torchfmri._model import named_layers, thawed, unwrap
+from torchfmri._tokens import VOXEL
+from torchfmri._torch import Hook
+from torchfmri.exceptions import InspectionError
+
+Key = tuple[str, str]
+"""Layer, and "inputs" or "activations"."""
+_ROUNDING = 300.0
+"""How far equal rows may be apart in units of the dtype: other batch sizes sum in other orders."""
+
+
+class Measured(NamedTuple):
+    """One question: the metric without a lesion, with each lesion, and what was there.
+
+    Attributes:
+        intact: The metric.
+        lesioned: (n,) the metric with each lesion; NaN where lesions were only estimated.
+        estimate: (n,) estimated changes of the metric; NaN where none were asked for.
+        activation: (n,) the root mean square of each target's value.
+    """
+
+    intact: float
+    lesioned: NDArray[np.float64]
+    estimate: NDArray[np.float64]
+    activation: NDArray[np.float64]
+
+
+class LesionRun:
+    """Lesions targets of a model one by one.
+
+    Args:
+        model: The module to run, in evaluation mode.
+        targets: What to lesion.
+        edit: What a lesion is; "mean" and "resample" take their values from the questions.
+        seed: Of "resample".
+        tokens: Which tokens are lesioned; None for all.
+        batch: How many lesions one forward pass carries.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Sequence[Target],
+        edit: str,
+        seed: int,
+        tokens: Any,
+        batch: int,
+    ) -> None:
+        self.model, self.targets, self.batch = model, targets, batch
+        self._layers = named_layers(model)
+        self._keys: list[Key] = list(dict.fromkeys(_key(each) for each in targets))
+        self._edit, self._seed, self._tokens = edit, seed, tokens
+        self._values: dict[Key, Tensor] = {}
+
+    def gather(self, questions: Sequence[Question]) -> None:
+        """Take the values that "mean" and "resample" put in the place of others."""
+        if self._edit == "zero":
+            return
+        found: dict[Key, list[Tensor]] = {key: [] for key in self._keys}
+        for question in questions:
+            with torch.no_grad(), self.reading() as values:
+                logits_for(self.model, question.ids[None], question.needed)
+            for key, value in values.items():
+                found[key].append(value.detach().reshape(-1, value.shape[-1]))
+        self._values = {key: torch.cat(each) for key, each in found.items() if each}
+
+    def measure(
+        self, question: Question, estimate: bool, exact: bool, step: Callable[[int], None]
+    ) -> Measured:
+        """Run a question without and with every lesion.
+
+        Args:
+            question: What is asked.
+            estimate: Whether to estimate the lesions by one backward pass.
+            exact: Whether to lesion at all.
+            step: Told how many lesions are done.
+        """
+        values, intact, estimates = self._intact(question, estimate)
+        lesioned = np.full(len(self.targets), np.nan)
+        for first in range(0, len(self.targets), self.batch) if exact else ():
+            several = self.targets[first : first + self.batch]
+            lesioned[first : first + len(several)] = self.lesion_rows(question, several)
+            step(first + len(several))
+        sizes = [
+            float(_part(values[_key(each)], each).square().mean().sqrt()) for each in self.targets
+        ]
+        return Measured(
+            intact=intact,
+            lesioned=lesioned,
+            estimate=estimates,
+            activation=np.array(sizes),
+        )
+
+    def lesion_rows(self, question: Question, several: Sequence[Target]) -> NDArray[np.float64]:
+        """The metric with each of several lesions, in one forward pass."""
+        passes = Passes()
+        bound = [self._bind(each, row, passes) for row, each in enumerate(several)]
+        ids = question.ids.expand(len(several), -1)
+        with torch.no_grad(), attached(self.model, bound, passes, {}):
+            found = question.measure(logits_for(self.model, ids, question.needed))
+        for each in bound:
+            if not each.acted:
+                raise InspectionError(
+                    f"The lesion of {each.place.name!r} never acted on {question.prompt!r}: layer "
+                    f"{each.place.layer!r} was not called, or no token was selected."
+                )
+        return found.double().cpu().numpy()
+
+    def refuse_mixing(self, question: Question) -> None:
+        """Raise where the rows of a batch influence each other: a lesion would reach other rows.
+
+        Raises:
+            InspectionError: Saying how far the same row is from itself in other company.
+        """
+        ids = question.ids.expand(max(self.batch, 2), -1).clone()
+        ids[1:] = ids[1:, :1]  # one token over and over: other statistics, and one expert's alone
+        with torch.no_grad():
+            alone = logits_for(self.model, question.ids[None], question.needed)[0].double()
+            together = logits_for(self.model, ids, question.needed)[0]
+        limit = _ROUNDING * torch.finfo(together.dtype).eps * float(alone.abs().max())
+        apart = float((together.double() - alone).abs().max())
+        if apart > limit:
+            raise InspectionError(
+                f"Rows of one batch influence each other in {type(unwrap(self.model)).__name__}: "
+                f"among other rows the logits of {question.prompt[:40]!r} are {apart:.2g} off, and "
+                f"rounding explains {limit:.2g} (batch statistics, or experts with a capacity). "
+                "Lesion one at a time: batch=1."
+            )
+
+    def _bind(self, target: Target, row: int, passes: Passes) -> BoundEdit:
+        edit, values = Edit.zero(), self._values.get(_key(target))
+        if self._edit == "mean" and values is not None:
+            edit = Edit.replace(values.double().mean(0).to(values.dtype))
+        elif self._edit == "resample" and values is not None:
+            edit = Edit.resample(values, self._seed)
+        edit = edit.at(rows=[row], tokens=self._tokens)
+        place = target.place
+        return BoundEdit(place, edit, self._layers[place.layer], passes, VOXEL)
+
+    def _intact(
+        self, question: Question, estimate: bool
+    ) -> tuple[dict[Key, Tensor], float, NDArray[np.float64]]:
+        """The values at all places, the metric, and the estimated effects, in one pass."""
+        estimates = np.full(len(self.targets), np.nan)
+        with torch.set_grad_enabled(estimate), thawed(self.model, (), lambda _: None):
+            with self.reading() as values:
+                logits = logits_for(self.model, question.ids[None], question.needed)
+            metric = question.measure(logits)[0]
+            if estimate:
+                estimates = self._estimate(question, metric, values)
+        missing = [key for key in self._keys if key not in values]
+        if missing:
+            raise InspectionError(
+                f"Layer {missing[0][0]!r} was never called as a module: it cannot be lesioned."
+            )
+        detached = {key: value.detach() for key, value in values.items()}
+        return detached, float(metric.detach()), estimates
+
+    def _estimate(
+        self, question: Question, metric: Tensor, values: Mapping[Key, Tensor]
+    ) -> NDArray[np.float64]:
+        """The change of the metric to first order: its gradient times the change of the value."""
+        if not metric.requires_grad:
+            raise InspectionError(
+                "The metric has no gradient, so that lesions cannot be estimated from it. Return "
+                "a tensor computed from the logits, or leave method='lesion'."
+            )
+        keys = [key for key in self._keys if key in values]
+        found = torch.autograd.grad(metric, [values[key] for key in keys], allow_unused=True)
+        gradients = dict(zip(keys, found, strict=True))
+        passes, estimates = _FedOnce(question), []
+        with torch.no_grad():
+            for target in self.targets:
+                gradient, old = gradients[_key(target)], values[_key(target)].detach()
+                new = self._bind(target, 0, passes).change(old, None)
+                if gradient is None or new is None:
+                    estimates.append(0.0)
+                else:
+                    estimates.append(float((gradient.double() * (new - old).double()).sum()))
+        return np.array(estimates)
+
+    @contextmanager
+    def reading(self) -> Iterator[dict[Key, Tensor]]:
+        """Hold the value at every place of the pass that runs in the block."""
+        values: dict[Key, Tensor] = {}
+        handles = []
+
+        def reader(key: Key) -> Callable[[Tensor], Tensor]:
+            def keep(value: Tensor) -> Tensor:
+                values[key] = value
+                return value
+
+            return keep
+
+        try:
+            for key in self._keys:
+                module, keep = self._layers[key[0]], reader(key)
+                if key[1] == "inputs":
+                    before = Hook(
+                        lambda _, given, named, keep=keep: change_arguments(given, named, keep),
+                        module,
+                    )
+                    handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                else:
+                    after = Hook(
+                        lambda _, __, output, keep=keep: change_output(output, keep), module
+                    )
+                    handles.append(module.register_forward_hook(after))
+            yield values
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _FedOnce(Passes):
+    """The tokens of one question, for edits that are made outside of a pass."""
+
+    def __init__(self, question: Question) -> None:
+        super().__init__()
+        self.feed(1, len(question.ids))
+
+
+def _key(target: Target) -> Key:
+    return target.place.layer, target.place.what
+
+
+def _part(value: Tensor, target: Target) -> Tensor:
+    """The units of a target in the value of its layer."""
+    if target.place.units is None:
+        return value.float()
+    return torch.cat([value[..., first:end] for first, end in target.place.units], -1).float()

@@ -1,0 +1,180 @@
+"""Questions: a prompt, the answer that counts, and what the model is asked about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._arguments import require
+from torchfmri._scan import device_of, encode, logits_of, refuse_unknown_ids, takes
+from torchfmri.exceptions import InspectionError
+
+Metric: TypeAlias = "str | Callable[[Tensor, Tensor], Tensor | float]"
+METRICS = ("surprisal", "logit_difference")
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One prompt with its answer, as the model is fed it.
+
+    Attributes:
+        prompt: As text, or the ids in words.
+        answer: As text; "" where there is none.
+        foil: The other answer, as text; "" where there is none.
+        ids: (s,) prompt and answer; of a logit difference, the prompt.
+        answer_ids: (a,) the answer's.
+        foil_id: The first of the foil's.
+        metric: "surprisal", "logit_difference", or a function of logits and ids.
+    """
+
+    prompt: str
+    answer: str
+    foil: str
+    ids: Tensor
+    answer_ids: Tensor
+    foil_id: int | None
+    metric: Metric
+
+    @property
+    def needed(self) -> int | None:
+        """How many of the last positions the metric looks at; None for all."""
+        if callable(self.metric):
+            return None
+        return 1 if self.metric == "logit_difference" else len(self.answer_ids)
+
+    def measure(self, logits: Tensor) -> Tensor:
+        """The metric of every row, (b,), from the logits (b, s, vocabulary) of the last positions.
+
+        Raises:
+            InspectionError: A function of the user's did not return one number.
+        """
+        if callable(self.metric):
+            found = [self.metric(row, self.ids) for row in logits]
+            wrong = [each for each in found if getattr(each, "numel", lambda: 1)() != 1]
+            if wrong or not all(isinstance(each, (int, float, Tensor)) for each in found):
+                raise InspectionError(
+                    f"The metric returned {type((wrong or found)[0]).__name__} for logits of shape "
+                    f"{tuple(logits.shape[1:])}; it has to return one number."
+                )
+            return torch.stack([torch.as_tensor(each).reshape(()) for each in found])
+        wide = logits.double()
+        if self.metric == "logit_difference":
+            assert self.foil_id is not None
+            return wide[:, -1, int(self.answer_ids[0])] - wide[:, -1, self.foil_id]
+        answers = self.answer_ids.to(logits.device)
+        picked = wide.log_softmax(-1).gather(-1, answers.expand(len(wide), -1)[..., None])
+        return -picked.sum((1, 2))
+
+
+def read_questions(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Any,
+    answers: str | Sequence[str] | None,
+    foils: str | Sequence[str] | None,
+    metric: Metric,
+) -> list[Question]:
+    """The questions that prompts and answers make.
+
+    Raises:
+        InspectionError: They do not fit together, or an answer has no tokens.
+    """
+    known = isinstance(metric, str) and metric in METRICS
+    choices = f"choose {' or '.join(map(repr, METRICS))}, or give a function of logits and ids"
+    require(known or callable(metric), "metric", metric, choices)
+    several = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+    require(bool(several), "prompts", prompts, "give one prompt or more")
+    texts = _as_many(answers, len(several), "answers")
+    others = _as_many(foils, len(several), "foils")
+    if not callable(metric) and texts is None:
+        raise InspectionError(
+            f"metric={metric!r} is about an answer: give answers=, one for each prompt, such as "
+            "' Paris' (with the space that comes before it)."
+        )
+    if metric == "logit_difference" and others is None:
+        raise InspectionError(
+            "metric='logit_difference' compares the answer with another one: give foils=, one for "
+            "each prompt, such as ' London'."
+        )
+    rows = zip(
+        several, texts or [None] * len(several), others or [None] * len(several), strict=True
+    )
+    return [_question(model, tokenizer, *row, metric) for row in rows]
+
+
+def logits_for(model: nn.Module, ids: Tensor, needed: int | None) -> Tensor:
+    """The logits (b, n, vocabulary) of the last `needed` positions.
+
+    Raises:
+        InspectionError: The model returns none.
+    """
+    keywords: dict[str, Any] = {}
+    if takes(model, "use_cache"):
+        keywords["use_cache"] = False
+    if needed is not None and takes(model, "logits_to_keep"):
+        keywords["logits_to_keep"] = needed
+    called = model(input_ids=ids, **keywords) if takes(model, "input_ids") else model(ids)
+    logits = logits_of(called)
+    if logits is None:
+        raise InspectionError(
+            f"{type(model).__name__} returns no logits (b, s, vocabulary), so that nothing can be "
+            "said about an answer. Give a model with a language modelling head."
+        )
+    return logits if needed is None else logits[:, -needed:]
+
+
+def _question(
+    model: nn.Module, tokenizer: Any, prompt: Any, answer: Any, foil: Any, metric: Metric
+) -> Question:
+    ids = encode(prompt, tokenizer).ids[0]
+    answer_ids = torch.empty(0, dtype=torch.long)
+    if answer is not None:
+        answer_ids = _answer_ids(answer, tokenizer, "answer")
+    foil_id = None if foil is None else int(_answer_ids(foil, tokenizer, "foil")[0])
+    if metric == "logit_difference" and foil_id == int(answer_ids[0]):
+        raise InspectionError(
+            f"The answer {answer!r} and the foil {foil!r} begin with the same token: their "
+            "difference is always 0. Choose others."
+        )
+    fed = ids
+    if metric != "logit_difference" and len(answer_ids):
+        end = None if callable(metric) else -1  # the last token predicts nothing that counts
+        fed = torch.cat([ids, answer_ids[:end]])
+    place = device_of(model)
+    refuse_unknown_ids(model, torch.cat([ids, answer_ids])[None])
+    return Question(
+        prompt=prompt if isinstance(prompt, str) else str(ids.tolist()),
+        answer="" if answer is None else str(answer),
+        foil="" if foil is None else str(foil),
+        ids=fed.to(place),
+        answer_ids=answer_ids.to(place),
+        foil_id=foil_id,
+        metric=metric,
+    )
+
+
+def _answer_ids(text: Any, tokenizer: Any, what: str) -> Tensor:
+    if isinstance(text, str) and callable(tokenizer):
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        require(bool(found), what, text, "it has no tokens; give a text with some")
+        return torch.tensor(found)
+    return encode(text, tokenizer).ids[0]
+
+
+def _is_ids(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 1
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], int)
+
+
+def _as_many(value: Any, count: int, name: str) -> list[Any] | None:
+    if value is None:
+        return None
+    several = [value] * count if isinstance(value, (str, int)) else list(value)
+    meaning = f"give one for each of {count} prompts, or one for all"
+    require(len(several) == count, name, value, meaning)
+    return several

@@ -1,0 +1,168 @@
+"""The picture of lesions: what each did to the metric, beside how active it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri.visualization._figure import GREY, escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_CELL, _LEAST, _MOST = 0.2, 2.2, 9.0
+_SINGLE = {"mlps": "MLP", "attentions": "attention", "blocks": "block", "places": "place"}
+
+
+class LesionPicture(NamedTuple):
+    """What to draw; every array has one entry for each lesion.
+
+    Attributes:
+        kinds: "heads", "mlps", "attentions", "blocks", "voxels" or "places".
+        blocks: The block of each; -1 for none.
+        columns: The head or voxel of each.
+        names: Of the lesions.
+        effect: The mean change of the metric.
+        notable: Whether it is told from 0, corrected for the number of lesions.
+        activation: The root mean square of what was lesioned.
+        label: What the effect is.
+        title: Above all.
+    """
+
+    kinds: Sequence[str]
+    blocks: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    names: Sequence[str]
+    effect: NDArray[np.float64]
+    notable: NDArray[np.bool_]
+    activation: NDArray[np.float64]
+    label: str
+    title: str
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """How wide and high the figure is best."""
+        rows, columns = self.cells(self.effect).shape
+        wide = min(max(_CELL * columns, _LEAST), _MOST)
+        return 2 * wide + 3.0, min(max(_CELL * rows, _LEAST), _MOST) + 1.3
+
+    def column_of(self, index: int) -> int:
+        """Heads and voxels first; each other kind has a column of its own after them."""
+        wide = [each for each, kind in enumerate(self.kinds) if kind in ("heads", "voxels")]
+        first = int(self.columns[wide].max()) + 1 if wide else 0
+        if index in set(wide):
+            return int(self.columns[index])
+        return first + self.singles.index(self.kinds[index])
+
+    @property
+    def singles(self) -> list[str]:
+        """The kinds of which a block has one."""
+        return [kind for kind in _SINGLE if kind in self.kinds]
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The row of each lesion: its block, or its own where places were named by hand."""
+        if "places" in self.kinds:
+            return np.arange(len(self.names))
+        return self.blocks
+
+    def cells(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """The values as (rows, columns); NaN where there is no lesion."""
+        places = [self.column_of(each) for each in range(len(self.names))]
+        table = np.full((int(self.rows.max()) + 1, max(places) + 1), np.nan)
+        table[self.rows, places] = values
+        return table
+
+
+def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
+    """Draw both maps side by side on one figure."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    effect, activation = picture.cells(picture.effect), picture.cells(picture.activation)
+    limit = float(np.nanmax(np.abs(effect))) or 1.0
+    _draw(left, picture, effect, "what the lesion did", picture.label, cmap="RdBu_r",
+          vmin=-limit, vmax=limit)  # fmt: skip
+    for index in np.flatnonzero(picture.notable):
+        left.plot(picture.column_of(int(index)), picture.rows[index], ".", color="black", ms=3)
+    from matplotlib.colors import LogNorm
+
+    positive = activation[activation > 0]
+    norm = LogNorm(float(positive.min()), float(positive.max())) if positive.size else None
+    _draw(right, picture, activation, "how active it was", "root mean square", cmap="viridis",
+          norm=norm)  # fmt: skip
+    left.set_ylabel("block" if "places" not in picture.kinds else "")
+    if bool(picture.notable.any()):
+        text = "dots: told from 0 over prompts (p < 0.05, Bonferroni)"
+        left.annotate(text, (0, -0.09), xycoords="axes fraction", fontsize=7, color=GREY, va="top")
+    figure.suptitle(escape(picture.title), fontsize=9, x=0.01, ha="left", wrap=True)
+
+
+def _draw(
+    ax: Axes, picture: LesionPicture, table: NDArray[np.float64], title: str, label: str, **how: Any
+) -> None:
+    image = ax.imshow(np.ma.masked_invalid(table), aspect="auto", interpolation="nearest", **how)
+    ax.set_title(title, fontsize=9, loc="left")
+    ax.set_facecolor("#e4e4e4")
+    first = table.shape[1] - len(picture.singles)
+    wide = "voxel" if "voxels" in picture.kinds else "head"
+    step = max(1, first // 12)
+    ticks = list(range(0, first, step)) + list(range(first, table.shape[1]))
+    texts = [str(each) for each in range(0, first, step)] + [_SINGLE[k] for k in picture.singles]
+    ax.set_xticks(ticks, texts, fontsize=7, rotation=90 if picture.singles else 0)
+    if first:
+        ax.set_xlabel(wide, fontsize=8)
+    if "places" in picture.kinds:
+        ax.set_yticks(range(len(picture.names)), list(map(escape, picture.names)), fontsize=6)
+    ax.tick_params(labelsize=7, length=2)
+    bar = ax.figure.colorbar(image, ax=ax, pad=0.02, fraction=0.06)
+    bar.set_label(escape(label), fontsize=8)
+    bar.ax.tick_params(labelsize=7, which="both")
+    if "norm" in how:  # a logarithmic scale writes powers of ten, too large and too many
+        bar.ax.yaxis.set_minor_formatter("{x:.2g}")
+        bar.ax.yaxis.set_major_formatter("{x:.2g}")
+    bar.outline.set_visible(False)
+
+
+class PatchPicture(NamedTuple):
+    """What to draw of patches.
+
+    Attributes:
+        names: The places, from top to bottom.
+        labels: The tokens, from left to right.
+        score: (places, tokens) 0 as corrupted, 1 as clean.
+        metric: What the score is of.
+    """
+
+    names: Sequence[str]
+    labels: Sequence[str]
+    score: NDArray[np.float64]
+    metric: str
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """How wide and high the figure is best."""
+        rows, columns = self.score.shape
+        return min(max(0.28 * columns, 1.6), 10.0) + 2.0, min(max(0.18 * rows, 2.0), 9.0) + 1.6
+
+
+def draw_patches(figure: Figure, picture: PatchPicture) -> None:
+    """Draw the scores of patches as one image."""
+    ax = figure.subplots()
+    limit = max(1.0, float(np.nanmax(np.abs(picture.score))))
+    image = ax.imshow(
+        picture.score, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-limit,
+        vmax=limit,
+    )  # fmt: skip
+    step = -(-len(picture.names) // 45)
+    shown = range(0, len(picture.names), step)
+    ax.set_yticks(list(shown), [escape(picture.names[each]) for each in shown], fontsize=7)
+    labels = list(map(escape, picture.labels))
+    ax.set_xticks(range(len(labels)), labels, fontsize=7, rotation=90)
+    ax.set_title("what a patch of clean values brings back", fontsize=9, loc="left")
+    bar = figure.colorbar(image, ax=ax, pad=0.02)
+    bar.set_label(escape(f"{picture.metric}: 0 as corrupted, 1 as clean"), fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)

@@ -81,6 +81,8 @@ def _attention(small: _zoo.Small) -> tuple[str, str]:
         return NO_ORACLE, f"{type(error).__name__}: {str(error)[:100]}"
     if not expected:
         return NO_ORACLE, "the model returns no attentions"
+    if not all(_is_distribution(each) for each in expected):
+        return NO_ORACLE, "what it returns as attentions are no weights"
     chosen = "sdpa" if _set(model, "sdpa") else "eager"
     read: list[Tensor] = []
     inspector = torchfmri.Inspector(model)
@@ -101,9 +103,15 @@ def _attention(small: _zoo.Small) -> tuple[str, str]:
         apart.append(min(rows, default=float("inf")))
     if max(apart) <= _TOLERANCE:
         return RIGHT, chosen
-    shapes = sorted({tuple(each.shape) for each in read})
-    wanted = tuple(expected[apart.index(max(apart))].shape)
-    return WRONG, f"{chosen}: {max(apart):.1e}; {wanted} among {shapes[:4]}"
+    if max(apart) == float("inf"):  # attention in windows, or of two kinds in one
+        wanted = tuple(expected[apart.index(max(apart))].shape)
+        return REFUSED, f"no pattern {wanted} was read"
+    return WRONG, f"{chosen}: {max(apart):.1e}"
+
+
+def _is_distribution(pattern: Tensor) -> bool:
+    """Whether every row has weights that add up to 1, or to less beside a sink (gpt-oss)."""
+    return bool((pattern >= 0).all() and (pattern.double().sum(-1) <= 1 + 1e-3).all())
 
 
 def _apart(read: Tensor, expected: Tensor) -> float:
@@ -157,5 +165,7 @@ def _logit(small: _zoo.Small) -> tuple[str, str]:
 
 def _inputs(small: _zoo.Small) -> tuple[str, str]:
     found = torchfmri.attribute_inputs(small.model, None, _ids(small), 5, method="gradient_x_input")
+    if found.logit != found.logit:
+        return NO_ORACLE, "the logits of the model are nan"
     finite = bool(torch.tensor(found.values).isfinite().all())
     return (RIGHT, "") if finite else (WRONG, "not finite")

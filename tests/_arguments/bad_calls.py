@@ -84,6 +84,11 @@ class World:
         return torchfmri.scan(self.model, None, [1, 2, 3], 2)
 
     @cached_property
+    def tiny(self) -> dict[str, Any]:
+        model, tokenizer = torchfmri.load_model("tiny")
+        return {"model": model, "tokenizer": tokenizer, "prompt": "hi"}
+
+    @cached_property
     def monitor(self) -> torchfmri.Monitor:
         monitor = torchfmri.Monitor(self.model, self.optimizer)
         with monitor.step() as step:
@@ -311,6 +316,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Scanner.scan": lambda world, **o: torchfmri.Scanner(world.model).scan(
         **({"prompt": [1, 2], "max_new_tokens": 1} | o)
     ),
+    "lens": lambda world, **o: torchfmri.lens(**(world.tiny | o)),
+    "attribute_logit": lambda world, **o: torchfmri.attribute_logit(**(world.tiny | o)),
+    "attribute_inputs": lambda world, **o: torchfmri.attribute_inputs(
+        **(world.tiny | {"steps": 1} | o)
+    ),
+    "Scan.attention": _of(lambda world: world.scan.attention),
+    "Scan.plot_attention": _of(lambda world: world.scan.plot_attention, layer="mlp"),
     "Scan[]": lambda world, index: world.scan[index],
     "Scan.values": _of(lambda world: world.scan.values),
     "Scan.delta_sc": _of(lambda world: world.scan.delta_sc),
@@ -492,6 +504,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "layers": (*NO_PATTERN, "mpl", None), "voxel": NO_COUNT, "loss": ("mean", 7),
         "tensors": (7, [], "mpl"), "chat": (True, "x", 7), "seed": ("x", 1.5, 2**70),
         "on_token": (7, "x"), "decode": (7, "x"), "live": ("x", None, 7), "verify": ("x", None),
+        "attention": (7, "mpl"), "lens": ("x", 1), "experts": ("x",),
+        "features": (7, {"mpl": print}),
     },
     "stream": {"prompt": (None, 7), "on_token": (print,), "max_new_tokens": (-1, "x")},
     "scan_dataset": {
@@ -500,9 +514,26 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch": NO_COUNT, "seed": ("x", 1.5), "field": (7, []), "condition_field": (7, None),
         "on_row": (7, "x"), "per": (None,), "strict": ("x", None, 7), "chat": ("x", 7),
     },
+    "lens": {
+        "model": (*NO_MODEL, None), "prompt": (None, 7, [], ["a", "b"]), "top": NO_COUNT,
+        "translate": (7, "x"), "chat": ("x", 7),
+    },
+    "attribute_logit": {
+        "model": ("tiny", None), "prompt": (None, ["a", "b"]),
+        "token": (1.5, 10**9, -1, "two words"), "against": ([], 10**9, ""),
+        "position": (99, -99, 1.5, "x", None), "heads": ("x", 7),
+    },
+    "attribute_inputs": {
+        "model": ("tiny", None), "prompt": (None, ["a", "b"]), "token": (1.5, 10**9, "two words"),
+        "against": ([], 10**9), "position": (99, "x"), "method": ("shap", 7, None),
+        "steps": NO_COUNT, "baseline": ("two words", 10**9, 1.5), "chat": ("x", 7),
+    },
+    "Scan.attention": {"score": ("sharpness", 7), "sequence": (9, "x")},
+    "Scan.plot_attention": {"layer": ("mpl",)},
     "ScanOptions": {
         "per": ("token", 7), "voxel": NO_COUNT, "live": ("x", None), "verify": ("x", 1),
-        "layers": (7, [], None), "tensors": (7, []),
+        "layers": (7, [], None), "tensors": (7, []), "attention": (7, [], None),
+        "lens": ("x", 1, None), "experts": ("x", 1), "feature_count": NO_COUNT,
     },
     "Scanner": {"model": ("tiny", None), "options": (7, {}, "x")},
     "Scanner.scan": {

@@ -194,6 +194,33 @@ def test_padded_queries_are_left_out_of_statistics() -> None:
     assert statistics["count"] == queries * 4 * batch["input_ids"].shape[1]
 
 
+class _Folded(nn.Module):
+    """Attention with batch and heads in one axis, as old models write it with bmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.num_heads = nn.Linear(8, 24), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (
+            each.view(b, s, 2, 4).transpose(1, 2).reshape(2 * b, s, 4)
+            for each in self.qkv(x).chunk(3, -1)
+        )
+        weights = F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1)
+        return torch.bmm(weights, v)
+
+
+def test_batch_and_heads_in_one_axis_are_told_apart() -> None:
+    model, x = _Folded(), torch.randn(3, 5, 8)
+    inspector = Inspector(model)
+    inspector.watch("", what="attention")
+    pattern = inspector.run_inspection(x, keep="tensors")[""].attention
+    with torch.no_grad():
+        q, k, _ = (each.view(3, 5, 2, 4).transpose(1, 2) for each in model.qkv(x).chunk(3, -1))
+    assert torch.allclose(pattern, (q @ k.transpose(-1, -2)).softmax(-1), atol=1e-6)  # type: ignore[arg-type]
+
+
 class _WrittenOut(nn.Module):
     """An attention as people write it, with einsum and without an axis of heads."""
 

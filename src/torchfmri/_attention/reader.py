@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchfmri._attention.fused import FusedAttention
 from torchfmri._capture import RunningLayers
+from torchfmri._model import named_layers
 from torchfmri._torch import NO_BACKWARD, current_backward, is_transformed
 
 CHUNK_BYTES = 64 << 20
@@ -43,6 +44,7 @@ _BETWEEN = frozenset(
     ]
 )
 _CHANGES = frozenset([Tensor.mul, Tensor.__mul__, torch.mul, Tensor.__getitem__])
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -124,6 +126,7 @@ class AttentionReader:
         self.layers: dict[str, None] = {}
         self.running = RunningLayers(model, lambda _: None)
         self._found, self._failed = found, failed
+        self._layers = named_layers(model)
         self._mode = _Reading(self._see)
         self._stack: ExitStack | None = None
 
@@ -144,11 +147,23 @@ class AttentionReader:
             self._stack.close()
         self._mode.forget()
 
+    def _by_head(
+        self, stack: tuple[str, ...], source: FusedAttention | Tensor
+    ) -> FusedAttention | Tensor:
+        """(b * heads, q, k) as (b, heads, q, k), where the layer says how many heads it has."""
+        if isinstance(source, FusedAttention) or source.ndim != 3 or not stack:
+            return source
+        module = self._layers.get(stack[-1])
+        counts = (getattr(module, name, None) for name in _HEAD_COUNTS)
+        heads = next((each for each in counts if isinstance(each, int) and each > 0), 1)
+        return source.unflatten(0, (-1, heads)) if len(source) % heads == 0 else source  # type: ignore[no-untyped-call]
+
     def _see(self, source: FusedAttention | Tensor, dropout: bool) -> None:
         # A checkpoint that runs its part again repeats a call that was seen.
         if current_backward() != NO_BACKWARD:
             return
-        call = AttentionCall(tuple(self.running.stack), source, dropout)
+        stack = tuple(self.running.stack)
+        call = AttentionCall(stack, self._by_head(stack, source), dropout)
         self.layers[call.layer] = None
         try:
             device = source.query.device if isinstance(source, FusedAttention) else source.device

@@ -190,7 +190,7 @@ def _embedding(model: nn.Module) -> nn.Module:
 
 
 def _instead(given: Tensor, _: Tensor) -> Tensor:
-    return given
+    return given.clone()  # some models write into their embeddings, and into a leaf nobody may
 
 
 @contextmanager

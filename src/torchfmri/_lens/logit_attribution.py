@@ -229,7 +229,10 @@ def _direction(
         )
     for each in (token, against):
         if each is not None and not 0 <= each < len(weight):
-            raise InspectionError(f"Token id {each} is none of the head's, 0 to {len(weight) - 1}.")
+            last = len(weight) - 1
+            raise InspectionError(
+                f"Token id {each} is none of the head's: give one of 0 to {last}."
+            )
     direction = weight[token].double()
     offset = 0.0 if bias is None else float(bias[token])
     if against is not None:

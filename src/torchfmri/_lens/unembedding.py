@@ -24,7 +24,8 @@ _SCALES: dict[str, Callable[[float], float]] = {
     "lm_head_multiplier": float,  # Falcon-H1
 }
 """What configurations call a factor of the logits -> that factor."""
-_SOFTCAP = "final_logit_softcapping"  # Gemma 2
+# Gemma 2, RecurrentGemma, xLSTM.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,8 @@ def find_unembedding(model: nn.Module, stream: Stream, logits: Tensor | None) ->
         for name, factor in _SCALES.items()
         if isinstance(value := getattr(config, name, None), (int, float)) and value
     ]
-    cap = getattr(config, _SOFTCAP, None)
+    caps = [value for name in _SOFTCAPS if (value := getattr(config, name, None))]
+    cap = caps[0] if caps else None
     found = Unembedding(stream.tail, factors[0] if factors else 1.0, float(cap) if cap else None)
     chain = " -> ".join(stream.tail) or "no layer"
     try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_callable, check_number, is_whole
+from torchfmri._arguments import check_callable, check_flag, check_number, is_whole
 from torchfmri._lens import (
     METHODS,
     InputAttribution,
@@ -84,7 +84,10 @@ class _Text:
             raise InspectionError(
                 f"{name}={given!r}: give a token as its text (with a tokenizer), or as its id."
             )
-        ids = self.tokenizer(given, add_special_tokens=False)["input_ids"]
+        try:
+            ids = self.tokenizer(given, add_special_tokens=False)["input_ids"]
+        except TypeError:  # not one of transformers
+            ids = self.tokenizer(given)["input_ids"]
         if len(ids) != 1:
             parts = ", ".join(repr(self.spell(each)) for each in ids)
             raise InspectionError(
@@ -117,6 +120,7 @@ def _reading(model: nn.Module, tokenizer: Any, prompt: Prompt, chat: bool) -> It
             f"The model is a {type(model).__name__} and no nn.Module. For a model by name: "
             "model, tokenizer = torchfmri.load_model('tiny')."
         )
+    check_flag("chat", chat)
     refuse_unrunnable(model)
     refuse_two_stacks(model)
     refuse_virtual_tokens(model)
@@ -209,6 +213,7 @@ def attribute_logit(
     Raises:
         InspectionError: The logits of this model are no sum of parts, or the token is none.
     """
+    check_flag("heads", heads)
     with _reading(model, tokenizer, prompt, chat) as text:
         return attribute(
             text.model,
@@ -286,6 +291,6 @@ def _score(logits: Tensor, position: int, token: int, against: int | None) -> Te
     for each in (token, against):
         if each is not None and not 0 <= each < logits.shape[-1]:
             last = logits.shape[-1] - 1
-            raise InspectionError(f"Token id {each} is none of the model's, 0 to {last}.")
+            raise InspectionError(f"Token id {each} is none of the model's: give 0 to {last}.")
     found = logits[:, position, token]
     return found if against is None else found - logits[:, position, against]

@@ -103,6 +103,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
 def test_the_widget_renders_and_answers_in_jupyterlab(page: Page, lab: str) -> None:
     page.page.goto(lab)
     page.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    page.page.get_by_text("| Idle").first.wait_for(timeout=90_000)  # before, cells are not run
     page.page.locator(".jp-Notebook .jp-InputArea-editor").first.click()
     page.press("Shift+Enter")
     page.page.wait_for_selector(".heat[data-state=drawn]", timeout=90_000)

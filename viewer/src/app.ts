@@ -759,7 +759,7 @@ export class App {
       const item = h("div", {
         role: "treeitem", "aria-level": row.depth + 1, "aria-selected": String(isNow), "aria-expanded": act ? String(open) : undefined,
         class: isNow ? "row now" : "row", title: row.name,
-        style: { top: `${y + scene.rowHeight / 2 - line / 2}px`, height: `${line}px`, lineHeight: `${line}px`, fontSize: `${Math.max(9.5, Math.min(11.5, scene.rowHeight + 0.5))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px` },
+        style: { top: `${Math.max(0, y + scene.rowHeight / 2 - line / 2)}px`, height: `${line}px`, lineHeight: `${line}px`, fontSize: `${Math.max(9.5, Math.min(11.5, scene.rowHeight + 0.5))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px` },
       }, h("span", { class: "twist" }, act ? (open ? "▾" : "▸") : ""), h("span", { class: "name" }, row.depth ? row.label : shortLeft(row.label, 30)));
       item.addEventListener("click", () => {
         if (act) act();

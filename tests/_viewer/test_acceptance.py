@@ -50,6 +50,7 @@ def cell_centre(page: Page, row: int, column: int) -> tuple[int, int]:
 # -- 1: pixels ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("norm", ["row", "global"])
 @pytest.mark.parametrize("metric", ["activation", "gradient"])
 def test_pixels_have_the_colour_of_the_stored_value(

@@ -18,7 +18,7 @@ export MPLBACKEND := Agg
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check lint types layers docs wheel bench clean
+.PHONY: help setup demo test test-slow check lint types layers docs wheel viewer viewer-check bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -37,7 +37,7 @@ test: $(STAMPS)/dev ## run the fast tests, some minutes: of every subject the ca
 test-slow: $(STAMPS)/dev ## run the other tests: long runs, real models, all cases
 	$(PYTEST) -m slow $(OPTIONS)
 
-check: lint types layers docs wheel ## everything but the tests: lint, types, layers, docs, wheel
+check: lint types layers docs wheel viewer-check ## everything but the tests: lint, types, layers, docs, wheel, page
 
 lint: $(STAMPS)/dev ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -55,6 +55,19 @@ docs: $(STAMPS)/dev ## build the documentation into site/, warnings are errors
 wheel: $(STAMPS)/dev ## build sdist and wheel, try the wheel in a clean environment
 	$(BIN)/python scripts/check_wheel.py
 
+# The page is TypeScript; what it is built into is part of the repository, so that only whoever changes
+# it needs node.
+viewer: viewer/node_modules ## build the viewer's page from viewer/ (needs node)
+	cd viewer && npm run --silent types && npm run --silent build
+
+viewer-check: ## build the page again and compare, where node is installed
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory viewer \
+	&& git diff --exit-code --stat -- src/torchfmri/_viewer/static; \
+	else echo "notice: node is not installed; the viewer's page is not built again"; fi
+
+viewer/node_modules: viewer/package-lock.json
+	cd viewer && npm ci --silent --no-audit --no-fund && touch node_modules
+
 bench: $(STAMPS)/benchmarks ## cost of watching, for us and for our peers
 	$(BIN)/python -m benchmarks capture
 
@@ -67,7 +80,7 @@ $(VENV)/bin/python:
 
 # A stamp stands for an installed set; it is renewed when the requirements change.
 $(STAMPS)/demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) -e ".[plots,scan]"
+	$(INSTALL) -e ".[plots,scan,viewer]"
 	$(SMOLLM2)
 	@mkdir -p $(STAMPS) && touch $@
 

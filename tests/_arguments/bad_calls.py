@@ -335,6 +335,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Scan.save_html": lambda world, **o: world.scan.save_html(
         **({"path": world.folder / "x.html"} | o)
     ),
+    "Scan.widget": _of(lambda world: world.scan.widget),
+    "view": lambda world, **o: torchfmri.view(**({"what": world.scan, "browser": False} | o)),
     "Scan.save": lambda world, **o: world.scan.save(**({"path": world.folder / "s.fmri"} | o)),
     "Scan.export": lambda world, **o: world.scan.export(**o),
     "load": lambda _, **o: torchfmri.load(**o),
@@ -462,7 +464,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "model": (*NO_MODEL, None), "optimizer": ("sgd", 7, [None]),
         "watch": (7, "mpl", []), "what": ("x", 7, [], None), "every": NO_COUNT, "history": NO_COUNT,
         "loss": ("mse", 7, len), "max_bytes": (-1, "x"), "on_nonfinite": ("stop!", 7),
-        "incidents": (7, []), "histogram": ("x", 7),
+        "incidents": (7, []), "histogram": ("x", 7), "view": (7, []),
     },
     "Monitor.add_writer": {"write": (None, 7, "x")},
     "Monitor.plot": {"field": ("x", 7), "what": ("x", 7)},
@@ -506,6 +508,11 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "on_token": (7, "x"), "decode": (7, "x"), "live": ("x", None, 7), "verify": ("x", None),
         "attention": (7, "mpl"), "lens": ("x", 1), "experts": ("x",),
         "features": (7, {"mpl": print}),
+    },
+    "Scan.widget": {"height": (10, "x", None)},
+    "view": {
+        "what": (7, None), "other": (7, []), "browser": ("x", None), "host": (7, "0.0.0.0"),
+        "port": (-1, "x", 70_000), "token": ("short", 7), "remote": ("x",), "state": (7, "x"),
     },
     "stream": {"prompt": (None, 7), "on_token": (print,), "max_new_tokens": (-1, "x")},
     "scan_dataset": {

@@ -211,10 +211,11 @@ def test_a_chat_answers_and_keeps_its_scans(
         page.page.locator(".prompt input").fill(prompt)
         page.press("Enter")
         page.until(
-            f"app.data.board.sequences === {number + 1} && app.data.sequence?.metrics.length > 1",
+            f"app.data.board.sequences === {number + 1} && app.state.sequence === {number}"
+            f" && app.data.sequence?.name.startsWith('00{number + 1}')"
+            " && app.data.sequence.metrics.length > 1",  # the newest is shown, with its gradients
             timeout=60_000,
         )
-        assert page.js("app.state.sequence") == number, "the newest is shown"
     page.settle()
     kept = torchfmri.load(tmp_path / "chat.fmri")
     assert kept.names == ("001 Once upon", "002 The capital")

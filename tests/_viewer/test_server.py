@@ -1,6 +1,5 @@
 """The server: who is answered, what is refused, and what a slow or rude client can do."""
 
-import asyncio
 import http.client
 import json
 import socket
@@ -18,6 +17,7 @@ from torchfmri.exceptions import InspectionError
 
 pytest.importorskip("starlette")
 websockets = pytest.importorskip("websockets")
+connect = pytest.importorskip("websockets.sync.client").connect
 
 TOKEN = "0123456789abcdef"
 
@@ -87,15 +87,12 @@ def test_own_names_are_answered(view: View) -> None:
 def test_a_foreign_origin_is_refused(view: View, origin: str) -> None:
     assert ask(view, f"/{TOKEN}/board", Origin=origin)[0] == 403
 
-    async def connect() -> int:
-        try:
-            address = f"ws://127.0.0.1:{view.port}/{TOKEN}/live"
-            async with websockets.connect(address, origin=origin):
-                return 101
-        except websockets.InvalidStatus as error:
-            return int(error.response.status_code)
-
-    assert asyncio.run(connect()) == 403
+    address = f"ws://127.0.0.1:{view.port}/{TOKEN}/live"
+    with pytest.raises(websockets.InvalidStatus) as refused:
+        connect(address, origin=origin)
+    assert refused.value.response.status_code == 403
+    with connect(address, origin=f"http://127.0.0.1:{view.port}") as line:
+        assert json.loads(line.recv())["type"] == "hello"
 
 
 @pytest.mark.parametrize(
@@ -131,17 +128,13 @@ def test_too_much_is_refused() -> None:
         assert ask(view, f"/{TOKEN}/prompt", "POST", b'{"prompt": 7}')[0] == 400
         assert said == ["hello"]
 
-        async def large_frame() -> int:
-            async with websockets.connect(f"ws://127.0.0.1:{view.port}/{TOKEN}/live") as line:
-                await line.recv()
-                await line.send("x" * 100_000)
-                try:
-                    while True:
-                        await line.recv()
-                except websockets.ConnectionClosed as closed:
-                    return int(closed.rcvd.code if closed.rcvd else closed.sent.code)
-
-        assert asyncio.run(large_frame()) == 1009
+        with connect(f"ws://127.0.0.1:{view.port}/{TOKEN}/live") as line:
+            line.recv()
+            line.send("x" * 100_000)
+            with pytest.raises(websockets.ConnectionClosed) as closed:
+                line.recv(timeout=10)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
         assert ask(view, f"/{TOKEN}/board")[0] == 200, "it goes on"
 
 

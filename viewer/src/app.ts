@@ -5,7 +5,7 @@ import { Data, Health } from "./data";
 import { bars, factsOf, histogram, percentile } from "./details";
 import { count, exact, h, say, short, shortLeft, visible } from "./dom";
 import { Exported, download, toCsv, toPng, toSvg } from "./exports";
-import { Scene, Inks, drawAxis, drawCells, drawMarks, drawOverview, drawTracks } from "./heatmap";
+import { READABLE, Scene, Inks, drawAxis, drawCells, drawMarks, drawOverview, drawTracks } from "./heatmap";
 import { KEYS, openHelp, openMenu, openPicker, openTable } from "./dialogs";
 import { Layout, layout } from "./layout";
 import { drawPanel } from "./panels";
@@ -15,7 +15,7 @@ import { START, State, clean, fromHash, toHash, toPython } from "./state";
 import css from "./style.css";
 import { Line, Transport } from "./transport";
 
-const [BAND, AXIS, OVERVIEW] = [32, 84, 30];
+const [BAND, AXIS, NUMBERS, OVERVIEW] = [32, 84, 24, 30];
 const [WIDEST, NARROWEST_ROW, TALLEST_ROW] = [30, 4, 24];
 const STRIP = 400;
 const PAINTS = 2; // tiles that are painted per frame
@@ -652,9 +652,11 @@ export class App {
     this.stats.drawn++;
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawMarks(c, scene, layers?.header ?? null, this.rowIndex, state.column, inks, this.hover);
-    c = context(ui.axis, AXIS);
+    const axis = scene.cell >= READABLE ? AXIS : NUMBERS;
+    if (this.once("axis", String(axis))) ui.axis.style.height = `${axis}px`;
+    c = context(ui.axis, axis);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
-    drawAxis(c, scene, this.data.piece, state.column, inks, AXIS);
+    drawAxis(c, scene, this.data.piece, state.column, inks, axis);
     c = context(ui.tracks, BAND * this.data.sequence.tracks.length);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     const names = this.data.sequence.tracks.map((each) => each.name);
@@ -681,7 +683,8 @@ export class App {
     ui.live.textContent = live;
     ui.live.classList.toggle("paused", !state.follow);
     ui.sequence.hidden = false;
-    ui.sequence.textContent = `${short(sequence.name, 28)}${sequence.condition ? ` · ${short(sequence.condition, 16)}` : ""} · ${count(data.columns, board.axis)}${board.sequences > 1 ? `  (${state.sequence + 1} of ${board.sequences.toLocaleString("en")}) ▾` : ""}`;
+    const which = [short(sequence.name, 28), short(sequence.condition, 16), `${state.sequence + 1} of ${board.sequences.toLocaleString("en")} ▾`];
+    ui.sequence.textContent = [count(data.columns, board.axis), ...(board.sequences > 1 ? which : [])].filter(Boolean).join(" · ");
     const button = (text: string, on: boolean, act: () => void, title = "") =>
       h("button", { "aria-pressed": String(on), onclick: act, title }, text);
     ui.metrics.replaceChildren(...sequence.metrics.map((each, i) => button(each.title, each.name === state.metric, () => this.showMetric(i), `${each.unit} (${i + 1})`)));
@@ -756,7 +759,7 @@ export class App {
       const item = h("div", {
         role: "treeitem", "aria-level": row.depth + 1, "aria-selected": String(isNow), "aria-expanded": act ? String(open) : undefined,
         class: isNow ? "row now" : "row", title: row.name,
-        style: { top: `${y + scene.rowHeight / 2 - line / 2}px`, height: `${line}px`, lineHeight: `${line}px`, fontSize: `${Math.max(9.5, Math.min(11.5, scene.rowHeight + 0.5))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px` },
+        style: { top: `${Math.max(0, y + scene.rowHeight / 2 - line / 2)}px`, height: `${line}px`, lineHeight: `${line}px`, fontSize: `${Math.max(9.5, Math.min(11.5, scene.rowHeight + 0.5))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px` },
       }, h("span", { class: "twist" }, act ? (open ? "▾" : "▸") : ""), h("span", { class: "name" }, row.depth ? row.label : shortLeft(row.label, 30)));
       item.addEventListener("click", () => {
         if (act) act();
@@ -836,7 +839,7 @@ export class App {
       h("div", { class: "token" }, h("q", { dir: "auto" }, short(visible(piece?.text ?? "…"), 120)), h("span", {}, `${word} ${column}${piece?.generated ? ", written by the model" : piece?.special ? ", special" : ""}`)),
       h("div", { class: "value" }, h("b", { title: exact(value) }, say(value)), h("span", {}, this.metric?.unit ?? "")),
       h("p", { class: "sentence" }, this.sentence(value, z, facts, word)),
-      histogram(facts, value, !!header?.logarithmic),
+      histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
       h("dl", {}, ...data.sequence.tracks.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column])))),
       h("h3", {}, "This row"),
       h("dl", {}, fact("mean", say(facts.mean)), fact("std", say(facts.std)), fact("min", say(facts.min)), fact("median", say(facts.median)), fact("max", say(facts.max)),

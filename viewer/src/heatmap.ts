@@ -26,6 +26,9 @@ export interface Inks {
   none: string;
 }
 
+/** Pixels per column from which texts are written under them. */
+export const READABLE = 9;
+
 export interface Drawn {
   missing: number; // tiles that a coarser one stood in for
 }
@@ -179,7 +182,7 @@ export function drawAxis(
   c.textBaseline = "middle";
   const from = Math.max(0, Math.floor(scene.first));
   const to = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell));
-  if (scene.cell >= 9) {
+  if (scene.cell >= READABLE) {
     c.font = `${Math.min(12, Math.max(9.5, scene.cell - 3))}px system-ui, sans-serif`;
     for (let t = from; t < to; t++) {
       const each = piece(t);

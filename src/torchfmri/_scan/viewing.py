@@ -47,6 +47,8 @@ def view(
     """
     check_flag("browser", browser)
     check_flag("remote", remote)
+    mapped = state is None or isinstance(state, Mapping)
+    require(mapped, "state", state, "give a mapping, such as view.state of another view")
     board = board_of(what)
     if other is not None:
         board = DiffBoard(board, board_of(other))

@@ -1,4 +1,4 @@
-"""The viewer: a page for a scan or a training run, live and replayed, the same in a notebook.
+"""The viewer: a page for scans and training runs, live or replayed, or in a notebook.
 
 `board` is what can be shown, whatever it comes from; a new kind of result becomes visible by a
 subclass of `Board`, and further data of a known one by a `Panel`. `tiles` makes pictures of tables,

@@ -432,7 +432,7 @@ def _uvicorn_server(app: Any) -> Any:
     import uvicorn
 
     config = uvicorn.Config(
-        app, interface="asgi3", proxy_headers=False, log_level="error", access_log=False,
+        app, interface="asgi3", proxy_headers=False, log_level="critical", access_log=False,
         lifespan="off", ws="websockets-sansio", server_header=False,
         ws_max_size=MOST_BODY, timeout_graceful_shutdown=1, limit_concurrency=256,
     )  # fmt: skip

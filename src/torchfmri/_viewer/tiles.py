@@ -50,8 +50,8 @@ class Plane:
 
     Example:
         >>> plane = Plane(np.array([[1.0, -2.0], [4.0, np.nan]], np.float32), "activation")
-        >>> plane.levels, plane.tile(0, 0)
-        (1, b'\\x80+\\x01\\xff\\x00...
+        >>> plane.levels, list(plane.tile(0, 0))
+        (1, [181, 255, 1, 0])
     """
 
     def __init__(

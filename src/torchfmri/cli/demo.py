@@ -67,7 +67,9 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
         "",
         *proof(scan),
         "",
-        "Open " + " or ".join(str(path) for path in files),
+        f"Open {files[-1].resolve().as_uri()} in a browser"
+        + (f", or look at {files[0]}" if len(files) > 1 else ""),
+        f"Look around in it with: torchfmri view {options.out / 'scan.fmri'}",
         f"Read it with torchfmri.load({str(options.out / 'scan.fmri')!r})",
     ]
     data = {**summary(scan), "files": [str(path) for path in files]}

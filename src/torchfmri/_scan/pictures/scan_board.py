@@ -234,10 +234,12 @@ def _broken(reading: Reading, names: Sequence[str], chosen: Sequence[int]) -> li
     table = reading.sequence.layers.get("activation")
     if table is None or not table.size:
         return []
-    finite = np.isfinite(table[:, list(chosen)] if len(chosen) != table.shape[1] else table)
+    finite: NDArray[np.bool_] = np.isfinite(table)
+    if len(chosen) != table.shape[1]:
+        finite = finite[:, list(chosen)]
     found = []
     if not finite.all():
-        bad = ~finite & finite.any(1)[:, None]
+        bad = ~finite & finite.any(1, keepdims=True)
         bad[:, ~finite.any(0)] = False
         if bad.any():
             column = int(bad.any(1).argmax())

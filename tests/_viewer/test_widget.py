@@ -1,0 +1,127 @@
+"""The viewer as a widget: questions go through the kernel, and JupyterLab shows it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Page
+from scans import make_scan
+
+pytest.importorskip("anywidget")
+nbformat = pytest.importorskip("nbformat")
+
+
+def ask(widget: Any, name: str, **given: str) -> tuple[dict[str, Any], list[bytes]]:
+    """What the widget sends back when a page asks something."""
+    sent: list[tuple[dict[str, Any], list[bytes]]] = []
+    widget.send = lambda content, buffers=None: sent.append((content, buffers or []))
+    widget._handle_custom_msg({"number": 7, "name": name, "given": given}, [])
+    assert len(sent) == 1
+    return sent[0]
+
+
+def test_questions_are_answered_through_the_kernel() -> None:
+    scan = make_scan(blocks=2, tokens=9)
+    widget = scan.widget(height=500)
+    assert widget.height == 500
+    content, _ = ask(widget, "board")
+    assert content["number"] == 7
+    assert json.loads(content["json"])["layers"] == list(scan.layers)
+    _, (values,) = ask(widget, "values", metric="activation", sequence="0", row="3")
+    np.testing.assert_array_equal(
+        np.frombuffer(values, "<f4"), scan.values("activation").values[:, 3]
+    )
+    content, _ = ask(widget, "tile", level="77")
+    assert content == {"number": 7, "error": "There is no tile 0 of level 77."}
+    content, _ = ask(widget, "nothing")
+    assert "There is no question 'nothing'" in content["error"]
+
+
+def test_where_no_widget_can_be_shown_it_says_what_it_is() -> None:
+    data = make_scan(blocks=1).widget()._repr_mimebundle_()
+    data = data[0] if isinstance(data, tuple) else data
+    assert data["text/plain"] == "torchfmri viewer: test model"
+
+
+CELL = """
+import sys
+sys.path[:0] = {path!r}
+from scans import make_scan
+widget = make_scan(blocks=4, tokens=30).widget()
+widget
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """The address of a notebook in JupyterLab."""
+    pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(CELL.format(path=[each for each in sys.path if each]))],
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        },
+    )
+    nbformat.write(notebook, tmp_path / "x.ipynb")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
+        "--IdentityProvider.token=test", "--ServerApp.port_retries=0", f"--notebook-dir={tmp_path}",
+        "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]  # fmt: skip
+    environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{address}/api?token=test", timeout=2)
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.2)
+        yield f"{address}/lab/tree/x.ipynb?token=test"
+    finally:
+        server.terminate()
+        server.wait(20)
+        log.close()
+
+
+@pytest.mark.slow
+def test_the_widget_renders_and_answers_in_jupyterlab(page: Page, lab: str) -> None:
+    page.page.goto(lab)
+    page.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    page.page.get_by_text("| Idle").first.wait_for(timeout=90_000)  # before, cells are not run
+    page.page.locator(".jp-Notebook .jp-InputArea-editor").first.click()
+    page.press("Shift+Enter")
+    page.page.wait_for_selector(".heat[data-state=drawn]", timeout=90_000)
+    assert "30 tokens" in page.text(".viewer header")
+    heat = page.page.locator(".heat")
+    colours = heat.evaluate(
+        """c => new Set(Array.from({length: 300}, (_, i) =>
+        c.getContext('2d').getImageData(3 + i, 30, 1, 1).data.join())).size"""
+    )
+    assert colours > 10, "it is drawn"
+    heat.click(position={"x": 200, "y": 100})
+    page.page.wait_for_function(
+        """() => [...document.querySelectorAll('*')].some(e => e.viewer
+        && e.viewer.ui.details.textContent.includes('This row'))"""
+    )
+    page.page.locator(".metrics button, .segments button", has_text="Gradient").first.click()
+    page.page.wait_for_function(
+        """() => [...document.querySelectorAll('*')].some(e => e.viewer
+        && e.viewer.state.metric === 'gradient' && e.viewer.plane('layers').header)"""
+    )
+    page.errors.clear()  # JupyterLab's own, such as extensions that are not there

@@ -54,7 +54,9 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"real {name}": lines for name, lines in real(scan, arguments.picture).items()
             }
         if "calibration" in parts:
-            found["calibration: draws that found anything"] = calibrate(scan, arguments.draws, arguments.only)
+            found["calibration: draws that found anything"] = calibrate(
+                scan, arguments.draws, arguments.only
+            )
             if not arguments.only:
                 found["calibration: uniformity"] = uniformity(scan, arguments.draws)
         if "power" in parts:

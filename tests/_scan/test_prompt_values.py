@@ -199,7 +199,7 @@ def test_characters_of_several_tokens_are_found(scan: Scan) -> None:
     ["some", 1.5, None, (1,), {"match": "("}, {"a": "b"}, {"characters": 3}, {"role": 1}, {}],
 )
 def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
-    with pytest.raises(InspectionError, match="tokens=|no regular expression"):
+    with pytest.raises(InspectionError, match=r"tokens=|no regular expression"):
         scan.contrast("park", "fööd", tokens=tokens)
 
 
@@ -289,7 +289,10 @@ def test_contrasts_of_a_scan(scan: Scan) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"a": "park", "b": "nothing"}, "no condition 'nothing'. The conditions are 'park', 'fööd'"),
+        (
+            {"a": "park", "b": "nothing"},
+            "no condition 'nothing'. The conditions are 'park', 'fööd'",
+        ),
         ({"a": "park - fööd", "by": "colour"}, "No prompt of the scan has a condition in 'colour'"),
         ({"a": "park - fööd", "paired": "colour"}, "has nothing in 'colour'"),
         ({"a": "park - fööd", "metric": "gradient"}, "This scan has no gradient"),

@@ -14,7 +14,7 @@ from torchfmri._scan.store.fields import field_columns
 
 pandas = pytest.importorskip("pandas")
 ROWS: list[dict[str, Any]] = [
-    {"topic": "käse, \"x\"\n", "n": 1, "score": 0.5, "good": True, "tags": [1, "a"], "text": "x"},
+    {"topic": 'käse, "x"\n', "n": 1, "score": 0.5, "good": True, "tags": [1, "a"], "text": "x"},
     {"topic": "", "n": 2, "score": 1, "good": False, "tags": [], "text": "y", "extra": 3},
 ]
 

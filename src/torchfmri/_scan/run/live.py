@@ -110,7 +110,10 @@ class LiveRecording:
             before, after = Hook(self._begins, model), Hook(self._ends_pass, model)
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
             for layer in self._subject.layers:
-                if layer.axis is not None:
+                if layer.of_input:
+                    take = Hook(partial(self._called_with, layer), layer.module)
+                    self._handles.append(layer.module.register_forward_pre_hook(take))
+                elif layer.axis is not None:
                     hook = _LayerHook(self, layer, self._buffer)
                     self._handles.append(layer.module.register_forward_hook(hook))
             self._handles.append(model.register_forward_hook(after))
@@ -196,6 +199,10 @@ class LiveRecording:
         tensor = first_tensor(output)
         if tensor is not None and self._new > 0:
             self._take(layer, tensor)
+
+    def _called_with(self, layer: ScannedLayer, module: nn.Module, arguments: Any) -> None:
+        """Reduce what a module was given."""
+        self.called(layer, module, (), arguments)
 
     def _take(self, layer: ScannedLayer, tensor: Tensor) -> None:
         """Reduce an output of several tokens, or of a layer that is called several times."""
@@ -373,6 +380,7 @@ class _StepBuffer:
 
     def __init__(self, subject: Subject, b: int, like: Tensor) -> None:
         layers = [each for each in subject.layers if each.axis is not None and each.calls == 1]
+        layers = [each for each in layers if not each.of_input]  # these are reduced as they come
         layers.sort(key=lambda each: each.size)
         self._b = b
         self._groups: list[tuple[int, int, int]] = []  # first column, last column, voxel size

@@ -32,6 +32,8 @@ class ScanOptions:
             is "all", "generated" and "last" in the scan of a dataset, and None otherwise.
         vector_bytes: How much of a sequence the mean vectors may take. If those of all layers take
             more, only blocks, attention and MLP have one; the notes of the scan say so.
+        heads: Also watch what each attention head wrote: the input of `o_proj`, as a layer
+            `o_proj.input` whose voxels are heads. It has activations, and no gradients.
 
     Example:
         >>> from torchfmri import ScanOptions
@@ -48,6 +50,7 @@ class ScanOptions:
     verify: bool = False
     vectors: str | Sequence[str] | None = AUTO
     vector_bytes: int = 1 << 20
+    heads: bool = False
 
     def __post_init__(self) -> None:
         if self.per not in PER:
@@ -58,6 +61,7 @@ class ScanOptions:
         check_number("vector_bytes", self.vector_bytes, 0, "how many bytes of a sequence")
         check_flag("live", self.live)
         check_flag("verify", self.verify)
+        check_flag("heads", self.heads)
         check_pattern(self.layers)
         if self.tensors is not None:
             check_pattern(self.tensors)

@@ -89,6 +89,13 @@ class World:
         return {"model": model, "tokenizer": tokenizer, "prompt": "hi"}
 
     @cached_property
+    def labelled(self) -> torchfmri.Scan:
+        """Two sequences of different conditions."""
+        scanner = torchfmri.Scanner(self.model, None)
+        prompts, names = [[1, 2, 3], [4, 5, 6]], ["first", "second"]
+        return scanner.scan(prompts, 2, names=names, conditions=["x", "y"])
+
+    @cached_property
     def monitor(self) -> torchfmri.Monitor:
         monitor = torchfmri.Monitor(self.model, self.optimizer)
         with monitor.step() as step:
@@ -152,6 +159,14 @@ def _scan(world: World, **options: Any) -> Any:
         "max_new_tokens": 1,
     }
     return torchfmri.scan(**(given | options))
+
+
+def _contrast(world: Any, **options: Any) -> Any:
+    first, second = (
+        torchfmri.Scan(world.scan.anatomy, [sequence], world.scan.meta)
+        for sequence in world.labelled
+    )
+    return torchfmri.contrast(**({"a": first, "b": second} | options))
 
 
 def _dataset(world: World, **options: Any) -> Any:
@@ -324,6 +339,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Scan.attention": _of(lambda world: world.scan.attention),
     "Scan.plot_attention": _of(lambda world: world.scan.plot_attention, layer="mlp"),
     "Scan[]": lambda world, index: world.scan[index],
+    "contrast": _contrast,
+    "Scan.contrast": _of(lambda world: world.labelled.contrast, a="x - y"),
+    "Scan.to_dataframe": _of(lambda world: world.scan.to_dataframe),
     "Scan.values": _of(lambda world: world.scan.values),
     "Scan.delta_sc": _of(lambda world: world.scan.delta_sc),
     "Scan.statistics": _of(lambda world: world.scan.statistics, layer="mlp"),
@@ -412,6 +430,20 @@ NO_COUNT = (0, -1, 1.5, "3", None, True, NAN)
 NO_SEQUENCE = (3, -7, "x", 1.5)
 NO_PATH = ("a\0b", "\ud800", "x" * 300, b"x", "")
 WITHOUT_VALUES = nn.Linear(4, 4, device="meta")
+
+COMPARED: dict[str, tuple[Any, ...]] = {
+    "metric": ("x", 7),
+    "level": ("x", 7, "unit"),
+    "layers": (7, "mpl"),
+    "tokens": ("x", 1.5, None, (1,), {"match": "("}),
+    "alpha": (0, 1, "x", NAN),
+    "height_control": ("x", 7),
+    "two_sided": (1, "x"),
+    "test": ("x", 7),
+    "permutations": (-1, 1.5),
+    "seed": (-1, 1.5),
+}
+"""What contrasts have in common."""
 
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "Inspector": {
@@ -548,6 +580,9 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "generate": (7, "x", [1]),
     },
     "Scan[]": {"index": (3, "x", None, 1.5)},
+    "contrast": {**COMPARED, "a": (7, None, []), "names": (7, ("n", "n"), ["n"])},
+    "Scan.contrast": {**COMPARED, "a": ("x", 7, "x - z"), "by": (7, "none"), "paired": (7, "none")},
+    "Scan.to_dataframe": {"by": ("x", 7)},
     "Scan.values": {
         "metric": ("x", 7, None), "by": ("x", 7, None), "pattern": (7, "mpl", None),
         "sequence": NO_SEQUENCE,

@@ -84,7 +84,8 @@ def test_the_table_covers_what_is_public() -> None:
     functions = {
         name for name in torchfmri.__all__ if callable(getattr(torchfmri, name)) and name.islower()
     }
-    assert functions <= called
+    # Files are the matter of tests/_scan/test_store_hostile and tests/_contrast.
+    assert functions - called == {"load", "load_contrast"}
     assert len(list(bad_calls())) > 300
     assert set(BAD) <= set(CALLS)
 

@@ -199,7 +199,7 @@ def test_characters_of_several_tokens_are_found(scan: Scan) -> None:
     ["some", 1.5, None, (1,), {"match": "("}, {"a": "b"}, {"characters": 3}, {"role": 1}, {}],
 )
 def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
-    with pytest.raises(InspectionError, match="tokens=|no regular expression"):
+    with pytest.raises(InspectionError, match=r"tokens=|no regular expression"):
         scan.contrast("park", "fööd", tokens=tokens)
 
 
@@ -459,3 +459,40 @@ def test_conditions_are_read_from_layers(scan: Scan) -> None:
     other = Scan(scan.anatomy, bare, scan.meta).classify("park", "fööd", folds=3, permutations=9)
     assert {row.features for row in other.rows} == {"activation"}
     assert any("no mean vectors" in note for note in other.notes)
+
+
+# -- what heads wrote ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", [None, "position", "cached", "token_loss"])
+def test_what_the_heads_wrote_is_what_o_proj_was_given(tiny: Any, per: str | None) -> None:
+    options = ScanOptions(
+        per=per, heads=True, layers="*.self_attn*", vectors=("all", "last"), vector_bytes=1 << 30
+    )
+    scan = torchfmri.Scanner(*tiny, options).scan(["Once upon a time", "The dog"], 3)
+    projection = "model.layers.1.self_attn.o_proj"
+    columns = scan.anatomy.voxels_of(f"{projection}.input")
+    weight = tiny.model.model.layers[1].self_attn.o_proj.weight.detach().numpy()
+    assert set(scan.anatomy.kind[columns]) == {1}
+    for sequence in scan:
+        for vectors in sequence.vectors.values():  # the projection is linear, so means go through
+            given, put_out = vectors[f"{projection}.input"], vectors[projection]
+            np.testing.assert_allclose(weight @ given, put_out, rtol=1e-3, atol=1e-5)
+        norms = sequence.voxels["activation"][:, columns]
+        sizes = scan.anatomy.count[columns]
+        seen = np.isfinite(norms).all(1)
+        assert seen[:-1].all()
+        last = np.split(sequence.vectors["last"][f"{projection}.input"], np.cumsum(sizes)[:-1])
+        rms = [np.sqrt(np.mean(part**2)) for part in last]
+        usable = np.flatnonzero(seen & ~sequence.tokens.special)
+        np.testing.assert_allclose(norms[usable[-1]], rms, rtol=1e-4)
+        if per is not None:
+            assert np.isnan(sequence.voxels["gradient"][:, columns]).all()
+            assert sequence.checks["live_difference"] < 1e-5
+    hooked = [m for m in tiny.model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    assert not hooked
+
+
+def test_heads_that_are_not_there(tiny: Any) -> None:
+    with pytest.raises(InspectionError, match="heads=True: none of the chosen layers"):
+        torchfmri.Scanner(*tiny, ScanOptions(heads=True, layers="*.mlp")).scan("One", 1)

@@ -657,7 +657,7 @@ def test_lines_and_headers_stay_within_what_is_read(
     scan = load(tmp_path)
     assert (len(list(scan)), scan.problems) == (10, ())
     monkeypatch.setattr(tensor_file, "HEADER_BYTES", 1_000)
-    with pytest.raises(InspectionError, match="names of 15 tensors"):
+    with pytest.raises(InspectionError, match="names of 20 tensors"):
         write_scan(tmp_path / "y.fmri", ["a"])
 
 

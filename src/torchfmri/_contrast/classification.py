@@ -43,6 +43,11 @@ class LayerAccuracy(NamedTuple):
         p: The share of relabellings that are as accurate.
         p_max: The share in which any row is.
         q: p adjusted for the false discovery rate over all rows.
+
+    Example:
+        >>> import torchfmri
+        >>> torchfmri.LayerAccuracy._fields[:4]
+        ('layer', 'features', 'width', 'accuracy')
     """
 
     layer: str
@@ -68,6 +73,12 @@ class Classification:
         permutations: How many relabellings were compared, the true one among them.
         tokens: Over which tokens the features are averaged.
         notes: What has to be known.
+
+    Example:
+        >>> import torchfmri
+        >>> found = torchfmri.Classification("a against b", (), 5, (4, 4), 1001, "the last token")
+        >>> found.folds, found.prompts
+        (5, (4, 4))
     """
 
     question: str

@@ -61,7 +61,7 @@ class TestOptions:
         require(known, "height_control", self.height_control, meaning)
         require(self.test in TESTS, "test", self.test, "choose 't' or 'permutation'")
         check_flag("two_sided", self.two_sided)
-        check_number("seed", self.seed, 0, "a whole number from 0 upwards")
+        check_number("seed", self.seed, 0, "give a whole number from 0 upwards")
         if self.permutations is not None:
             meaning = "how many relabellings, such as 1000; 0 for none"
             check_number("permutations", self.permutations, 0, meaning)

@@ -43,7 +43,7 @@ def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
 
     Example:
         >>> f_tail(4.0, 2.0, 20.0).round(6).item()
-        0.034571
+        0.034572
     """
     values, first, second = np.broadcast_arrays(
         np.asarray(f, float), np.asarray(above, float), np.asarray(below, float)

@@ -165,13 +165,7 @@ def f_test(
         below = (found.count - 1).sum(0)
         error = found.square.sum(0) / below
         error = np.where((found.variance <= 0).all(0), np.nan, error)
-        explained = np.array(
-            [
-                _explained(contrasts, found.mean[:, column], found.count[:, column])
-                for column in range(values.shape[1])
-            ]
-        )
-        f = explained / above / error
+        f = _explained(contrasts, found) / above / error
     nothing = np.full(values.shape[1], np.nan)
     return Tested(
         n_a=found.count.sum(0).astype(np.int64),
@@ -186,9 +180,14 @@ def f_test(
     ), above
 
 
-def _explained(contrasts: Doubles, mean: Doubles, count: Doubles) -> float:
-    """The squares that the contrasts explain: (C m)' (C diag(1/n) C')^-1 (C m)."""
-    gaps = contrasts @ mean
-    if not np.isfinite(gaps).all() or (count == 0).any():
-        return float("nan")
-    return float(gaps @ np.linalg.pinv((contrasts / count) @ contrasts.T) @ gaps)
+def _explained(contrasts: Doubles, found: Moments) -> Doubles:
+    """(v,) the squares that the contrasts explain: (C m)' (C diag(1/n) C')^-1 (C m)."""
+    gaps = contrasts @ found.mean
+    result = np.full(gaps.shape[1], np.nan)
+    counts, which = np.unique(found.count, axis=1, return_inverse=True)
+    for number, count in enumerate(counts.T):
+        if (count > 0).all():  # columns with as many prompts share the inverse
+            own = which.reshape(-1) == number
+            inverse = np.linalg.pinv((contrasts / count) @ contrasts.T)
+            result[own] = np.einsum("qv,qr,rv->v", gaps[:, own], inverse, gaps[:, own])
+    return result

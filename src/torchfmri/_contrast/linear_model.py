@@ -60,6 +60,15 @@ class GLM:
         tokens: Which tokens count, in words.
         model: Whose values they are.
         notes: What has to be known.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> rows = [{"prompt": f"{n} {w}", "condition": w} for w in ("is", "was") for n in "ABC"]
+        >>> options = torchfmri.ScanOptions(per=None, layers="*.mlp")
+        >>> done = torchfmri.scan_dataset(model, tokenizer, rows, "g.fmri", 1, options=options)
+        >>> torchfmri.load("g.fmri").glm("condition").terms
+        ('Intercept', 'condition[T.was]')
     """
 
     formula: str

@@ -59,6 +59,11 @@ class Peak(NamedTuple):
         p: The p-value.
         q: The p-value adjusted as `height_control` says.
         survives: Whether q is at most alpha.
+
+    Example:
+        >>> import torchfmri
+        >>> torchfmri.Peak._fields[:5]
+        ('layer', 'module', 'kind', 'head', 'unit')
     """
 
     layer: str
@@ -153,6 +158,16 @@ class Contrast:
         calibration: (relabellings, how many of them found anything), once it was looked at.
         trial: The prompts' own values, to test again with other labels; None after loading.
         stored: Layer -> (w,) the differences of the mean vectors, of a contrast that was loaded.
+
+    Example:
+        >>> import torchfmri
+        >>> model, tokenizer = torchfmri.load_model("tiny")
+        >>> rows = [{"prompt": f"{n} {w}", "condition": w} for w in ("is", "was") for n in "ABC"]
+        >>> options = torchfmri.ScanOptions(per=None, layers="*.mlp")
+        >>> done = torchfmri.scan_dataset(model, tokenizer, rows, "c.fmri", 1, options=options)
+        >>> contrast = torchfmri.load("c.fmri").contrast("is", "was", level="layer")
+        >>> contrast.question, len(contrast), contrast.n_a.tolist()
+        ('is - was', 5, [3, 3, 3, 3, 3])
     """
 
     question: str

@@ -35,6 +35,12 @@ class ContrastReport:
     Attributes:
         contrast: What it is about.
         peaks: How many rows of the table it shows.
+
+    Example:
+        >>> import torchfmri
+        >>> report = torchfmri.ContrastReport(contrast=None, peaks=5)  # contrast.report(5)
+        >>> report.peaks
+        5
     """
 
     contrast: Contrast

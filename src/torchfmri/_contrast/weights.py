@@ -53,8 +53,8 @@ def _row(contrast: Any, conditions: Sequence[str]) -> Doubles:
     weights = _weights(contrast, conditions)
     if abs(weights.sum()) > 1e-9 or not (weights > 0).any():
         raise InspectionError(
-            f"The weights of {contrast!r} add up to {weights.sum():g}. A contrast compares: its "
-            f"weights add up to 0, as in 'a - b'. {_there_are(conditions)}"
+            f"The weights of {contrast!r} add up to {weights.sum():g}. A contrast compares: "
+            f"write weights that add up to 0, as in 'a - b'. {_there_are(conditions)}"
         )
     return weights
 

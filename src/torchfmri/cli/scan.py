@@ -102,6 +102,7 @@ def _add_measurement(parser: ArgumentParser) -> None:
     )
     group.add_argument("--voxel", type=int, default=64, metavar="N", help="units (default: 64)")
     group.add_argument("--loss", choices=("generated", "all"), help="over which tokens")
+    group.add_argument("--heads", action="store_true", help="also watch what each head wrote")
     group.add_argument("--tensors", metavar="PATTERN", help="layers to keep in full")
     group.add_argument(
         "--vectors",
@@ -138,6 +139,7 @@ def run(options: Namespace) -> Result:
         attention=options.attention,
         lens=options.lens,
         experts=options.experts,
+        heads=options.heads,
     )
     rows = None
     if options.dataset is not None:

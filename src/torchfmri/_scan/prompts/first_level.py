@@ -58,8 +58,9 @@ def fit_glm(source: Source, formula: str, question: Question) -> GLM:
     if len(short) == len(names):
         raise InspectionError(
             f"No prompt has enough tokens for {plural(len(split.token_names), 'regressor')} of "
-            f"tokens ({', '.join(split.token_names)}), or they do not vary within a prompt. Choose "
-            "other tokens, or leave regressors out."
+            f"tokens ({', '.join(split.token_names)}), or they do not vary within a prompt. Tokens "
+            "without a value do not count: with per=None only generated ones have a surprisal. "
+            "Choose other tokens, leave regressors out, or scan with per='position'."
         )
     return GLM(
         formula=formula,

@@ -282,8 +282,8 @@ def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray
         wanted &= anatomy.kind == KINDS.index("head")
         if not wanted.any():
             raise InspectionError(
-                "None of the chosen layers has heads: the voxels of q_proj, k_proj and v_proj are "
-                "heads, where the model's configuration says how large these are."
+                "None of the chosen layers has heads: the voxels of q_proj, k_proj, v_proj and "
+                "(heads=True) o_proj.input are, where the configuration says how large a head is."
             )
     places = np.flatnonzero(wanted)
     owner = anatomy.layer[places]

@@ -45,7 +45,9 @@ def check_tokens(tokens: Any) -> None:
             try:
                 re.compile(value)
             except re.error as error:
-                raise InspectionError(f"{value!r} is no regular expression: {error}.") from error
+                raise InspectionError(
+                    f"{value!r} is no regular expression: {error}. Write one that re.compile takes."
+                ) from error
     if not good:
         raise InspectionError(f"tokens={tokens!r}: give {_FORMS}.")
 

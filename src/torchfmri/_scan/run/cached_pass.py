@@ -58,7 +58,7 @@ def run_cached(
     sink = PassSink(subject, sequences, found, like, tensors, loss, own_step=True)
     what = frozenset({"activations", "gradients"})
     taps = Taps(
-        [Target(each.name, each.module, what) for each in subject.layers if each.axis is not None],
+        [Target(each.name, each.module, what) for each in subject.layers if each.is_output],
         sink,
     )
     counts = position_has_loss(loss, sequences.ids, sequences.mask, sequences.generated)
@@ -67,6 +67,7 @@ def run_cached(
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(trainable(model))
         stack.enter_context(taps)
+        stack.enter_context(sink.inputs_watched(subject))
         steps = _Steps(model, sequences, sink, found)
         if first > 0:
             with torch.no_grad():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import CallKey, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
+from torchfmri._scan.run.head_outputs import listening_to_inputs
 from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.readings import Kept, Readings
@@ -103,9 +104,7 @@ def run_pass(
     found.vectors = None if vectors is None else MeanVectors(vectors, b)
     sink = PassSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
-    targets = [
-        Target(each.name, each.module, what) for each in subject.layers if each.axis is not None
-    ]
+    targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.set_grad_enabled(loss is not None))
@@ -116,6 +115,7 @@ def run_pass(
             if tokens is not None:
                 stack.enter_context(tokens)
         stack.enter_context(Taps(targets, sink))
+        stack.enter_context(sink.inputs_watched(subject))
         output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
@@ -211,6 +211,15 @@ class PassSink:
             found.gradient = Readings(*what, kept=kept, missed=tell)
         self._choose_tokens()
 
+    def inputs_watched(self, subject: Subject) -> contextlib.AbstractContextManager[None]:
+        """A block in which layers that are inputs of modules are reduced too."""
+
+        def take(name: str, tensor: Tensor) -> None:
+            self._put(self._layers[name], tensor)
+
+        inputs = {each.name: each.module for each in subject.layers if each.of_input}
+        return listening_to_inputs(inputs, take)
+
     def window(self, first: int, count: int) -> None:
         """Expect `count` positions from `first` on in the passes that follow."""
         self._first, self._s = first, count
@@ -241,10 +250,14 @@ class PassSink:
         if element is None:
             return
         self._paths[call] = element.path
-        rows = self._rows(layer, element.tensor)
+        self._put(layer, element.tensor)
+
+    def _put(self, layer: ScannedLayer, tensor: Tensor) -> None:
+        """Reduce the values of a layer."""
+        rows = self._rows(layer, tensor)
         if rows is None:
             return
-        self._found.activation.take(layer, element.tensor, rows, self._first)
+        self._found.activation.take(layer, tensor, rows, self._first)
         if layer.name in self._tensors:
             self._keep(layer, rows.detach())
         if self._found.vectors is not None:

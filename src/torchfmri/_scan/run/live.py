@@ -32,6 +32,7 @@ from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
 from torchfmri._scan.run.subject import ScannedLayer, Subject
 from torchfmri._scan.run.surprisal import Surprisals
+from torchfmri._scan.run.token_axis import first_tensor
 from torchfmri.exceptions import InspectionError
 
 _STEPS, _HOST_BYTES = 32, 1 << 24
@@ -110,7 +111,7 @@ class LiveRecording:
         self._surprisals = Surprisals(self._b, length, like.device)
         self.tensors: dict[str, Tensor] = {}
         self._wants_tensors = tensors
-        single = [each for each in subject.layers if each.axis is not None and each.calls == 1]
+        single = [each for each in subject.layers if each.is_output and each.calls == 1]
         self.outputs = StepOutputs(layout_of(subject, single, like.device), self._b)
         self._most = heaviest(like.device) if like.is_cuda else _HOST_BYTES
         self._flats: list[Tensor] = []  # steps that wait, (b, 1, width)
@@ -143,7 +144,10 @@ class LiveRecording:
             before, after = EagerHook(self._begins, model), EagerHook(self._ends, model)
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
             for layer in self.subject.layers:
-                if layer.axis is not None:
+                if layer.of_input:
+                    take = EagerHook(partial(self._take_input, layer), layer.module)
+                    self._handles.append(layer.module.register_forward_pre_hook(take))
+                elif layer.axis is not None:
                     place = places.get(layer.index)
                     act = partial(call_with_tensor, self._take, layer)
                     hook = (
@@ -239,6 +243,12 @@ class LiveRecording:
             where = slice(self._first_fed, self._first_fed + len(self._fed))
             self._fed_ids[:, where] = torch.cat(self._fed, 1)
             self._first_fed, self._fed = where.stop, []
+
+    def _take_input(self, layer: ScannedLayer, module: nn.Module, arguments: Any) -> None:
+        """Read what a module was given."""
+        tensor = first_tensor(arguments)
+        if tensor is not None:
+            self._take(layer, tensor)
 
     def _take(self, layer: ScannedLayer, tensor: Tensor) -> None:
         """Read an output of several tokens, or of a layer that is called several times."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import compiled_code_as_eager, unchanged, unwrap
+from torchfmri._scan.run.head_outputs import listening_to_inputs
 from torchfmri._scan.run.model_call import (
     call_model,
     count_embeddings,
@@ -82,6 +83,7 @@ class Probe:
         model: The module to run; left as it was.
         modules: The layers to look at.
         ids: (b, s), the token ids of a prompt, at least one.
+        inputs: Names of which the input of a module is looked at, and no output.
 
     Attributes:
         vocabulary: How many tokens the embedding of the ids knows; None where there is none.
@@ -94,10 +96,17 @@ class Probe:
         InspectionError: A token id is none of the model's.
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], ids: Tensor) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        ids: Tensor,
+        inputs: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         self._model, self._modules, self._prompt = model, modules, ids
+        self._inputs = inputs or {}
         self._shapes: dict[str, list[list[tuple[Shape, int, int]]]]
-        self._shapes = {name: [[], []] for name in modules}
+        self._shapes = {name: [[], []] for name in (*modules, *self._inputs)}
         self._embeddings = (_Embeddings(), _Embeddings())
         self.written: set[str] = set()
         first, second = _sizes(model)
@@ -138,6 +147,7 @@ class Probe:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_listening(self._modules, take))
+            stack.enter_context(listening_to_inputs(self._inputs, take))
             for module in self._model.modules():
                 if isinstance(module, nn.Embedding):
                     handle = module.register_forward_pre_hook(Hook(embed, module))
@@ -196,10 +206,11 @@ class Probe:
             if early is not None:
                 found.setdefault(name, early)
 
-        modules = {name: self._modules[name] for name in axes}
+        modules = {name: each for name, each in self._modules.items() if name in axes}
+        inputs = {name: each for name, each in self._inputs.items() if name in axes}
         with unchanged(self._model), torch.no_grad(), compiled_code_as_eager():
             self._model.eval()
-            with _listening(modules, take):
+            with _listening(modules, take), listening_to_inputs(inputs, take):
                 logits = logits_of(call_model(self._model, tokens, torch.ones_like(tokens)))
         if logits is None or logits.shape[:2] != tokens.shape or first_early(logits) is not None:
             return {}

@@ -48,6 +48,8 @@ class RecordedCall:
         self._form: Any = None
         again = [each.name for each in subject.layers if each.axis is not None and each.calls > 1]
         self.reason = f"{again[0]} is called several times in a pass" if again else ""
+        if any(each.of_input for each in subject.layers):
+            self.reason = "what heads wrote is not read inside a compiled graph"
 
     def __call__(self, **keywords: Any) -> Any:
         ids = ids_of((), keywords)

@@ -39,6 +39,8 @@ class ScanOptions:
         features: Dictionaries of features, {place: object with encode, or function}; or one that
             knows its place.
         feature_count: How many features of a token are kept at most.
+        heads: Also watch what each attention head wrote: the input of `o_proj`, as a layer
+            `o_proj.input` whose voxels are heads. It has activations, and no gradients.
 
     Example:
         >>> from torchfmri import ScanOptions
@@ -60,6 +62,7 @@ class ScanOptions:
     experts: bool = False
     features: object | None = None
     feature_count: int = 32
+    heads: bool = False
 
     def __post_init__(self) -> None:
         if self.per not in PER:
@@ -75,6 +78,7 @@ class ScanOptions:
         check_number("feature_count", self.feature_count, 1, "features to keep, such as 32")
         if not isinstance(self.attention, bool):
             check_pattern(self.attention)
+        check_flag("heads", self.heads)
         check_pattern(self.layers)
         if self.tensors is not None:
             check_pattern(self.tensors)

@@ -250,7 +250,10 @@ class Scanner:
 
     def _find_subject(self, ids: Tensor) -> Subject:
         if self._subject is None:
-            subject = find_subject(self._model, self.options.layers, ids, self.options.voxel)
+            options = self.options
+            subject = find_subject(
+                self._model, options.layers, ids, options.voxel, heads=options.heads
+            )
             if self.options.tensors is not None and not self._tensors & set(subject.anatomy.layers):
                 raise InspectionError(
                     f"tensors={self.options.tensors!r} matches no layer that is scanned: "

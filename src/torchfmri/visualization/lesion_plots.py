@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri.visualization._colour_scale import ticks_between
 from torchfmri.visualization._figure import GREY, escape
 
 if TYPE_CHECKING:
@@ -80,19 +81,22 @@ class LesionPicture(NamedTuple):
 
 def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
     """Draw both maps side by side on one figure."""
+    from matplotlib.colors import LogNorm, SymLogNorm
+
     left, right = figure.subplots(1, 2, sharey=True)
     effect, activation = picture.cells(picture.effect), picture.cells(picture.activation)
     limit = float(np.nanmax(np.abs(effect))) or 1.0
-    _draw(left, picture, effect, "what the lesion did", picture.label, cmap="RdBu_r",
-          vmin=-limit, vmax=limit)  # fmt: skip
+    # Linear up to a thirtieth of the largest, else one MLP leaves every head white.
+    signed = SymLogNorm(linthresh=limit / 30, vmin=-limit, vmax=limit)
+    marks = [-limit, -limit / 5, -limit / 30, 0.0, limit / 30, limit / 5, limit]
+    _draw(left, picture, effect, "what the lesion did", picture.label, signed, marks)
     for index in np.flatnonzero(picture.notable):
         left.plot(picture.column_of(int(index)), picture.rows[index], ".", color="black", ms=3)
-    from matplotlib.colors import LogNorm
-
     positive = activation[activation > 0]
-    norm = LogNorm(float(positive.min()), float(positive.max())) if positive.size else None
-    _draw(right, picture, activation, "how active it was", "root mean square", cmap="viridis",
-          norm=norm)  # fmt: skip
+    low, high = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
+    high = max(high, low * 1.01)
+    sizes, marks = LogNorm(low, high), list(ticks_between(low, high))
+    _draw(right, picture, activation, "how active it was", "root mean square", sizes, marks)
     left.set_ylabel("block" if "places" not in picture.kinds else "")
     if bool(picture.notable.any()):
         text = "dots: told from 0 over prompts (p < 0.05, Bonferroni)"
@@ -101,9 +105,22 @@ def draw_lesions(figure: Figure, picture: LesionPicture) -> None:
 
 
 def _draw(
-    ax: Axes, picture: LesionPicture, table: NDArray[np.float64], title: str, label: str, **how: Any
+    ax: Axes,
+    picture: LesionPicture,
+    table: NDArray[np.float64],
+    title: str,
+    label: str,
+    norm: Any,
+    marks: list[float],
 ) -> None:
-    image = ax.imshow(np.ma.masked_invalid(table), aspect="auto", interpolation="nearest", **how)
+    """Draw one map, with its colour bar marked at the given values."""
+    image = ax.imshow(
+        np.ma.masked_invalid(table),
+        aspect="auto",
+        interpolation="nearest",
+        norm=norm,
+        cmap="RdBu_r" if norm.vmin < 0 else "viridis",
+    )
     ax.set_title(title, fontsize=9, loc="left")
     ax.set_facecolor("#e4e4e4")
     first = table.shape[1] - len(picture.singles)
@@ -119,10 +136,8 @@ def _draw(
     ax.tick_params(labelsize=7, length=2)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.02, fraction=0.06)
     bar.set_label(escape(label), fontsize=8)
-    bar.ax.tick_params(labelsize=7, which="both")
-    if "norm" in how:  # a logarithmic scale writes powers of ten, too large and too many
-        bar.ax.yaxis.set_minor_formatter("{x:.2g}")
-        bar.ax.yaxis.set_major_formatter("{x:.2g}")
+    bar.ax.set_yticks(marks, [f"{each:.2g}" for each in marks], fontsize=7)
+    bar.ax.set_yticks([], minor=True)
     bar.outline.set_visible(False)
 
 

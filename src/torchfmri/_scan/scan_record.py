@@ -402,7 +402,7 @@ class Scan:
         Args:
             height: In pixels.
         """
-        check_number("height", height, 200, "the height in pixels, from 200")
+        check_number("height", height, 200, "give the height in pixels, from 200")
         return widget_of(self._board(), height)
 
     def _board(self, columns: Sequence[int] | None = None) -> ScanBoard:

@@ -1,8 +1,9 @@
 """What looking costs: a scan with `--live` and a page that watches, against the same scan without.
 
-The two take turns; what is compared is the processor time of the scanning process, the thread of the
-server included, because that also holds on a machine that others use. The watching client is a process of its own that reads every frame, as a browser
-does; what it draws is not counted. Also the sizes on the wire and the time to the first tile.
+The two take turns. Compared is the processor time of the scanning process with the server's
+thread, which also holds on a machine that others use. The watching client is a process of its own
+that reads every frame, as a browser does; what it draws is not counted. Also the sizes on the
+wire and the time to the first tile.
 """
 
 from __future__ import annotations

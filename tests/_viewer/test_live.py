@@ -247,4 +247,4 @@ def test_watching_a_scan_costs_little(scanner: Scanner) -> None:
     found = json.loads(done.stdout)
     print(found)
     assert found["live_tokens"] == found["plain_tokens"]
-    assert found["ratio"] < 2, "a fixed cost, beside a scan of a tiny model that takes half a second"
+    assert found["ratio"] < 2, "a fixed cost, beside a scan that takes half a second"

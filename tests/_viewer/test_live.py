@@ -247,4 +247,4 @@ def test_watching_a_scan_costs_little(scanner: Scanner) -> None:
     found = json.loads(done.stdout)
     print(found)
     assert found["live_tokens"] == found["plain_tokens"]
-    assert found["ratio"] < 1.5, "the figure for the documentation comes from a quiet machine"
+    assert found["ratio"] < 2, "a fixed cost, beside a scan that takes half a second"

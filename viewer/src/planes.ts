@@ -77,7 +77,10 @@ export class Plane {
       (bytes) => {
         if (this.header !== header) return; // it was coded anew meanwhile
         const data = new Uint8Array(bytes);
-        this.tiles.set(key, new Tile(data, header.rows ? data.length / header.rows : 0));
+        const tile = new Tile(data, header.rows ? data.length / header.rows : 0);
+        tile.used = ++clock;
+        this.tiles.set(key, tile);
+        this.forget();
         this.changed();
       },
       () => this.tiles.set(key, "failed"),

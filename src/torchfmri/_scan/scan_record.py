@@ -551,7 +551,7 @@ class Scan(ReadoutMethods):
         Args:
             height: In pixels.
         """
-        check_number("height", height, 200, "the height in pixels, from 200")
+        check_number("height", height, 200, "give the height in pixels, from 200")
         return widget_of(self._board(), height)
 
     def _board(self, columns: Sequence[int] | None = None) -> ScanBoard:

@@ -71,14 +71,14 @@ class View:
     ) -> None:  # fmt: skip
         _require_packages()
         require(isinstance(host, str), "host", host, "give an address, such as '127.0.0.1'")
-        check_number("port", port, 0, "a port, or 0 for a free one")
-        require(port < 65_536, "port", port, "ports end at 65535; 0 takes a free one")
+        check_number("port", port, 0, "give a port, or 0 for a free one")
+        require(port < 65_536, "port", port, "give a port up to 65535, or 0 for a free one")
         fits = token is None or (isinstance(token, str) and token.isalnum() and len(token) >= 16)
-        require(fits, "token", token, "at least 16 letters and digits")
+        require(fits, "token", token, "give at least 16 letters and digits")
         if host not in LOOPBACK and not remote:
             raise InspectionError(
-                f"host={host!r} would let other machines in. If that is meant, say so: "
-                "remote=True (--remote). Over SSH it is not needed: forward the port."
+                f"host={host!r} would let other machines in. If that is meant, give remote=True "
+                "(--remote). Over SSH it is not needed: forward the port."
             )
         self.board, self.desk = board, Desk(board, secrets.randbelow(1 << 30))
         self._token = token or secrets.token_hex(16)

@@ -282,6 +282,19 @@ CALLS: dict[str, Callable[..., Any]] = {
     "compare": lambda world, **o: torchfmri.compare(
         **({"a": world.inspection, "b": world.inspection} | o)
     ),
+    "edited": lambda world, **o: torchfmri.edited(
+        **({"model": world.model, "edits": {"mlp": "zero"}} | o)
+    ).__enter__(),
+    "lesion": lambda world, **o: torchfmri.lesion(
+        world.tiny["model"],
+        world.tiny["tokenizer"],
+        **({"prompts": "The cat", "answers": " sat", "of": "mlps"} | o),
+    ),
+    "patch": lambda world, **o: torchfmri.patch(
+        world.tiny["model"],
+        world.tiny["tokenizer"],
+        **({"clean": "The cat", "corrupted": "The dog", "answer": " sat"} | o),
+    ),
     "Run": lambda world, **o: torchfmri.Run(**({"model": world.model, "data": world.ids} | o)),
     "import_hidden_states": lambda _, **o: torchfmri.import_hidden_states(**o),
     "Inspection.save": _of(lambda world: world.inspection.save),
@@ -480,6 +493,15 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "compare": {
         "a": (None, "x", {}, 7), "b": (None, "x", []),
         "tolerance": (-1, "x", NAN, True), "names": ("x", [1], {"x": "y"}, 7),
+    },
+    "edited": {"model": (*NO_MODEL, None), "edits": (7, [], {}, {"mpl": "zero"}, {"mlp": "zzz"})},
+    "lesion": {
+        "of": ("hands", 7, []), "metric": ("x", 7), "edit": ("x", 7), "method": ("x", 7),
+        "batch": NO_COUNT, "prompts": (None, 7, []), "tokens": ("x", 1.5),
+    },
+    "patch": {
+        "of": ("hands", 7, []), "per": ("x", 7), "batch": NO_COUNT, "answer": (None, 7),
+        "clean": (None, 7),
     },
     "Run": {
         "model": (*NO_MODEL, None), "data": (None,), "autocast": ("bfloat16", 7), "call": (7, "x"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -86,8 +86,11 @@ def read_questions(
     known = isinstance(metric, str) and metric in METRICS
     choices = f"choose {' or '.join(map(repr, METRICS))}, or give a function of logits and ids"
     require(known or callable(metric), "metric", metric, choices)
-    several = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-    require(bool(several), "prompts", prompts, "give one prompt or more")
+    if isinstance(prompts, str) or _is_ids(prompts):
+        several = [prompts]
+    else:
+        several = list(prompts) if isinstance(prompts, Iterable) else []
+    require(bool(several), "prompts", prompts, "give a text, the ids of tokens, or a list of those")
     texts = _as_many(answers, len(several), "answers")
     others = _as_many(foils, len(several), "foils")
     if not callable(metric) and texts is None:

@@ -44,7 +44,7 @@ def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[Target]:
         LayerNotFoundError: A place matches no layer.
         InspectionError: A word means nothing in this model, or a place cannot be edited.
     """
-    several = [of] if isinstance(of, str) else list(of)
+    several = [of] if isinstance(of, str) else list(of) if isinstance(of, Sequence) else []
     known = ", ".join(map(repr, KINDS))
     meaning = f"give one or several of {known}, or names of places such as 'L3H*'"
     require(bool(several) and all(isinstance(each, str) for each in several), "of", of, meaning)

@@ -95,7 +95,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "GLM",
     "Advice",
     "Anatomy",
     "Call",
@@ -117,6 +116,7 @@ __all__ = [
     "FileFormatError",
     "Finding",
     "FindingWarning",
+    "GLM",
     "GradientCheck",
     "Growth",
     "GuardError",

@@ -251,6 +251,7 @@ def test_kernels_that_do_not_work_are_left_alone(
 
 @pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is the interpreter, or no Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device itself is there")
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-k", "queue", __file__]

@@ -95,6 +95,7 @@ def test_two_rows_of_one_id_are_refused(tiny: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per", [None, "position", "cached", "token_loss"])
+@pytest.mark.one_in(4)
 def test_mean_vectors_are_means_of_the_full_tensors(tiny: Any, per: str | None) -> None:
     options = ScanOptions(
         per=per, tensors="*", vectors=("all", "prompt", "generated", "last"), vector_bytes=1 << 30
@@ -465,6 +466,7 @@ def test_conditions_are_read_from_layers(scan: Scan) -> None:
 
 
 @pytest.mark.parametrize("per", [None, "position", "cached", "token_loss"])
+@pytest.mark.one_in(4)
 def test_what_the_heads_wrote_is_what_o_proj_was_given(tiny: Any, per: str | None) -> None:
     options = ScanOptions(
         per=per, heads=True, layers="*.self_attn*", vectors=("all", "last"), vector_bytes=1 << 30

@@ -691,8 +691,8 @@ def test_wrong_names_are_said_before_the_model_runs() -> None:
 
 
 def test_a_typing_mistake_is_not_swallowed() -> None:
-    """Unknown options go to generate, which names them."""
-    with pytest.raises(ValueError, match="temprature"):
+    """Unknown options go to generate, which names them; the error is ours and says so."""
+    with pytest.raises(InspectionError, match="temprature"):
         torchfmri.scan(build("llama"), None, prompts()[0], 2, temprature=2.0)
 
 

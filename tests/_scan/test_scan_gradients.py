@@ -320,6 +320,7 @@ def test_token_loss_gradients(name: str) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("per", RUN)
+@pytest.mark.one_in(3)
 def test_the_loss_of_all_tokens(per: str) -> None:
     model, sequences = double("qwen3"), batch()
     subject = find_subject(model, "*", sequences.ids, VOXEL)
@@ -487,6 +488,7 @@ def last_block(model: Any) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.slow
 def test_where_the_three_kinds_are_one() -> None:
     model = double("qwen3")
     ids = tokens(length=WIDTH, seed=21)
@@ -710,6 +712,7 @@ def test_an_optimizer_in_the_backward_pass_does_not_step() -> None:
 
 
 @pytest.mark.parametrize("per", RUN)
+@pytest.mark.one_in(3)
 def test_the_public_scan_has_these_numbers(per: str) -> None:
     """What the door gives is what the passes found, cut into sequences, in float32."""
     model = build("qwen3", torch.float64)

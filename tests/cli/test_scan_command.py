@@ -465,7 +465,9 @@ def test_demo_without_smollm2_says_so_and_takes_the_small_model(
     assert "model.layers.*.mlp" in output.out
     assert "tokens' gradients added up against autograd's: at most" in output.out
     assert "live activations against those of the pass: at most" in output.out
-    assert lines[-2] == f"Open {out / 'scan.png'} or {out / 'scan.html'}"
+    page = (out / "scan.html").resolve().as_uri()
+    assert lines[-3] == f"Open {page} in a browser, or look at {out / 'scan.png'}"
+    assert lines[-2] == f"Look around in it with: torchfmri view {out / 'scan.fmri'}"
     assert lines[-1] == f"Read it with torchfmri.load({str(out / 'scan.fmri')!r})"
     assert sorted(each.name for each in out.iterdir()) == ["scan.fmri", "scan.html", "scan.png"]
     found = load(out / "scan.fmri")

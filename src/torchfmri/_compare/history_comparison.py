@@ -41,6 +41,21 @@ class StepDifference:
         allowed: What was allowed.
         before: The largest difference of that series in the steps before.
         reason: Both sides in words.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> def train(rate):
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Linear(4, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        ...     with torchfmri.Monitor(model, optimizer) as monitor:
+        ...         for _ in range(3):
+        ...             model(torch.ones(2, 4)).square().mean().backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        ...     return monitor.history
+        >>> torchfmri.compare(train(0.01), train(0.05)).first.step
+        0
     """
 
     step: int
@@ -72,6 +87,21 @@ class HistoryComparison:
         allowed: (step, series) what noise explains.
         first: The first step, layer and what beyond that; None where there is none.
         notes: What to know about the comparison.
+
+    Example:
+        >>> import torch, torchfmri
+        >>> def train(rate):
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Linear(4, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        ...     with torchfmri.Monitor(model, optimizer) as monitor:
+        ...         for _ in range(3):
+        ...             model(torch.ones(2, 4)).square().mean().backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        ...     return monitor.history
+        >>> torchfmri.compare(train(0.01), train(0.01)).agree
+        True
     """
 
     a: History

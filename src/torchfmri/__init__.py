@@ -95,6 +95,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GLM",
     "Advice",
     "Anatomy",
     "Call",
@@ -116,7 +117,6 @@ __all__ = [
     "FileFormatError",
     "Finding",
     "FindingWarning",
-    "GLM",
     "GradientCheck",
     "Growth",
     "GuardError",

@@ -190,6 +190,19 @@ def test_only_under_autocast() -> None:
     assert [kind.name for kind in found.kinds][-1] == "autocast"
 
 
+@pytest.mark.parametrize(("factor", "kind"), [(0.5, "rope_factor"), (None, "parameter")])
+def test_frequencies_that_follow_no_base_are_not_called_one(
+    factor: float | None, kind: str
+) -> None:
+    model, data = build("llama"), batch("llama")
+    other = copy.deepcopy(model)
+    frequencies = other.model.rotary_emb.inv_freq
+    frequencies *= torch.linspace(1, 2, len(frequencies)) if factor is None else factor
+    found = compare(model, other, data=data)
+    assert found.first is not None
+    assert kind in [each.name for each in found.first.kinds]
+
+
 def test_nan_on_one_side() -> None:
     bad = mlp()
     with torch.no_grad():

@@ -377,6 +377,17 @@ def test_options_that_are_none(options: dict[str, object]) -> None:
 # -- the record ----------------------------------------------------------------------------------
 
 
+def test_copies_of_prompts_are_named() -> None:
+    """A prompt that is there six times is one prompt."""
+    values = np.random.default_rng(0).normal(3.0, 1.0, (6, 12))
+    groups = ["a"] * 3 + ["b"] * 3
+    alone = compare(make_table(groups, values=values), "a - b")
+    assert not any("not independent" in each for each in alone.notes)
+    copied = make_table(np.repeat(groups, 6).tolist(), values=np.repeat(values, 6, 0))
+    found = compare(copied, "a - b")
+    assert "3 of 18 prompts of 'a' and 3 of 18 prompts of 'b'" in found.notes[0]
+
+
 def test_tables_are_tidy(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     found = two_groups()

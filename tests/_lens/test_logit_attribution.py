@@ -104,6 +104,15 @@ def test_on_a_real_model() -> None:
     assert next(each.get_text() for each in ax.get_yticklabels()) == "L0"
 
 
+def test_an_edited_attention_is_one_part() -> None:
+    """Its heads did not make what it puts out."""
+    model, tokenizer = torchfmri.load_model("tiny")
+    with torchfmri.edited(model, {"L2.attn": "zero"}):
+        found = torchfmri.attribute_logit(model, tokenizer, "The capital of France is", " Paris")
+    assert found["L2.attn"] == 0.0
+    assert any("edited value" in each for each in found.notes)
+
+
 def test_bad_input() -> None:
     model, tokenizer = torchfmri.load_model("tiny")
     ask = "The capital of France is"

@@ -204,6 +204,12 @@ def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
         scan.contrast("park", "fööd", tokens=tokens)
 
 
+@pytest.mark.parametrize("tokens", [500, (5, 2), re.compile("zzz")])
+def test_a_choice_that_chooses_nothing_is_refused(scan: Scan, tokens: Any) -> None:
+    with pytest.raises(InspectionError, match="chooses no token of any prompt"):
+        scan.contrast("park", "fööd", tokens=tokens)
+
+
 def test_fields_and_roles_that_are_not_there(scan: Scan) -> None:
     with pytest.raises(InspectionError, match="no field 'what'; its fields are 'prompt'"):
         scan.contrast("park", "fööd", tokens={"field": "what"})

@@ -223,8 +223,17 @@ def _distance(x: Tensor, y: Tensor) -> float:
 
 
 def _rope_base(x: Tensor, y: Tensor) -> Kind | None:
-    """inv_freq[i] = base ** (-i / n): the second one tells the base."""
-    bases = [float(each[1]) ** -len(each) if each[1] > 0 else math.nan for each in (x, y)]
-    if math.isclose(*bases, rel_tol=1e-4):
+    """inv_freq[i] = base ** (-i / n): the second one tells the base, if the others agree."""
+    if torch.allclose(x, y, rtol=1e-5, atol=0):
         return None
-    return Kind("rope_base", f"the rope base is {bases[0]:.6g} in a and {bases[1]:.6g} in b")
+    bases = [float(each[1]) ** -len(each) if each[1] > 0 else math.nan for each in (x, y)]
+    steps = torch.arange(len(x), dtype=x.dtype) / len(x)
+    if all(
+        torch.allclose(each, base**-steps, rtol=1e-4, atol=0)
+        for each, base in zip((x, y), bases, strict=True)
+    ):
+        return Kind("rope_base", f"the rope base is {bases[0]:.6g} in a and {bases[1]:.6g} in b")
+    factors = y / x
+    if torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-4, atol=0):
+        return Kind("rope_factor", f"the rope frequencies are {factors[0]:.6g} times those of a")
+    return Kind("parameter", f"the rope frequencies differ by {_distance(x, y):.1e}")

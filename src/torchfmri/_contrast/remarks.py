@@ -44,12 +44,28 @@ def remarks_of(
     groups = table.groups.astype(str)
     counts = {condition: int((groups == condition).sum()) for condition in conditions}
     return [
+        *_about_copies(table, conditions),
         *_about_power(counts, len(table.columns), alpha, is_paired),
         *_about_permutations(permuted, alpha),
         *_about_lengths(table, conditions),
         *_about_columns(table, tested, permuted),
         *table.notes,
     ]
+
+
+def _about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
+    """Prompts that are copies of each other count as one, and the tests do not know that."""
+    groups = table.groups.astype(str)
+    said = []
+    for condition in conditions:
+        rows = table.values[groups == condition]
+        different = len({np.ascontiguousarray(row).tobytes() for row in rows})
+        if different < len(rows):
+            said.append(f"{different} of {len(rows)} prompts of {condition!r}")
+    if not said:
+        return []
+    text = f"not independent: only {' and '.join(said)} differ, the others are copies"
+    return [f"{text}. Copies make everything look certain: leave them out"]
 
 
 def _about_power(counts: dict[str, int], tests: int, alpha: float, is_paired: bool) -> list[str]:

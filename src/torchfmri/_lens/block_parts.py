@@ -149,6 +149,11 @@ def _heads(
     if not torch.allclose(added, output, atol=tolerance * float(output.abs().max())):
         # A norm behind the projection (Gemma, OLMo 2).
         norm = block.inside[attention.removeprefix(f"{block.name}.")]
+        if name.startswith(f"{attention}."):  # the attention itself: no norm can be behind it
+            raise InspectionError(
+                f"{attention!r} puts out something else than its projection {name!r}, such as an "
+                "edited value"
+            )
         frozen = freeze_norm(attention, norm, stream.outputs[name][row, position])
         own, offset = frozen(own), frozen(offset) + frozen.bias
     index = block.index

@@ -123,6 +123,11 @@ def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
             pairs.append(_pair(sequence, question.paired))
     if values is None:
         raise _no_conditions(sources, question.by)
+    if not any(counts):
+        raise InspectionError(
+            f"tokens={question.tokens!r} chooses no token of any prompt. Choose 'all', 'prompt', "
+            "'generated' or 'last', or look at scan[0].tokens for what there is."
+        )
     notes = list(shared.notes)
     if left_out:
         notes.append(

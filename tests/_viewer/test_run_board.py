@@ -188,3 +188,26 @@ def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch
         assert "4 steps" in page.text("header")
     finally:
         monitor.view.close()
+
+
+def test_a_page_that_is_open_before_the_first_step_shows_the_layers(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), view=True)
+    assert monitor.view is not None
+    with monitor.view as view:
+        page.page.goto(view.url)
+        page.page.wait_for_selector(".cover h2")
+        for _ in range(3):
+            with monitor.step() as step:
+                loss = model(torch.randn(2, 5, 16)).square().mean()
+                step.loss(loss)
+                loss.backward()
+        page.until("app.data.columns === 3 && app.rows.length > 3")
+        assert page.js("app.state.depth") == "all", "21 layers fit on a page"
+        assert page.js("app.rows.length") == 21
+        assert page.page.locator(".cover").is_hidden()
+        assert "layers.2.linear1" in page.js("app.rows.map((row) => row.name)")

@@ -49,6 +49,7 @@ export class App {
   private connected = true;
   private finding = -1;
   private ready = false;
+  private settled = false; // whether there were layers to choose a depth and a place for
   private theirInks: Inks | null = null;
   private sizes = { width: 0, height: 0 };
   private resting = 0;
@@ -100,6 +101,7 @@ export class App {
     const { board } = this.data;
     this.ui.prompt.hidden = !board.prompts;
     this.tree = new Tree(board.layers, board.parts, (layer) => this.plane(layer)?.header?.names ?? []);
+    this.drawn.rows = ""; // the layers may be others now
     if (!board.sequences) {
       this.cover(board.prompts ? "Ask something" : "Nothing here yet", board.prompts
         ? "Type a prompt above. Every layer lights up while the model answers."
@@ -107,15 +109,16 @@ export class App {
       return;
     }
     const change: Partial<State> = { sequence: Math.min(this.state.sequence, board.sequences - 1) };
-    if (!this.ready && !/depth=/.test(this.options.owns ? location.hash : "") && !this.data.board.state?.depth && this.state.depth === START.depth)
+    if (!this.settled && !/depth=/.test(this.options.owns ? location.hash : "") && !this.data.board.state?.depth && this.state.depth === START.depth)
       change.depth = this.tree.startDepth();
     const metrics = this.data.sequence.metrics.map((each) => each.name);
     if (!metrics.includes(this.state.metric)) change.metric = metrics[0] ?? "";
     if (!board.layers.includes(this.state.layer.split("[")[0])) {
       change.layer = board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
-      if (!this.ready) void this.startColumn();
+      if (!this.settled) void this.startColumn();
     }
     this.ready = true;
+    this.settled ||= board.layers.length > 0;
     if (!metrics.length) {
       this.cover("No values", "This sequence has no values per layer.");
       return;

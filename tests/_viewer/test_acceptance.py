@@ -380,6 +380,7 @@ def test_copied_python_reproduces_the_view(page: Page, tmp_path: Path) -> None:
         page.until("app.ui.status.textContent.includes('model.layers.1.mlp, token 4')")
         code = page.js("app.python()")
         shown = float(page.page.locator(".value b").get_attribute("title"))
+        page.page.goto("about:blank")  # so that it asks nothing of a server that is gone
     lines = code.replace("torchfmri.view(scan, ", "dict(")
     names: dict[str, Any] = {}
     exec(lines, names)
@@ -389,6 +390,16 @@ def test_copied_python_reproduces_the_view(page: Page, tmp_path: Path) -> None:
     with torchfmri.view(stored, browser=False, state=names["view"]["state"]) as again:
         page.open(again.url)
         page.until("app.state.layer === 'model.layers.1.mlp'")
+
+
+def test_copied_python_of_a_scan_that_is_not_saved_says_so(page: Page) -> None:
+    scan = make_scan(blocks=2, tokens=9)
+    with served(scan._board()) as view:
+        page.open(view.url)
+        code = page.js("app.python()")
+    compile(code, "copied", "exec")
+    assert "scan = " not in code
+    assert "# scan: the scan that this page shows, which is not saved to a file" in code
 
 
 # -- details --------------------------------------------------------------------------------------

@@ -186,6 +186,10 @@ def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch
         assert opened == [monitor.view.url]
         page.open(monitor.view.url)
         assert "4 steps" in page.text("header")
+        code = page.js("app.python()")
+        names: dict[str, Any] = {"monitor": monitor}
+        exec(code.replace("state=", "browser=False, state="), names)
+        names["view"].close()
     finally:
         monitor.view.close()
 

@@ -81,5 +81,6 @@ export function toPython(state: State, board: { python: string; kind: string; ax
   } else {
     lines.push(`view = torchfmri.view(${board.python}, state={${said.join(", ")}})`);
   }
-  return lines.join("\n") + "\n";
+  // Only a saved scan can be read again; whoever made this one has it in a variable.
+  return lines.join("\n").replace(/^(scan|other) = scan$/gm, "# $1: the scan that this page shows, which is not saved to a file") + "\n";
 }

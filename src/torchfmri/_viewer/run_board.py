@@ -199,7 +199,7 @@ class RunBoard(Board):
     def about(self) -> dict[str, Any]:
         """What the head of the page says."""
         models = list(dict.fromkeys(printable(r.model) for r in self._runs.values() if r.model))
-        python = repr(str(self._path)) if self._path else "monitor"
+        python = repr(str(self._path)) if self._path else "monitor.history"
         title = self._path.name if self._path else "training"
         return {"title": title, "model": " and ".join(models), "notes": [], "python": python}
 

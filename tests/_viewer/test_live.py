@@ -205,8 +205,7 @@ def test_a_chat_answers_and_keeps_its_scans(
 ) -> None:
     answers, view = chat
     page.page.goto(view.url)
-    page.page.wait_for_selector(".cover h2")
-    assert "Ask something" in page.text(".cover")
+    page.page.wait_for_selector(".cover h2:text('Ask something')")
     for number, prompt in enumerate(("Once upon", "The capital")):
         page.page.locator(".prompt input").fill(prompt)
         page.press("Enter")

@@ -204,9 +204,9 @@ export class App {
   }
 
   private async hear(message: any): Promise<void> {
-    if (message.type === "hello" && this.ready && message.id !== this.data.board.id) {
-      await this.data.open(this.state.sequence).then(() => this.opened(), () => undefined);
-    } else if (message.type === "board") {
+    const { board } = this.data;
+    const missed = message.type === "hello" && board && (message.id !== board.id || message.changes !== board.changes);
+    if (missed || message.type === "board") {
       const before = this.data.board?.sequences ?? 0;
       await this.data.open(this.state.sequence).catch(() => undefined);
       const last = (this.data.board?.sequences ?? 1) - 1;

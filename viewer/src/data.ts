@@ -30,6 +30,7 @@ export interface Board {
   notes: string[];
   python: string;
   prompts?: boolean;
+  changes?: number; // how often the server said that it is another
   state?: Record<string, unknown>;
 }
 export interface Health {

@@ -86,6 +86,7 @@ class View:
         self._state: dict[str, Any] = {}
         self._told: dict[str, Any] = {}  # what Python asked for; a page opens with it
         self._clients: set[_Client] = set()
+        self.changes = 0  # how often `changed` was called: a page that connects late compares it
         self._host, self._remote = host, remote
         self._socket = _bind(host, port)
         self.port = int(self._socket.getsockname()[1])
@@ -121,6 +122,7 @@ class View:
 
     def changed(self) -> None:
         """Tell the pages that there are other sequences, metrics or findings now."""
+        self.changes += 1
         self.desk.drop()
         self._tell({"type": "board"})
 
@@ -210,7 +212,7 @@ class View:
             return Response(bundle(), media_type="text/javascript")
         if len(request.url.query) > MOST_BODY:
             return Response("The question is too long.", 414)
-        given = dict(request.query_params)
+        given, changes = dict(request.query_params), self.changes
         try:
             answer = await asyncio.to_thread(self.desk.answer, path, given)
         except Question as error:
@@ -222,7 +224,8 @@ class View:
             headers = {"cache-control": "private, max-age=3600" if stays else "no-store"}
             return Response(answer, media_type="application/octet-stream", headers=headers)
         if path == "board":
-            answer = {**answer, "prompts": self._on_prompt is not None, "state": self._told}
+            asked = self._on_prompt is not None
+            answer = {**answer, "prompts": asked, "state": self._told, "changes": changes}
         return Response(to_json(answer), media_type="application/json")
 
     async def _take_prompt(self, request: Any) -> Any:
@@ -294,7 +297,8 @@ class _Client:
         clients.add(self)
         pushing = asyncio.create_task(self._push())
         try:
-            await self.say({"type": "hello", "id": self._view.board.id})
+            view = self._view
+            await self.say({"type": "hello", "id": view.board.id, "changes": view.changes})
             while True:
                 text = await self._socket.receive_text()
                 if len(text) > MOST_BODY:
@@ -340,7 +344,7 @@ class _Client:
                 continue
             desk = self._view.desk
             if await asyncio.to_thread(desk.board.refresh):
-                await self.say({"type": "board"})
+                self._view.changed()
             sequence = watched["sequence"]
             if sequence >= len(desk.board.entries()):
                 continue

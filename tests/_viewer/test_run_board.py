@@ -1,6 +1,7 @@
 """A training run on the board: of this process, and in a folder while it is written."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_files_that_are_added_are_seen(tmp_path: Path) -> None:
         board.refresh()
         plane, _ = desk.plane(0, "activations", LAYERS)
         assert plane.columns == board.length(0) == number + 1
+
+
+def test_a_run_goes_on_while_files_come(tmp_path: Path) -> None:
+    train(2, folder=tmp_path / "run")
+    board = RunBoard(tmp_path / "run")
+    assert board.going
+    assert not board.refresh()
+    for file in (tmp_path / "run").iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert board.refresh(), "pages are told"
+    assert not board.going
 
 
 def test_findings_are_the_health_of_a_run(tmp_path: Path) -> None:

@@ -222,7 +222,10 @@ export class App {
       this.data.put(message.first, message);
       this.data.columns = Math.max(this.data.columns, message.length);
       const now = performance.now();
-      for (let i = 0; i < message.pieces.length; i++) this.arrivals.push(now);
+      // Those of a prompt come at once: they say nothing about speed.
+      message.pieces.forEach((_: string, i: number) => {
+        if (message.generated[i] || this.data.board.axis !== "token") this.arrivals.push(now);
+      });
       this.arrivals = this.arrivals.filter((each) => now - each < 3000);
       if (this.state.follow) this.set({ column: this.data.columns - 1, ...this.followed() });
       this.draw();
@@ -677,14 +680,15 @@ export class App {
     const { ui, state, data } = this;
     const { board, sequence } = data;
     const rate = this.arrivals.length > 1 ? Math.round(this.arrivals.length / Math.max(0.5, (performance.now() - this.arrivals[0]) / 1000)) : 0;
-    const idle = board.prompts && !rate;
-    const live = board.live && !idle ? (state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED") : "";
+    const now = state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED";
+    const ended = board.kind === "scan" && !board.prompts ? "done" : "";
+    const live = !board.live || !this.connected ? "" : board.going ? now : ended;
     if (!this.once("controls", JSON.stringify([state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, board.id, board.sequences, board.model, sequence.name, sequence.columns, sequence.metrics.length, sequence.health.length, live, data.columns, this.connected, this.ui.body.dataset.theme, !!this.plane("layers")?.header, this.plane("layers")?.header?.version, data.plane("tracks", "tracks").header?.tops]))) return;
     ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, board.model));
     ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
     ui.live.hidden = !live;
     ui.live.textContent = live;
-    ui.live.classList.toggle("paused", !state.follow);
+    ui.live.classList.toggle("paused", !state.follow || live === "done");
     ui.sequence.hidden = false;
     const which = [short(sequence.name, 28), short(sequence.condition, 16), `${state.sequence + 1} of ${board.sequences.toLocaleString("en")} ▾`];
     ui.sequence.textContent = [count(data.columns, board.axis), ...(board.sequences > 1 ? which : [])].filter(Boolean).join(" · ");

@@ -20,7 +20,8 @@ export interface Board {
   id: string;
   kind: string;
   axis: string;
-  live: boolean;
+  live: boolean; // whether columns may be added
+  going?: boolean; // whether they are being added now
   layers: string[];
   types: string[];
   parts: number[];

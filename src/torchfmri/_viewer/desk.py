@@ -88,6 +88,7 @@ class Desk:
         board = self.board
         return {
             "id": board.id, "kind": board.kind, "axis": board.axis, "live": board.live,
+            "going": board.going,
             "layers": list(board.layers), "types": list(board.types), "parts": list(board.parts),
             "sequences": len(board.entries()), **board.about(),
         }  # fmt: skip

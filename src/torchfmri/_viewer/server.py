@@ -50,6 +50,7 @@ class View:
         token: What the address starts with; random by default.
         remote: Whether other machines may connect.
         on_prompt: Called with a text that is typed into the page; without it the page has no box.
+        on_close: Called before the view stops serving, to end what works for it.
 
     Attributes:
         board: What is shown.
@@ -68,6 +69,7 @@ class View:
     def __init__(
         self, board: Board, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
         remote: bool = False, on_prompt: Asked | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         _require_packages()
         require(isinstance(host, str), "host", host, "give an address, such as '127.0.0.1'")
@@ -82,7 +84,7 @@ class View:
             )
         self.board, self.desk = board, Desk(board, secrets.randbelow(1 << 30))
         self._token = token or secrets.token_hex(16)
-        self._on_prompt = on_prompt
+        self._on_prompt, self._on_close = on_prompt, on_close
         self._state: dict[str, Any] = {}
         self._told: dict[str, Any] = {}  # what Python asked for; a page opens with it
         self._clients: set[_Client] = set()
@@ -140,6 +142,7 @@ class View:
 
     def close(self) -> None:
         """Stop serving."""
+        self._on_close()
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(5)
         self._socket.close()
@@ -378,7 +381,7 @@ class _Client:
 def serve(
     board: Board, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
     remote: bool = False, browser: bool = True, on_prompt: Asked | None = None,
-    name: str = "view",
+    on_close: Callable[[], None] = lambda: None, name: str = "view",
 ) -> View:  # fmt: skip
     """Serve a board, print its address on standard error, and open a browser where there is one.
 
@@ -386,7 +389,10 @@ def serve(
         ImportError: starlette and uvicorn are missing (extra `viewer`).
         InspectionError: Other machines would be let in without `remote`, or the port is taken.
     """
-    view = View(board, host=host, port=port, token=token, remote=remote, on_prompt=on_prompt)
+    view = View(
+        board, host=host, port=port, token=token, remote=remote, on_prompt=on_prompt,
+        on_close=on_close,
+    )  # fmt: skip
     print(f"torchfmri {name}: {view.url}", file=sys.stderr)
     if remote and host not in LOOPBACK:
         print(

@@ -119,18 +119,15 @@ def start(options: Namespace) -> tuple[Chat, View]:
     anatomy, meta = scanner.describe("Hello", options.max_new_tokens, chat=chat)
     board = LiveBoard(anatomy, meta)
     answers = Chat(scanner, board, options.max_new_tokens, options.out, chat=chat)
-    view = served(options, board, "chat", on_prompt=answers.ask)
+    view = served(options, board, "chat", on_prompt=answers.ask, on_close=answers.close)
     board.changed = view.changed
     return answers, view
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     """Serve until Ctrl-C."""
-    answers, view = start(options)
-    try:
-        with view:
-            view.wait()
-    finally:
-        answers.close()
+    _, view = start(options)
+    with view:
+        view.wait()
     kept = str(options.out) if options.out is not None and options.out.exists() else None
     return {"url": view.url, "scan": kept}, f"kept in {kept}" if kept else "", 0

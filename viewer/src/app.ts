@@ -146,6 +146,9 @@ export class App {
   set(change: Partial<State>): void {
     const before = this.state;
     this.state = { ...before, ...change };
+    if (this.ready) this.state.sequence = Math.min(this.state.sequence, Math.max(0, this.data.board.sequences - 1));
+    if (this.ready && this.state.sequence === before.sequence && this.data.columns)
+      this.state.column = Math.max(0, Math.min(this.state.column, this.data.columns - 1));
     if (this.state.sequence !== before.sequence) void this.turn(this.state.sequence);
     this.draw();
     clearTimeout(this.saved);

@@ -25,6 +25,7 @@ from torchfmri._arguments import check_number, require
 from torchfmri._viewer.board import TRACKS, Board
 from torchfmri._viewer.desk import Desk, Question, to_json
 from torchfmri._viewer.page import bundle, served_page
+from torchfmri._viewer.state import check_state
 from torchfmri.exceptions import InspectionError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -117,7 +118,8 @@ class View:
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
-        require(isinstance(state, Mapping), "state", state, "give a mapping, such as view.state")
+        now = self._state.get("sequence", 0)
+        check_state(state, self.board, now if isinstance(now, int) else 0)
         self._told = {**self._state, **state}
         self._state = dict(self._told)
         self._tell({"type": "state", "state": self._told})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch import nn
 
 from benchmarks.compare import train
 from torchfmri import FileFormatError, History, InspectionError, Monitor, compare
-from torchfmri._records import HistoryFolder
+from torchfmri._records import HistoryFolder, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,9 +153,39 @@ def test_steps_wait_and_are_written_at_the_end(tmp_path: Path) -> None:
     folder = HistoryFolder(tmp_path / "x", seconds=3600)
     for step in train(steps=3).history:
         folder(step, {})
-    assert not list((tmp_path / "x").iterdir())
+    assert History.load(tmp_path / "x").steps.tolist() == [0], "a folder is never empty for long"
     folder.flush()
     assert History.load(tmp_path / "x").steps.tolist() == [0, 1, 2]
+
+
+def test_a_loss_that_turns_to_nan_is_written_at_once(tmp_path: Path) -> None:
+    folder = HistoryFolder(tmp_path / "x", seconds=3600)
+    written = []
+    for number, loss in enumerate([1.0, 1.0, math.nan, math.nan, 1.0, math.inf]):
+        folder(Step(number=number, loss=loss, has_loss=True), {})
+        written.append(len(History.load(tmp_path / "x")))
+    assert written == [1, 1, 3, 3, 3, 6]
+
+
+def test_a_monitor_that_is_dropped_leaves_its_findings(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e20)
+    monitor = Monitor(model, optimizer, folder=tmp_path / "x")
+    for _ in range(6):
+        with monitor.step() as step:
+            loss = model(torch.ones(4, 2)).square().mean()
+            step.loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    known, dropped = [each.problem for each in monitor.findings], weakref.ref(model)
+    assert known
+    del monitor, model, optimizer, loss, step
+    gc.collect()
+    kept = History.load(tmp_path / "x")
+    assert [each.problem for each in kept.findings] == known
+    assert len(kept) == 6
+    assert dropped() is None, "what is written at the end does not keep the model"
 
 
 # -- bad input and pictures ----------------------------------------------------------------------

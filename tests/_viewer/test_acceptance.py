@@ -19,6 +19,8 @@ from scans import make_anatomy, make_scan, make_sequence
 import torchfmri
 from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
 from torchfmri._viewer import Panel, View
+from torchfmri._viewer.state import check_state
+from torchfmri.exceptions import InspectionError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "0123456789abcdef"
@@ -380,6 +382,7 @@ def test_copied_python_reproduces_the_view(page: Page, tmp_path: Path) -> None:
         page.until("app.ui.status.textContent.includes('model.layers.1.mlp, token 4')")
         code = page.js("app.python()")
         shown = float(page.page.locator(".value b").get_attribute("title"))
+        page.page.goto("about:blank")  # so that it asks nothing of a server that is gone
     lines = code.replace("torchfmri.view(scan, ", "dict(")
     names: dict[str, Any] = {}
     exec(lines, names)
@@ -389,6 +392,48 @@ def test_copied_python_reproduces_the_view(page: Page, tmp_path: Path) -> None:
     with torchfmri.view(stored, browser=False, state=names["view"]["state"]) as again:
         page.open(again.url)
         page.until("app.state.layer === 'model.layers.1.mlp'")
+
+
+def test_copied_python_of_a_scan_that_is_not_saved_says_so(page: Page) -> None:
+    scan = make_scan(blocks=2, tokens=9)
+    with served(scan._board()) as view:
+        page.open(view.url)
+        code = page.js("app.python()")
+    compile(code, "copied", "exec")
+    assert "scan = " not in code
+    assert "# scan: the scan that this page shows, which is not saved to a file" in code
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"metrc": "gradient"}, "metrc.*known are metric"),
+        ({"metric": "nope"}, "choose from activation"),
+        ({"norm": "rows"}, "choose from row, global"),
+        ({"column": -5}, "from 0"),
+        ({"column": 10**9}, "there are 9 tokens"),
+        ({"toggled": None}, "a list of layers"),
+        ({"layer": "nowhere"}, "the name of a layer"),
+    ],
+)
+def test_a_state_that_cannot_be_shown_is_refused(state: dict[str, Any], said: str) -> None:
+    board = make_scan(blocks=2, tokens=9)._board()
+    with pytest.raises(InspectionError, match=said):
+        check_state(state, board)
+    check_state({"metric": "gradient", "column": 8, "layer": "model.layers.1.mlp"}, board)
+
+
+def test_an_address_that_makes_no_sense_opens_the_page(page: Page) -> None:
+    with served(make_scan(blocks=2, tokens=9)._board()) as view:
+        odd = "#norm=x&depth=7&map=jet&pool=&column=1e9&first=-3&last=NaN&top=Infinity&sequence=44"
+        page.open(view.url + odd)
+        page.js("app.set({column: 1e9})")
+        state = page.js("app.state")
+        assert (state["norm"], state["map"], state["pool"]) == ("row", "viridis", "max")
+        assert (state["column"], state["sequence"]) == (8, 0)
+        page.js("app.hear({type: 'state', state: {toggled: null, voxels: 3, norm: null}})")
+        assert page.js("app.state.toggled") == []
+        page.settle()
 
 
 # -- details --------------------------------------------------------------------------------------

@@ -162,7 +162,9 @@ def scanner() -> Scanner:
 def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     anatomy, meta = scanner.describe("Once upon", 6)
     board = LiveBoard(anatomy, meta)
+    assert not board.going
     board.begin("live")
+    assert board.going
     live: dict[str, Any] = {}
 
     def on_token(token: torchfmri.LiveToken) -> None:
@@ -178,6 +180,7 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     np.testing.assert_allclose(live["layers"][seen], known[seen], rtol=1e-3)
     assert live["pieces"] == scan.tokens.pieces
     board.finish(scan)
+    assert not board.going
     np.testing.assert_array_equal(board.values(0, "activation", "layers"), known)
     assert "gradient" in [each.name for each in board.metrics(0)]
 
@@ -205,8 +208,7 @@ def test_a_chat_answers_and_keeps_its_scans(
 ) -> None:
     answers, view = chat
     page.page.goto(view.url)
-    page.page.wait_for_selector(".cover h2")
-    assert "Ask something" in page.text(".cover")
+    page.page.wait_for_selector(".cover h2:text('Ask something')")
     for number, prompt in enumerate(("Once upon", "The capital")):
         page.page.locator(".prompt input").fill(prompt)
         page.press("Enter")
@@ -223,6 +225,31 @@ def test_a_chat_answers_and_keeps_its_scans(
     assert page.js("app.data.columns") == len(kept[1])
     with pytest.raises(InspectionError, match="empty"):
         answers.ask("  ")
+
+
+def test_a_chat_that_is_closed_stops_at_the_next_token(
+    scanner: Scanner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = LiveBoard(*scanner.describe("Once upon", 400))
+    answers = Chat(scanner, board, 400, None, chat=False)
+    tokens = 0
+    told = board.on_token
+
+    def on_token(token: torchfmri.LiveToken) -> None:
+        nonlocal tokens
+        tokens += 1
+        told(token)
+
+    board.on_token = on_token  # type: ignore[method-assign]
+    answers.ask("Once upon")
+    answers.ask("a prompt that waits")
+    while not tokens:
+        time.sleep(0.01)
+    answers.close()
+    assert not answers._thread.is_alive()
+    assert tokens < 400
+    assert not board.entries(), "what was stopped is not kept"
+    assert "failed" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

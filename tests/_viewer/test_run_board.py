@@ -1,6 +1,7 @@
 """A training run on the board: of this process, and in a folder while it is written."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def test_a_run_in_a_folder_is_the_history(tmp_path: Path) -> None:
     board = board_of(tmp_path / "run")
     assert isinstance(board, RunBoard)
     check(board, monitor)
-    (file,) = (tmp_path / "run").iterdir()
-    check(board_of(file), monitor)
+    file, _ = sorted((tmp_path / "run").iterdir())
+    assert board_of(file).length(0) == 1, "the first step is written at once"
     check(board_of(monitor.history), monitor)
     assert monitor.view is None
 
@@ -85,6 +86,17 @@ def test_files_that_are_added_are_seen(tmp_path: Path) -> None:
         board.refresh()
         plane, _ = desk.plane(0, "activations", LAYERS)
         assert plane.columns == board.length(0) == number + 1
+
+
+def test_a_run_goes_on_while_files_come(tmp_path: Path) -> None:
+    train(2, folder=tmp_path / "run")
+    board = RunBoard(tmp_path / "run")
+    assert board.going
+    assert not board.refresh()
+    for file in (tmp_path / "run").iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert board.refresh(), "pages are told"
+    assert not board.going
 
 
 def test_findings_are_the_health_of_a_run(tmp_path: Path) -> None:
@@ -138,7 +150,7 @@ def test_training_goes_on_where_a_run_cannot_be_shown(monkeypatch: pytest.Monkey
 
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     train(2, folder=tmp_path / "run")
-    (file,) = (tmp_path / "run").iterdir()
+    file, _ = (tmp_path / "run").iterdir()
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(FileFormatError, match="steps-"):
         board_of(tmp_path / "run")
@@ -186,5 +198,32 @@ def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch
         assert opened == [monitor.view.url]
         page.open(monitor.view.url)
         assert "4 steps" in page.text("header")
+        code = page.js("app.python()")
+        names: dict[str, Any] = {"monitor": monitor}
+        exec(code.replace("state=", "browser=False, state="), names)
+        names["view"].close()
     finally:
         monitor.view.close()
+
+
+def test_a_page_that_is_open_before_the_first_step_shows_the_layers(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), view=True)
+    assert monitor.view is not None
+    with monitor.view as view:
+        page.page.goto(view.url)
+        page.page.wait_for_selector(".cover h2")
+        for _ in range(3):
+            with monitor.step() as step:
+                loss = model(torch.randn(2, 5, 16)).square().mean()
+                step.loss(loss)
+                loss.backward()
+        page.until("app.data.columns === 3 && app.rows.length > 3")
+        assert page.js("app.state.depth") == "all", "21 layers fit on a page"
+        assert page.js("app.rows.length") == 21
+        assert page.page.locator(".cover").is_hidden()
+        assert "layers.2.linear1" in page.js("app.rows.map((row) => row.name)")

@@ -1,6 +1,6 @@
 // The viewer: holds the state, turns events into changes of it, and draws what follows from it.
 
-import { MAPS, SIGNED_MAPS, cssColour, decode, scaleOf, shareOf } from "./colour";
+import { MAPS, SIGNED_MAPS, SMALL, cssColour, decode, scaleOf, shareOf } from "./colour";
 import { Data, Health } from "./data";
 import { bars, factsOf, histogram, percentile } from "./details";
 import { count, exact, h, say, short, shortLeft, visible } from "./dom";
@@ -49,6 +49,7 @@ export class App {
   private connected = true;
   private finding = -1;
   private ready = false;
+  private settled = false; // whether there were layers to choose a depth and a place for
   private theirInks: Inks | null = null;
   private sizes = { width: 0, height: 0 };
   private resting = 0;
@@ -100,6 +101,7 @@ export class App {
     const { board } = this.data;
     this.ui.prompt.hidden = !board.prompts;
     this.tree = new Tree(board.layers, board.parts, (layer) => this.plane(layer)?.header?.names ?? []);
+    this.drawn.rows = ""; // the layers may be others now
     if (!board.sequences) {
       this.cover(board.prompts ? "Ask something" : "Nothing here yet", board.prompts
         ? "Type a prompt above. Every layer lights up while the model answers."
@@ -107,15 +109,16 @@ export class App {
       return;
     }
     const change: Partial<State> = { sequence: Math.min(this.state.sequence, board.sequences - 1) };
-    if (!this.ready && !/depth=/.test(this.options.owns ? location.hash : "") && !this.data.board.state?.depth && this.state.depth === START.depth)
+    if (!this.settled && !/depth=/.test(this.options.owns ? location.hash : "") && !this.data.board.state?.depth && this.state.depth === START.depth)
       change.depth = this.tree.startDepth();
     const metrics = this.data.sequence.metrics.map((each) => each.name);
     if (!metrics.includes(this.state.metric)) change.metric = metrics[0] ?? "";
     if (!board.layers.includes(this.state.layer.split("[")[0])) {
       change.layer = board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
-      if (!this.ready) void this.startColumn();
+      if (!this.settled) void this.startColumn();
     }
     this.ready = true;
+    this.settled ||= board.layers.length > 0;
     if (!metrics.length) {
       this.cover("No values", "This sequence has no values per layer.");
       return;
@@ -143,6 +146,9 @@ export class App {
   set(change: Partial<State>): void {
     const before = this.state;
     this.state = { ...before, ...change };
+    if (this.ready) this.state.sequence = Math.min(this.state.sequence, Math.max(0, this.data.board.sequences - 1));
+    if (this.ready && this.state.sequence === before.sequence && this.data.columns)
+      this.state.column = Math.max(0, Math.min(this.state.column, this.data.columns - 1));
     if (this.state.sequence !== before.sequence) void this.turn(this.state.sequence);
     this.draw();
     clearTimeout(this.saved);
@@ -201,9 +207,9 @@ export class App {
   }
 
   private async hear(message: any): Promise<void> {
-    if (message.type === "hello" && this.ready && message.id !== this.data.board.id) {
-      await this.data.open(this.state.sequence).then(() => this.opened(), () => undefined);
-    } else if (message.type === "board") {
+    const { board } = this.data;
+    const missed = message.type === "hello" && board && (message.id !== board.id || message.changes !== board.changes);
+    if (missed || message.type === "board") {
       const before = this.data.board?.sequences ?? 0;
       await this.data.open(this.state.sequence).catch(() => undefined);
       const last = (this.data.board?.sequences ?? 1) - 1;
@@ -219,7 +225,10 @@ export class App {
       this.data.put(message.first, message);
       this.data.columns = Math.max(this.data.columns, message.length);
       const now = performance.now();
-      for (let i = 0; i < message.pieces.length; i++) this.arrivals.push(now);
+      // Those of a prompt come at once: they say nothing about speed.
+      message.pieces.forEach((_: string, i: number) => {
+        if (message.generated[i] || this.data.board.axis !== "token") this.arrivals.push(now);
+      });
       this.arrivals = this.arrivals.filter((each) => now - each < 3000);
       if (this.state.follow) this.set({ column: this.data.columns - 1, ...this.followed() });
       this.draw();
@@ -674,14 +683,15 @@ export class App {
     const { ui, state, data } = this;
     const { board, sequence } = data;
     const rate = this.arrivals.length > 1 ? Math.round(this.arrivals.length / Math.max(0.5, (performance.now() - this.arrivals[0]) / 1000)) : 0;
-    const idle = board.prompts && !rate;
-    const live = board.live && !idle ? (state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED") : "";
-    if (!this.once("controls", JSON.stringify([state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, board.id, board.sequences, board.model, sequence.name, sequence.columns, sequence.metrics.length, sequence.health.length, live, data.columns, this.connected, this.ui.body.dataset.theme, !!this.plane("layers")?.header, this.plane("layers")?.header?.version, !!data.plane("tracks", "tracks").header]))) return;
+    const now = state.follow ? `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}` : "PAUSED";
+    const ended = board.kind === "scan" && !board.prompts ? "done" : "";
+    const live = !board.live || !this.connected ? "" : board.going ? now : ended;
+    if (!this.once("controls", JSON.stringify([state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, board.id, board.sequences, board.model, sequence.name, sequence.columns, sequence.metrics.length, sequence.health.length, live, data.columns, this.connected, this.ui.body.dataset.theme, !!this.plane("layers")?.header, this.plane("layers")?.header?.version, data.plane("tracks", "tracks").header?.tops]))) return;
     ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, board.model));
     ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
     ui.live.hidden = !live;
     ui.live.textContent = live;
-    ui.live.classList.toggle("paused", !state.follow);
+    ui.live.classList.toggle("paused", !state.follow || live === "done");
     ui.sequence.hidden = false;
     const which = [short(sequence.name, 28), short(sequence.condition, 16), `${state.sequence + 1} of ${board.sequences.toLocaleString("en")} ▾`];
     ui.sequence.textContent = [count(data.columns, board.axis), ...(board.sequences > 1 ? which : [])].filter(Boolean).join(" · ");
@@ -690,7 +700,7 @@ export class App {
     ui.metrics.replaceChildren(...sequence.metrics.map((each, i) => button(each.title, each.name === state.metric, () => this.showMetric(i), `${each.unit} (${i + 1})`)));
     ui.meaning.textContent = this.metric?.meaning ?? "";
     ui.norms.replaceChildren(
-      button("each row", state.norm === "row", () => this.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
+      button("each row", state.norm === "row", () => this.set({ norm: "row" }), "Each row by its own 99.5th percentile; with up to 200 columns by its maximum (n)"),
       button("all rows", state.norm === "global", () => this.set({ norm: "global" }), "One scale for all rows (n)"));
     const depths: State["depth"][] = ["blocks", "parts", "all"];
     ui.depths.replaceChildren(...depths.map((each) => button(each, state.depth === each, () => this.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
@@ -728,9 +738,10 @@ export class App {
     const scale = scaleOf(header, this.state.norm, Math.max(0, this.rows[this.rowIndex]?.plane === "layers" ? this.rows[this.rowIndex].index : 0));
     const map = header.signed ? SIGNED_MAPS[this.state.map] : this.state.map;
     const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
+    const few = header.columns <= SMALL;
     const words = global
       ? [say(scale.low), say(scale.high)]
-      : [header.signed ? "−p99.5" : scale.logarithmic ? "1/100 of it" : "0", "the row’s 99.5th percentile"];
+      : [header.signed ? `−${few ? "maximum" : "p99.5"}` : scale.logarithmic ? "1/100 of it" : "0", `the row’s ${few ? "maximum" : "99.5th percentile"}`];
     this.ui.bar.replaceChildren(
       h("span", {}, this.metric.unit), h("span", { class: "end" }, words[0]), strip, h("span", { class: "end" }, words[1] + (scale.logarithmic ? " (log)" : "")),
       h("i", { class: "no-value" }), h("span", {}, "no value"),

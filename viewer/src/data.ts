@@ -20,7 +20,8 @@ export interface Board {
   id: string;
   kind: string;
   axis: string;
-  live: boolean;
+  live: boolean; // whether columns may be added
+  going?: boolean; // whether they are being added now
   layers: string[];
   types: string[];
   parts: number[];
@@ -30,6 +31,7 @@ export interface Board {
   notes: string[];
   python: string;
   prompts?: boolean;
+  changes?: number; // how often the server said that it is another
   state?: Record<string, unknown>;
 }
 export interface Health {

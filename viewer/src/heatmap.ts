@@ -218,7 +218,7 @@ export interface Piece {
   special: boolean;
 }
 
-/** One band of bars per track, each up to its own 99.5th percentile. */
+/** One band of bars per track, each up to its largest value. */
 export function drawTracks(
   c: CanvasRenderingContext2D, scene: Scene, plane: Plane, names: string[], column: number, inks: Inks, band: number,
 ): void {

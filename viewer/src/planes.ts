@@ -1,6 +1,6 @@
 // Planes: headers and tiles of tables, fetched when they are needed and painted when they are drawn.
 
-import { Header, lookup } from "./colour";
+import { Header, SMALL, decode, lookup } from "./colour";
 import { Transport } from "./transport";
 
 export const WIDTH = 256;
@@ -29,6 +29,7 @@ export class Plane {
   private tiles = new Map<string, Tile | "asked" | "failed">();
   private colours = new Map<number[], { key: string; table: Uint32Array }>();
   private asking = false;
+  private raised = 0; // how often the tops of rows were raised by what came live
 
   constructor(
     private readonly transport: Transport,
@@ -137,6 +138,7 @@ export class Plane {
     }
     header.columns = Math.max(header.columns, first + count);
     header.levels = 1 + Math.max(0, Math.ceil(Math.log2(header.columns / WIDTH)));
+    if (this.place.plane === "tracks" || header.columns <= SMALL) this.raise(header, count, codes);
     for (let level = 0; level < header.levels; level++) {
       const [from, to] = [first >> level, (first + count - 1) >> level];
       for (let x = Math.floor(from / WIDTH); x <= Math.floor(to / WIDTH); x++) {
@@ -150,6 +152,23 @@ export class Plane {
       }
     }
     this.changed();
+  }
+
+  /** What came is the largest of its row now, perhaps. */
+  private raise(header: Header, count: number, codes: Uint8Array): void {
+    codes.forEach((code, i) => {
+      const row = Math.floor(i / count);
+      const size = Math.abs(decode(header, row, code));
+      if (size > header.tops[row]) {
+        header.tops[row] = size;
+        this.raised++;
+      }
+    });
+  }
+
+  /** How the pictures of a look are known: they are painted anew where anything of it changes. */
+  private keyOf(look: Look): string {
+    return `${look.norm} ${look.map} ${this.header!.version} ${this.raised}`;
   }
 
   /** Draw rows `from` to `to` of the list `rows` of this plane; returns the pieces not painted. */
@@ -204,11 +223,11 @@ export class Plane {
   }
 
   private painted(tile: Tile, rows: number[], look: Look): boolean {
-    return tile.pictures.get(rows)?.key === `${look.norm} ${look.map} ${this.header!.version}`;
+    return tile.pictures.get(rows)?.key === this.keyOf(look);
   }
 
   private paint(tile: Tile, rows: number[], look: Look): HTMLCanvasElement {
-    const key = `${look.norm} ${look.map} ${this.header!.version}`;
+    const key = this.keyOf(look);
     tile.used = ++clock;
     const known = tile.pictures.get(rows);
     if (known?.key === key) return known.canvas;

@@ -1,5 +1,7 @@
 // One state object: the address of the page, `view.state` in Python and "copy Python" are made of it.
 
+import { MAPS } from "./colour";
+
 export interface State {
   metric: string;
   sequence: number;
@@ -35,25 +37,32 @@ export function toHash(state: State): string {
 }
 
 export function fromHash(hash: string): Partial<State> {
-  const said = new URLSearchParams(hash.replace(/^#/, ""));
-  const found: Record<string, unknown> = {};
-  for (const [key, text] of said) {
-    if (!(key in START)) continue;
+  const said: Record<string, unknown> = {};
+  for (const [key, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
     const start = START[key as keyof State];
-    if (typeof start === "number") found[key] = Number.isFinite(+text) ? Math.max(0, +text) : start;
-    else if (typeof start === "boolean") found[key] = text === "true";
-    else if (Array.isArray(start)) found[key] = text ? text.split("|").slice(0, 500) : [];
-    else found[key] = text;
+    if (typeof start === "number") said[key] = text === "" ? NaN : +text;
+    else if (typeof start === "boolean") said[key] = text === "true";
+    else if (Array.isArray(start)) said[key] = text ? text.split("|") : [];
+    else said[key] = text;
   }
-  return found as Partial<State>;
+  return clean(said);
 }
 
-/** A state that came from elsewhere, with only what is known and of the right type. */
-export function clean(given: Record<string, unknown>): Partial<State> {
+const CHOICES: Record<string, string[]> = {
+  norm: ["row", "global"], map: MAPS, depth: ["blocks", "parts", "all"], pool: ["max", "mean"],
+};
+const WHOLE = ["sequence", "column"];
+
+/** A state that came from elsewhere, with only what is known and can be shown. */
+export function clean(given: Record<string, unknown> | null | undefined): Partial<State> {
   const found: Record<string, unknown> = {};
   for (const key of Object.keys(START) as (keyof State)[]) {
-    const value = given[key];
-    if (value !== undefined && typeof value === typeof START[key]) found[key] = value;
+    const value = given?.[key];
+    if (Array.isArray(START[key])) {
+      if (Array.isArray(value)) found[key] = value.filter((each) => typeof each === "string").slice(0, 500);
+    } else if (typeof value === "number" && typeof START[key] === "number") {
+      if (Number.isFinite(value)) found[key] = Math.max(0, WHOLE.includes(key) ? Math.floor(value) : value);
+    } else if (typeof value === typeof START[key] && (CHOICES[key]?.includes(value as string) ?? true)) found[key] = value;
   }
   return found as Partial<State>;
 }
@@ -81,5 +90,6 @@ export function toPython(state: State, board: { python: string; kind: string; ax
   } else {
     lines.push(`view = torchfmri.view(${board.python}, state={${said.join(", ")}})`);
   }
-  return lines.join("\n") + "\n";
+  // Only a saved scan can be read again; whoever made this one has it in a variable.
+  return lines.join("\n").replace(/^(scan|other) = scan$/gm, "# $1: the scan that this page shows, which is not saved to a file") + "\n";
 }

@@ -25,7 +25,7 @@ from torchfmri._arguments import (
     check_scalar,
     check_scaler,
 )
-from torchfmri._diagnosis import LiveDiagnosis, describe
+from torchfmri._diagnosis import LiveDiagnosis, Structure, describe
 from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
 from torchfmri._model import (
     Concerns,
@@ -181,12 +181,20 @@ class Monitor:
         given = check_optimizers(optimizer)
         self._trained = TrainedModel(model)
         self._block: ExitStack | None = None
-        self._live = LiveDiagnosis(lambda: describe(model, given or None))
-        itself = weakref.ref(self)  # what is written at exit must not keep the model alive
+        # What is written at exit must not keep the model alive, and is written without it.
+        self._describe = partial(describe, model, given or None)
+        described = weakref.ref(self._describe)
+
+        def structure() -> Structure:
+            ask = described()
+            assert ask is not None, "only a living monitor adds steps"
+            return ask()
+
+        live = self._live = LiveDiagnosis(structure)
+        held = [] if self._hold is None else self._hold.incidents
 
         def findings() -> list[Finding]:
-            monitor = itself()
-            return [] if monitor is None else monitor._findings_so_far()
+            return live.findings([each.finding for each in held])
 
         self._told: set[tuple[str, tuple[str, ...]]] = set()
         self._folder = (
@@ -567,10 +575,6 @@ class Monitor:
         """What is wrong so far, the worst first, each with what follows from it."""
         self._drain(wait=True)
         return self._live.findings([each.finding for each in self.incidents])
-
-    def _findings_so_far(self) -> list[Finding]:
-        held = [] if self._hold is None else [each.finding for each in self._hold.incidents]
-        return self._live.findings(held)
 
     def new_findings(self) -> list[Finding]:
         """What was found since this was last asked; for callbacks, which ask at every step.

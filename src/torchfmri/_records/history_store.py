@@ -28,7 +28,8 @@ _FILE, _ENDING = "steps-", ".safetensors"
 _SECONDS = 10.0
 _SHARE = 0.01
 """Steps are written after ten seconds, or after a hundredth of the time that the run took so far:
-a run of a month has some hundred files."""
+a run of a month has some hundred files. The first step, and the first whose loss is not finite, do
+not wait."""
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -207,7 +208,8 @@ class HistoryFolder:
     Args:
         folder: Where to; made if it is not there. One run per folder.
         findings: Asked for what was found so far when steps are written.
-        seconds: How long steps wait at least before they are written; 0 writes each at once.
+        seconds: How long steps wait at least before they are written; 0 writes each at once. The
+            first step does not wait, nor does one whose loss turns to NaN or infinity.
 
     Raises:
         InspectionError: The folder holds another run.
@@ -250,6 +252,7 @@ class _Pending:
         self._folder, self._findings, self._seconds = folder, findings, seconds
         self._began = self._last = time.monotonic()
         self._steps = History(length=1 << 40)
+        self._began_writing = self._was_lost = False
 
     def add(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         copied = Step(
@@ -259,12 +262,15 @@ class _Pending:
         self._steps.append(copied, found)
         now = time.monotonic()
         wait = max(self._seconds, _SHARE * (now - self._began)) if self._seconds else 0.0
-        if now - self._last >= wait:
+        lost = step.has_loss and not math.isfinite(step.loss)
+        if now - self._last >= wait or not self._began_writing or (lost and not self._was_lost):
             self.write()
+        self._was_lost = lost
 
     def write(self) -> None:
         steps, self._steps = self._steps, History(length=1 << 40)
         self._last = time.monotonic()
+        self._began_writing = True
         if len(steps):
             name = f"{_FILE}{steps[0].number:09d}{_ENDING}"
             save_history(steps, self._folder / name, self._findings())

@@ -100,6 +100,11 @@ class Board(ABC):
     """Whether columns may still be added."""
 
     @property
+    def going(self) -> bool:
+        """Whether columns are being added now; a live board rests between two prompts."""
+        return self.live
+
+    @property
     @abstractmethod
     def id(self) -> str:
         """The same for the same content, so that a page that reconnects knows where it is."""

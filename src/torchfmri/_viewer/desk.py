@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchfmri._viewer.board import LAYERS, TRACKS, Board
-from torchfmri._viewer.tiles import Plane, Table
+from torchfmri._viewer.tiles import SMALL, Plane, Table
 from torchfmri.exceptions import InspectionError
 
 CHUNK = 2048
@@ -88,6 +88,7 @@ class Desk:
         board = self.board
         return {
             "id": board.id, "kind": board.kind, "axis": board.axis, "live": board.live,
+            "going": board.going,
             "layers": list(board.layers), "types": list(board.types), "parts": list(board.parts),
             "sequences": len(board.entries()), **board.about(),
         }  # fmt: skip
@@ -175,7 +176,9 @@ class Desk:
                 else:
                     headroom = HEADROOM if self.board.live else 1.0
                     signed = self._signed(sequence, metric) and name != TRACKS
-                    known = Plane(table, metric, signed=signed, headroom=headroom)
+                    known = Plane(
+                        table, metric, signed=signed, headroom=headroom, bars=name == TRACKS
+                    )
                     version += 1
                 self._planes[key] = (known, version)
             self._planes.move_to_end(key)
@@ -214,12 +217,15 @@ class Desk:
 
 def _longer(plane: Plane, table: Table) -> Plane:
     """The plane with the codes of another and more columns."""
-    longer = Plane(table[:0], plane.metric, signed=plane.signed)
+    longer = Plane(table[:0], plane.metric, signed=plane.signed, bars=plane.bars)
     longer.values, longer.columns = table, len(table)
     longer.levels = 1 + max(0, math.ceil(math.log2(max(len(table), 1) / 256)))
     longer.nonfinite = plane.nonfinite + (~np.isfinite(table[plane.columns :])).sum(0)
     for name in ("scale", "limit", "tops", "middle"):
         setattr(longer, name, getattr(plane, name))
+    if plane.bars or len(table) <= SMALL:  # the page does the same with what it is sent
+        sizes = np.abs(table[plane.columns :])
+        longer.tops = np.maximum(plane.tops, sizes.max(0, initial=0, where=np.isfinite(sizes)))
     return longer
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ _WHAT = {
         "rms of the update / rms of the weight",
     ),
 }  # fmt: skip
+FRESH = 60.0
+"""A folder is that of a run that goes on for so many seconds after its last file was written."""
 _CURVES = {
     "loss": Metric("loss", "Loss", "The loss of the step.", ""),
     "seconds": Metric("seconds", "Seconds", "How long the step took.", "s"),
@@ -178,6 +181,7 @@ class RunBoard(Board):
         self._runs: dict[str, Run] = {} if run is None else {"this process": run}
         self._read: set[Path] = set()
         self._lock = threading.Lock()
+        self._going = path is None and run is not None
         if path is not None:
             self.refresh()
 
@@ -185,6 +189,11 @@ class RunBoard(Board):
     def id(self) -> str:
         """The path, or the object itself."""
         return str(self._path or f"memory-{id(self)}")
+
+    @property
+    def going(self) -> bool:
+        """Whether it is a run of this process, or its last file was written a moment ago."""
+        return self._going
 
     @property
     def _first(self) -> Run:
@@ -199,7 +208,7 @@ class RunBoard(Board):
     def about(self) -> dict[str, Any]:
         """What the head of the page says."""
         models = list(dict.fromkeys(printable(r.model) for r in self._runs.values() if r.model))
-        python = repr(str(self._path)) if self._path else "monitor"
+        python = repr(str(self._path)) if self._path else "monitor.history"
         title = self._path.name if self._path else "training"
         return {"title": title, "model": " and ".join(models), "notes": [], "python": python}
 
@@ -249,18 +258,21 @@ class RunBoard(Board):
         return sorted(self._run(sequence).findings, key=lambda each: order.get(each.severity, 2))
 
     def refresh(self) -> bool:
-        """Read the files that are new; whether runs, series or findings are new."""
+        """Read the files that are new; whether runs, series or findings are, or it has ended."""
         if self._path is None:
             return False
         with self._lock:
-            before = self._shape()
+            before, newest = (self._shape(), self._going), 0.0
             for name, path in runs_in(self._path).items():
                 run = self._runs.setdefault(name, Run())
-                for file in step_files(path):
+                files = step_files(path)
+                newest = max([newest, *(file.stat().st_mtime for file in files[-1:])])
+                for file in files:
                     if file not in self._read:
                         run.extend(History.load(file))
                         self._read.add(file)
-            return self._shape() != before
+            self._going = time.time() - newest < FRESH
+            return (self._shape(), self._going) != before
 
     def _shape(self) -> list[tuple[str, int, int]]:
         return [(name, len(run.series), len(run.findings)) for name, run in self._runs.items()]

@@ -25,6 +25,7 @@ from torchfmri._arguments import check_number, require
 from torchfmri._viewer.board import TRACKS, Board
 from torchfmri._viewer.desk import Desk, Question, to_json
 from torchfmri._viewer.page import bundle, served_page
+from torchfmri._viewer.state import check_state
 from torchfmri.exceptions import InspectionError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -50,6 +51,7 @@ class View:
         token: What the address starts with; random by default.
         remote: Whether other machines may connect.
         on_prompt: Called with a text that is typed into the page; without it the page has no box.
+        on_close: Called before the view stops serving, to end what works for it.
 
     Attributes:
         board: What is shown.
@@ -68,6 +70,7 @@ class View:
     def __init__(
         self, board: Board, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
         remote: bool = False, on_prompt: Asked | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         _require_packages()
         require(isinstance(host, str), "host", host, "give an address, such as '127.0.0.1'")
@@ -82,10 +85,11 @@ class View:
             )
         self.board, self.desk = board, Desk(board, secrets.randbelow(1 << 30))
         self._token = token or secrets.token_hex(16)
-        self._on_prompt = on_prompt
+        self._on_prompt, self._on_close = on_prompt, on_close
         self._state: dict[str, Any] = {}
         self._told: dict[str, Any] = {}  # what Python asked for; a page opens with it
         self._clients: set[_Client] = set()
+        self.changes = 0  # how often `changed` was called: a page that connects late compares it
         self._host, self._remote = host, remote
         self._socket = _bind(host, port)
         self.port = int(self._socket.getsockname()[1])
@@ -114,13 +118,15 @@ class View:
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
-        require(isinstance(state, Mapping), "state", state, "give a mapping, such as view.state")
+        now = self._state.get("sequence", 0)
+        check_state(state, self.board, now if isinstance(now, int) else 0)
         self._told = {**self._state, **state}
         self._state = dict(self._told)
         self._tell({"type": "state", "state": self._told})
 
     def changed(self) -> None:
         """Tell the pages that there are other sequences, metrics or findings now."""
+        self.changes += 1
         self.desk.drop()
         self._tell({"type": "board"})
 
@@ -138,6 +144,7 @@ class View:
 
     def close(self) -> None:
         """Stop serving."""
+        self._on_close()
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(5)
         self._socket.close()
@@ -210,7 +217,7 @@ class View:
             return Response(bundle(), media_type="text/javascript")
         if len(request.url.query) > MOST_BODY:
             return Response("The question is too long.", 414)
-        given = dict(request.query_params)
+        given, changes = dict(request.query_params), self.changes
         try:
             answer = await asyncio.to_thread(self.desk.answer, path, given)
         except Question as error:
@@ -222,7 +229,8 @@ class View:
             headers = {"cache-control": "private, max-age=3600" if stays else "no-store"}
             return Response(answer, media_type="application/octet-stream", headers=headers)
         if path == "board":
-            answer = {**answer, "prompts": self._on_prompt is not None, "state": self._told}
+            asked = self._on_prompt is not None
+            answer = {**answer, "prompts": asked, "state": self._told, "changes": changes}
         return Response(to_json(answer), media_type="application/json")
 
     async def _take_prompt(self, request: Any) -> Any:
@@ -294,7 +302,8 @@ class _Client:
         clients.add(self)
         pushing = asyncio.create_task(self._push())
         try:
-            await self.say({"type": "hello", "id": self._view.board.id})
+            view = self._view
+            await self.say({"type": "hello", "id": view.board.id, "changes": view.changes})
             while True:
                 text = await self._socket.receive_text()
                 if len(text) > MOST_BODY:
@@ -340,7 +349,7 @@ class _Client:
                 continue
             desk = self._view.desk
             if await asyncio.to_thread(desk.board.refresh):
-                await self.say({"type": "board"})
+                self._view.changed()
             sequence = watched["sequence"]
             if sequence >= len(desk.board.entries()):
                 continue
@@ -374,7 +383,7 @@ class _Client:
 def serve(
     board: Board, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
     remote: bool = False, browser: bool = True, on_prompt: Asked | None = None,
-    name: str = "view",
+    on_close: Callable[[], None] = lambda: None, name: str = "view",
 ) -> View:  # fmt: skip
     """Serve a board, print its address on standard error, and open a browser where there is one.
 
@@ -382,7 +391,10 @@ def serve(
         ImportError: starlette and uvicorn are missing (extra `viewer`).
         InspectionError: Other machines would be let in without `remote`, or the port is taken.
     """
-    view = View(board, host=host, port=port, token=token, remote=remote, on_prompt=on_prompt)
+    view = View(
+        board, host=host, port=port, token=token, remote=remote, on_prompt=on_prompt,
+        on_close=on_close,
+    )  # fmt: skip
     print(f"torchfmri {name}: {view.url}", file=sys.stderr)
     if remote and host not in LOOPBACK:
         print(

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 WIDTH = 256
 """Columns of a tile."""
 QUANTILE = 0.995
+SMALL = 200
+"""Up to so many columns the percentile of a row is its largest value."""
 SAMPLED = 16_384
 """Percentiles of a row are over at most so many evenly spaced columns."""
 _COMMON = 1 << 20
@@ -47,17 +49,19 @@ class Plane:
         signed: Whether they compare, and colours go both ways from 0.
         headroom: How many times the largest value of a row its code can hold: more than 1 for a
             table that still grows.
+        bars: Whether rows are drawn as bars, which end at the largest value.
 
     Example:
         >>> plane = Plane(np.array([[1.0, -2.0], [4.0, np.nan]], np.float32), "activation")
         >>> plane.levels, list(plane.tile(0, 0))
-        (1, [181, 255, 1, 0])
+        (1, [164, 255, 1, 0])
     """
 
     def __init__(
-        self, values: Table, metric: str, *, signed: bool = False, headroom: float = 1.0
-    ) -> None:
-        self.values, self.metric, self.signed = values, metric, signed
+        self, values: Table, metric: str, *, signed: bool = False, headroom: float = 1.0,
+        bars: bool = False,
+    ) -> None:  # fmt: skip
+        self.values, self.metric, self.signed, self.bars = values, metric, signed, bars
         self.columns, self.rows = values.shape
         self.levels = 1 + max(0, math.ceil(math.log2(max(self.columns, 1) / WIDTH)))
         self.logarithmic = not signed and metric not in LINEAR
@@ -72,6 +76,8 @@ class Plane:
                 sizes = np.where(finite, np.abs(block), 0)
             largest = np.maximum(largest, sizes.max(0, initial=0))
         self.tops, self.middle = self._percentiles()
+        if bars:
+            self.tops = largest
         scale = np.where(self.tops > 0, self.tops, np.where(largest > 0, largest, 1.0))
         if self.logarithmic:
             scale = scale / 10**DECADES
@@ -94,17 +100,17 @@ class Plane:
         finite = np.isfinite(sample)
         tops = np.zeros(self.rows)
         if sample.size and finite.all():  # one call for all rows; the same as below
-            place = int(QUANTILE * (sample.shape[1] - 1))
+            place = math.ceil(QUANTILE * (sample.shape[1] - 1))
             tops = np.partition(sample, place, axis=1)[:, place].astype(np.float64)
         else:
             for row, kept in enumerate(finite):
                 if kept.any():
-                    tops[row] = np.quantile(sample[row][kept], QUANTILE, method="lower")
+                    tops[row] = np.quantile(sample[row][kept], QUANTILE, method="higher")
         known = sample[finite & (sample > 0)]
         known = known[:: len(known) // _COMMON + 1]
         common = {"low": 0.0, "high": 1.0}
         if len(known):
-            common["high"] = float(np.quantile(known, QUANTILE, method="lower"))
+            common["high"] = float(np.quantile(known, QUANTILE, method="higher"))
             common["low"] = float(np.quantile(known, 1 - QUANTILE))
         return tops, common
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchfmri._arguments import check_number
 from torchfmri._model import CHOICES, load_model
-from torchfmri._scan import LiveBoard, Scanner, ScanOptions
+from torchfmri._scan import LiveBoard, LiveToken, Scanner, ScanOptions
 from torchfmri._viewer import View
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
@@ -36,6 +36,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server_arguments(parser)
 
 
+class _Stopped(Exception):  # noqa: N818 - nothing went wrong
+    """The answer is not wanted any more."""
+
+
 class Chat:
     """A model that answers what is typed, one prompt after the other, while it is scanned.
 
@@ -52,8 +56,10 @@ class Chat:
     ) -> None:
         self._scanner, self.board, self._tokens = scanner, board, tokens
         self._out, self._chat, self._number = out, chat, 0
-        self._waiting: queue.Queue[str] = queue.Queue(_WAITING)
-        threading.Thread(target=self._work, name="torchfmri-chat", daemon=True).start()
+        self._waiting: queue.Queue[str | None] = queue.Queue(_WAITING + 1)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="torchfmri-chat", daemon=True)
+        self._thread.start()
 
     def ask(self, prompt: str) -> None:
         """Answer a prompt when those before it are answered.
@@ -63,14 +69,26 @@ class Chat:
         """
         if not prompt.strip():
             raise InspectionError("The prompt is empty.")
-        try:
-            self._waiting.put_nowait(prompt)
-        except queue.Full:
-            raise InspectionError(f"{_WAITING} prompts are waiting. Try again later.") from None
+        if self._waiting.qsize() >= _WAITING:
+            raise InspectionError(f"{_WAITING} prompts are waiting. Try again later.")
+        self._waiting.put(prompt)
+
+    def close(self) -> None:
+        """Stop at the next token, and wait until the model is left alone.
+
+        A program must not end while a thread is inside of torch: that would abort it.
+        """
+        self._stopping = True
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _on_token(self, token: LiveToken) -> None:
+        if self._stopping:
+            raise _Stopped
+        self.board.on_token(token)
 
     def _work(self) -> None:
-        while True:
-            prompt = self._waiting.get()
+        while (prompt := self._waiting.get()) is not None and not self._stopping:
             self._number += 1
             name = f"{self._number:03d} {' '.join(prompt.split())[:40]}"
             self.board.begin(name)
@@ -78,10 +96,12 @@ class Chat:
             try:
                 scan = self._scanner.scan(
                     prompt, self._tokens, chat=self._chat, names=[name],
-                    on_token=self.board.on_token, generate={"do_sample": False},
+                    on_token=self._on_token, generate={"do_sample": False},
                 )  # fmt: skip
                 if self._out is not None:
                     scan.save(self._out, append=self._out.exists())
+            except _Stopped:
+                pass
             except (InspectionError, OSError, RuntimeError) as error:
                 # The page goes on; whoever started the command reads why.
                 print(f"torchfmri chat: {name!r} failed: {error}", file=sys.stderr, flush=True)
@@ -99,7 +119,7 @@ def start(options: Namespace) -> tuple[Chat, View]:
     anatomy, meta = scanner.describe("Hello", options.max_new_tokens, chat=chat)
     board = LiveBoard(anatomy, meta)
     answers = Chat(scanner, board, options.max_new_tokens, options.out, chat=chat)
-    view = served(options, board, "chat", on_prompt=answers.ask)
+    view = served(options, board, "chat", on_prompt=answers.ask, on_close=answers.close)
     board.changed = view.changed
     return answers, view
 

@@ -64,6 +64,11 @@ class LiveBoard(ScanBoard):
         """Another for each process: what came live is gone with it."""
         return self._id
 
+    @property
+    def going(self) -> bool:
+        """Whether a sequence is being scanned."""
+        return self._coming is not None
+
     def begin(self, name: str) -> None:
         """A sequence begins."""
         with self._lock:

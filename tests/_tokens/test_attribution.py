@@ -1167,6 +1167,85 @@ def test_an_order_that_differs_between_passes(how: str) -> None:
         torch.testing.assert_close(found, wanted[:, None].expand(B, S, H))
 
 
+def shift_of(model: Any, x: Tensor, how: str) -> int:
+    """2 where something read out of a tensor says so, 0 otherwise."""
+    low = x[:, 0, 0]
+    if how == "nonzero":
+        return min(2, (x < 0).nonzero().shape[0])
+    if how == "drawn":
+        return 2 if torch.rand(()) < model.chance else 0
+    read = {
+        "branch": lambda: x.sum() < 0,
+        "float item": lambda: x.sum().item() < 0,
+        "int of a bool": lambda: int((x < 0).any()),
+        "int of a float": lambda: int(model.level),
+        "a buffer compared": lambda: model.level > 0,
+        "equal": lambda: torch.equal(low, -low.abs()),
+        "allclose": lambda: torch.allclose(low, -low.abs()),
+    }
+    return 2 if read[how]() else 0
+
+
+class Branching(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(H, H)
+        self.register_buffer("level", torch.zeros(()))
+        self.how, self.chance = how, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.roll(shift_of(self, x, self.how), 1))
+
+
+def first_row(model: nn.Module, *arguments: Any) -> int | None:
+    """The token of the first row that a model makes; None where it is refused."""
+    with torchfmri.token_gradients(model) as tokens:
+        model(*arguments)[:, 0].square().sum().backward()
+    try:
+        return int(tokens["layer.weight"].norm()[0].argmax())
+    except torchfmri.UnsupportedLayerError as error:
+        return None if "another way" in str(error) else -1
+
+
+READS = (
+    "branch", "float item", "int of a bool", "int of a float", "a buffer compared", "equal",
+    "allclose", "nonzero", "drawn",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_value_read_from_a_tensor_that_decides_later(how: str) -> None:
+    model, found = Branching(how), []
+    for turn in (0, 0, 0, 0, 1, 1, 1, 0, 1):
+        model.level.fill_(turn)
+        model.chance.fill_(turn)
+        x = torch.rand(B, S, H) + 0.1
+        found.append(first_row(model, -x if turn else x))
+    right = [0, 0, 0, 0, S - 2, S - 2, S - 2, 0, S - 2]
+    refused = [number for number, each in enumerate(found) if each is None]
+    assert refused in ([4], [])  # once, and every pass is followed from there on
+    assert [each for each in found if each is not None] == [
+        each for number, each in enumerate(right) if number not in refused
+    ]
+
+
+def test_masks_that_are_full_are_told_from_others() -> None:
+    class LeftPadded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(H, H)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x if mask.all() else x.roll(1, 1))
+
+    model, full = LeftPadded(), torch.ones(B, S, dtype=torch.bool)
+    padded = full.clone()
+    padded[1, -1] = False
+    several = [full, full, full, padded, padded, padded, full, padded]
+    found = [first_row(model, torch.randn(B, S, H), mask) for mask in several]
+    assert found == [0 if mask is full else S - 1 for mask in several]
+
+
 # -- drawn at random -----------------------------------------------------------------------------
 
 

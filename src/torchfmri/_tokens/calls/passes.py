@@ -222,7 +222,7 @@ class Passes:
         self._map = self._maps.get(self._signature)
         self._outer = None if self._map is None else (layer, self._map.outer)
         self.constants = frozenset() if self._map is None else self._map.constants
-        self._state = python_state(module.modules())
+        self._state = python_state(module.modules(), (*arguments, *keywords.values()))
         if self._map is not None and not self._map.is_dynamic and self._map.state is not None:
             if self._map.is_open or self._map.state != self._state:
                 self._way = Way()

@@ -331,7 +331,7 @@ def signature(
     plain = [
         (key, value if isinstance(value, _PLAIN) else repr(value))
         for key, value in (*enumerate(arguments), *keywords.items())
-        if isinstance(value, _PLAIN) or _is_list_of_numbers(value)
+        if _is_plain(value, 3)
     ]
     return (model.training, torch.is_grad_enabled(), *tensors, *plain)
 
@@ -353,5 +353,10 @@ def assign(record: Record, tokens: CallTokens) -> None:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _is_list_of_numbers(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value)
+def _is_plain(value: object, depth: int) -> bool:
+    """Whether a value is a number, a text, or a list or dictionary of these."""
+    if isinstance(value, _PLAIN):
+        return True
+    several = value.values() if isinstance(value, dict) else value
+    is_container = isinstance(value, (list, tuple, dict)) and depth > 0
+    return is_container and all(_is_plain(each, depth - 1) for each in several)  # type: ignore[attr-defined]

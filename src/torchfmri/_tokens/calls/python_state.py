@@ -26,7 +26,8 @@ _PLAIN: frozenset[type] = frozenset({bool, int, float, str, bytes, complex, type
 _OWN = ("torch.nn.", "torch.jit.")  # modules that move nothing by attributes, and scripted ones
 _LONGEST = 4096  # entries of a list or an array, and of everything together, that are compared
 _LISTS = (list, tuple, set, frozenset, deque)
-_VALUES = _PLAIN.union(_LISTS, (dict, OrderedDict, defaultdict), (SimpleNamespace,))
+_MORE: tuple[type, ...] = (dict, OrderedDict, defaultdict, SimpleNamespace)
+_VALUES = _PLAIN.union(_LISTS, _MORE)  # that attributes of classes are compared as
 _FIXED = (
     type, enum.Enum, BuiltinFunctionType, ModuleType, ref, nn.Module,
     torch.dtype, torch.device, torch.layout, torch.memory_format,

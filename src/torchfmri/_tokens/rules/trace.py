@@ -225,7 +225,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         tags = getattr(function, "tags", ())
         if not all(map(self.is_fixed, operands)):
             self.reads_values |= torch.Tag.data_dependent_output in tags
-            self.has_data_shapes |= torch.Tag.dynamic_output_shape in tags
+            by_numbers = name == "index" and not any(_is_mask(each) for each in operands[1:])
+            self.has_data_shapes |= torch.Tag.dynamic_output_shape in tags and not by_numbers
         known = any(self.origins(each) is not None for each in operands)
         is_derived = bool(leaves) and not self.has_data(operands)
         if name in NEW or not known or is_derived:
@@ -321,3 +322,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         first = first if filled is None else first.copy_(filled)
         self.set(base, found.but(first=first, second=None, is_dynamic=dynamic))
         self._written.add(id(base))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)

@@ -11,8 +11,10 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attribution import (
@@ -36,6 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from transformer_copies import no_float32
 
 import torchfmri
+from torchfmri._tokens.calls import passes
+from torchfmri._tokens.rules.way import Way
 from torchfmri.routing import RoutingConfig, RoutingLanguageModel, mas
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -1165,6 +1169,174 @@ def test_an_order_that_differs_between_passes(how: str) -> None:
         wanted[used] = weights
         found = tokens["layer.bias"].materialise()
         torch.testing.assert_close(found, wanted[:, None].expand(B, S, H))
+
+
+def shift_of(model: Any, x: Tensor, how: str) -> int:
+    """2 where something read out of a tensor says so, 0 otherwise."""
+    low = x[:, 0, 0]
+    if how == "nonzero":
+        return min(2, (x < 0).nonzero().shape[0])
+    if how == "drawn":
+        return 2 if torch.rand(()) < model.chance else 0
+    read = {
+        "branch": lambda: x.sum() < 0,
+        "float item": lambda: x.sum().item() < 0,
+        "int of a bool": lambda: int((x < 0).any()),
+        "int of a float": lambda: int(model.level),
+        "a buffer compared": lambda: model.level > 0,
+        "equal": lambda: torch.equal(low, -low.abs()),
+        "allclose": lambda: torch.allclose(low, -low.abs()),
+    }
+    return 2 if read[how]() else 0
+
+
+class Branching(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(H, H)
+        self.register_buffer("level", torch.zeros(()))
+        self.how, self.chance = how, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.roll(shift_of(self, x, self.how), 1))
+
+
+def first_row(model: nn.Module, *arguments: Any) -> int | None:
+    """The token of the first row that a model makes; None where it is refused."""
+    with torchfmri.token_gradients(model) as tokens:
+        model(*arguments)[:, 0].square().sum().backward()
+    try:
+        return int(tokens["layer.weight"].norm()[0].argmax())
+    except torchfmri.UnsupportedLayerError as error:
+        return None if "another way" in str(error) else -1
+
+
+READS = (
+    "branch", "float item", "int of a bool", "int of a float", "a buffer compared", "equal",
+    "allclose", "nonzero", "drawn",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_value_read_from_a_tensor_that_decides_later(how: str) -> None:
+    model, found = Branching(how), []
+    for turn in (0, 0, 0, 0, 1, 1, 1, 0, 1):
+        model.level.fill_(turn)
+        model.chance.fill_(turn)
+        x = torch.rand(B, S, H) + 0.1
+        found.append(first_row(model, -x if turn else x))
+    right = [0, 0, 0, 0, S - 2, S - 2, S - 2, 0, S - 2]
+    refused = [number for number, each in enumerate(found) if each is None]
+    assert refused in ([4], [])  # once, and every pass is followed from there on
+    assert [each for each in found if each is not None] == [
+        each for number, each in enumerate(right) if number not in refused
+    ]
+
+
+def test_masks_that_are_full_are_told_from_others() -> None:
+    class LeftPadded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(H, H)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x if mask.all() else x.roll(1, 1))
+
+    model, full = LeftPadded(), torch.ones(B, S, dtype=torch.bool)
+    padded = full.clone()
+    padded[1, -1] = False
+    several = [full, full, full, padded, padded, padded, full, padded]
+    found = [first_row(model, torch.randn(B, S, H), mask) for mask in several]
+    assert found == [0 if mask is full else S - 1 for mask in several]
+
+
+class Slotted:
+    __slots__ = ("shift",)
+
+
+class Stateful(nn.Module):
+    """Rolls its input by a number that it finds in one of many places."""
+
+    kind_shift = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(H, H), how
+        self.deep = SimpleNamespace(inner={"shifts": [SimpleNamespace(shift=0)]})
+        self.slotted = Slotted()
+        self.generator = np.random.default_rng(0)
+        hidden = {"shift": 0}
+        self.closed, self.open = (lambda: hidden["shift"]), hidden.update
+
+    def set(self, shift: int) -> None:
+        type(self).kind_shift = self.slotted.shift = shift
+        self.deep.inner["shifts"][0].shift = shift
+        self.open(shift=shift)
+        seed = next(each for each in range(99) if (drawn_by(each) < 0.7) == (shift == 0))
+        self.generator.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        found = {
+            "dict": lambda: given["shift"],
+            "object": lambda: given.shift,
+            "array": lambda: int(given[0]),
+            "list of a dict": lambda: given[1]["shift"],
+            "deep attribute": lambda: self.deep.inner["shifts"][0].shift,
+            "slots": lambda: self.slotted.shift,
+            "class attribute": lambda: self.kind_shift,
+            "closure": self.closed,
+            "generator": lambda: 0 if self.generator.random() < 0.7 else 2,
+        }
+        return self.layer(x.roll(found[self.how](), 1))
+
+
+def drawn_by(seed: int) -> float:
+    return float(np.random.default_rng(seed).random())
+
+
+GIVEN: dict[str, Any] = {
+    "dict": lambda shift: {"shift": shift},
+    "object": lambda shift: SimpleNamespace(shift=shift),
+    "array": lambda shift: np.array([shift]),
+    "list of a dict": lambda shift: [0, {"shift": shift}],
+}
+STATES = (*GIVEN, "deep attribute", "slots", "class attribute", "closure", "generator")
+
+
+@pytest.mark.parametrize("how", STATES)
+def test_an_argument_or_a_state_that_decides_later(how: str) -> None:
+    model = Stateful(how)
+    for number, shift in enumerate((0, 0, 0, 0, 2, 2, 2)):
+        model.set(shift)
+        given = GIVEN.get(how, lambda _: None)(shift)
+        found = first_row(model, torch.randn(B, S, H), given)
+        assert found == -shift % S or (number == 4 and found is None)
+
+
+def test_a_model_whose_state_is_known_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    compared: list[Way] = []
+
+    class Noted(Way):
+        def __init__(self) -> None:
+            super().__init__()
+            compared.append(self)
+
+    monkeypatch.setattr(passes, "Way", Noted)
+    config = transformers.Qwen3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config)
+    for number in range(4):
+        if number == 3:
+            assert not compared
+            model.config.anything = 1
+        ids = torch.randint(0, 32, (B, S))
+        with torchfmri.token_gradients(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+    assert len(compared) == 1
 
 
 # -- drawn at random -----------------------------------------------------------------------------

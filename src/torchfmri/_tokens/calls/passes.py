@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torchfmri._capture import TokenMask
 from torchfmri._tokens.calls.broadcasts import Broadcasts
 from torchfmri._tokens.calls.python_state import python_state
-from torchfmri._tokens.calls.token_map import MOST, TokenMap, Tracing, assign, signature
+from torchfmri._tokens.calls.token_map import (
+    MOST,
+    TokenMap,
+    Tracing,
+    assign,
+    full_masks,
+    signature,
+)
 from torchfmri._tokens.rules.axes import model_grid
 from torchfmri._tokens.rules.record import Pass, Record, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens, RunState
@@ -43,8 +50,8 @@ _ANOTHER_WAY = (
 
 _OTHER_NUMBERS = (
     "this pass took another way through the model than the one whose tokens were followed, with "
-    "the same shapes (a state that the model keeps, or random numbers). Run the block again: the "
-    "next passes are followed."
+    "the same shapes (a branch on data, a state that the model keeps, or random numbers). Run the "
+    "block again: the next passes are followed."
 )
 
 
@@ -206,7 +213,7 @@ class Passes:
     ) -> None:
         """Look up the tokens of a pass, or begin to follow them."""
         self.stop_tracing()
-        self._signature = (layer, *signature(module, arguments, keywords))
+        self._signature = self._sign(layer, module, arguments, keywords)
         self._first, self._owners = len(self.records), {}
         self._begun = None
         if torch.is_grad_enabled():
@@ -215,7 +222,7 @@ class Passes:
         self._map = self._maps.get(self._signature)
         self._outer = None if self._map is None else (layer, self._map.outer)
         self.constants = frozenset() if self._map is None else self._map.constants
-        self._state = python_state(module.modules())
+        self._state = python_state(module.modules(), (*arguments, *keywords.values()))
         if self._map is not None and not self._map.is_dynamic and self._map.state is not None:
             if self._map.is_open or self._map.state != self._state:
                 self._way = Way()
@@ -228,6 +235,25 @@ class Passes:
             self._arguments = layer, arguments, keywords
             self.tracing.trace.__enter__()  # type: ignore[no-untyped-call]
 
+    def _sign(
+        self,
+        layer: str,
+        module: nn.Module,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> object:
+        """What the tokens of a pass are kept under.
+
+        Transformers leave out a mask that is full. So where a model reads values, passes with a
+        full mask are told from others; to look at masks costs a wait for the device otherwise.
+        """
+        found = (layer, *signature(module, arguments, keywords))
+        known = self._maps.get(found)
+        if known is None or not known.reads_values:
+            return found
+        masks = full_masks(arguments, keywords)
+        return found if masks == known.masks else (*found, masks)
+
     def end_tracing(self) -> None:
         """Give the records of a pass that is over their tokens."""
         tracing, found, begun, way = self.tracing, self._map, self._begun, self._way
@@ -235,11 +261,14 @@ class Passes:
             layer, arguments, keywords = self._arguments
             elements = flatten((arguments, dict(keywords)))
             self._outer = layer, tracing.owner(layer, elements, is_outer=True)
+        given = self._arguments
         self.stop_tracing()
         records = self.records[self._first :]
         counts = Counter([each.watched.layer for each in records])
         if tracing is not None:
             found = tracing.finish(counts)
+            if found.reads_values and given is not None:
+                found.masks = full_masks(*given[1:])
             earlier = self._maps.pop(self._signature, None)
             if earlier is not None:
                 found.is_dynamic |= earlier.is_dynamic
@@ -254,6 +283,7 @@ class Passes:
             self.last, self._begun = begun(found), None
         if tracing is None and way is not None and way.way != found.way:
             found.state = None
+            found.is_dynamic = found.is_open  # data decides: from now on, follow each pass
             self._refuse(None, _OTHER_NUMBERS)
             return
         if tracing is None:

@@ -1,67 +1,144 @@
-"""What a pass may depend on beside its arguments: the attributes of modules, and random numbers.
+"""What a pass may depend on beside its tensors: attributes of modules, arguments, random numbers.
 
 Tokens that an earlier pass has found are kept. A model that rolls its input by `self.step` takes
 another way each time, with the same shapes: where one of its attributes has changed, the way is
-compared (`rules/way.py`).
+compared (`rules/way.py`). So it is where nobody can say whether a value has changed.
 """
 
 from __future__ import annotations
 
+import enum
 import random
 import sys
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 _INTERNAL = len(vars(nn.Module()))  # attributes that every module begins with, and `training`
-_PLAIN = frozenset({bool, int, float, str, bytes, complex, type(None)})
+_PLAIN: frozenset[type] = frozenset({bool, int, float, str, bytes, complex, type(None)})
 _OWN = ("torch.nn.", "torch.jit.")  # modules that move nothing by attributes, and scripted ones
-_LONGEST = 4096  # entries of a list or an array that are compared
+_LONGEST = 4096  # entries of a list or an array, and of everything together, that are compared
+_LISTS = (list, tuple, set, frozenset, deque)
+_MORE: tuple[type, ...] = (dict, OrderedDict, defaultdict, SimpleNamespace)
+_VALUES = _PLAIN.union(_LISTS, _MORE)  # that attributes of classes are compared as
+_FIXED = (
+    type, enum.Enum, BuiltinFunctionType, ModuleType, ref, nn.Module,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
-def python_state(modules: Iterable[nn.Module]) -> list[object]:
-    """The attributes of these modules that are no tensors, modules or functions, as values."""
-    found: list[object] = []
-    seen: set[int] = set()
+def python_state(modules: Iterable[nn.Module], arguments: Iterable[object] = ()) -> list[object]:
+    """What these modules and arguments hold that is no tensor, module or function, as values."""
+    copies = _Copies()
+    found: list[object] = [copies.of(each) for each in arguments if type(each) not in _PLAIN]
+    kinds: dict[type, None] = {}  # in order
     for module in modules:
         found.append(module.training)
-        if type(module).__module__.startswith(_OWN):
+        kind = type(module)
+        if kind.__module__.startswith(_OWN):
             continue
-        for value in islice(vars(module).values(), _INTERNAL, None):
-            if type(value) in _PLAIN:
-                found.append(value)
-            elif not isinstance(value, (Tensor, nn.Module)) and id(value) not in seen:
-                seen.add(id(value))  # a configuration, which all modules share
-                found.append(_frozen(value, 3))
+        kinds[kind] = None
+        values = islice(vars(module).values(), _INTERNAL, None)
+        found += [value if type(value) in _PLAIN else copies.of(value) for value in values]
+    found.append(copies.of_classes(kinds))
     return found
 
 
-def _frozen(value: Any, depth: int) -> object:
-    """A copy of a value that can be compared later; an object of its own where there is none."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if depth == 0 or isinstance(value, (Tensor, nn.Module)):
-        return None
-    if issubclass(kind, (list, tuple, set, frozenset, deque)):
-        return len(value), [_frozen(each, depth - 1) for each in islice(value, _LONGEST)]
-    if issubclass(kind, dict):
-        pairs = islice(value.items(), _LONGEST)
-        return len(value), [(repr(key), _frozen(each, depth - 1)) for key, each in pairs]
-    if issubclass(kind, random.Random):
-        return value.getstate()
-    if hasattr(kind, "__next__"):
-        return object()  # an iterator: nobody knows what it gives next
-    if hasattr(kind, "tobytes") and hasattr(kind, "size"):  # an array of another library
-        return value.tobytes() if value.size <= _LONGEST else None
-    try:
-        inner = vars(value)
-    except TypeError:
-        return None
-    return [each for each in inner.values() if type(each) in _PLAIN]
+class _Copies:
+    """Copies of values that can be compared later; each value is copied once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, object] = {}  # the values: an id is one as long as its value is there
+        self._left = _LONGEST
+
+    def of(self, value: Any) -> object:
+        """A copy of a value; an object of its own, equal to nothing, where there is none."""
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            return None  # reading its values is noticed in the pass
+        if isinstance(value, _FIXED) or id(value) in self._seen:
+            return id(value)
+        self._seen[id(value)] = value
+        self._left -= 1
+        return object() if self._left < 0 else self._of_object(value)
+
+    def _of_object(self, value: Any) -> object:
+        kind = type(value)
+        if issubclass(kind, _LISTS):
+            return kind, self._several(value)
+        if issubclass(kind, Mapping):
+            return kind, self._several(map(repr, value)), self._several(value.values())
+        if issubclass(kind, random.Random):
+            return value.getstate()
+        if issubclass(kind, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        if hasattr(kind, "bit_generator"):  # NumPy's random numbers
+            return repr(value.bit_generator.state)
+        if hasattr(kind, "__next__"):
+            return object()  # an iterator: nobody knows what it gives next
+        if issubclass(kind, partial):
+            return self.of(value.func), self.of(value.args), self.of(value.keywords)
+        if kind is MethodType:
+            return self.of(value.__func__), self.of(value.__self__)
+        if kind is FunctionType:
+            return value.__code__, self._several(_contents(value))
+        if hasattr(kind, "tobytes") and hasattr(kind, "size"):  # an array of another library
+            return value.tobytes() if value.size <= _LONGEST else object()
+        return self._of_attributes(value)
+
+    def _several(self, values: Iterable[object]) -> list[object]:
+        found = [self.of(each) for each in islice(values, max(0, self._left) + 1)]
+        self._left -= len(found)
+        return found if self._left >= 0 else [object()]
+
+    def _of_attributes(self, value: Any) -> object:
+        names = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        inner = getattr(value, "__dict__", None)
+        if inner is None and not names:
+            return object()  # written in another language
+        slots = [getattr(value, name, None) for name in names]
+        return self._several([*slots, *(inner or {}).values()])
+
+    def of_classes(self, kinds: Iterable[type]) -> object:
+        """The attributes of classes of modules, and of those above them, that are values."""
+        several = dict.fromkeys(above for kind in kinds for above in kind.__mro__)
+        found: list[object] = []
+        for each in several:
+            if not each.__module__.startswith("torch."):
+                names = [name for name, value in vars(each).items() if type(value) in _VALUES]
+                found += [vars(each)[name] for name in names if name[:2] != "__"]
+        return self._several(found)
+
+
+def _slots(kind: type) -> list[str]:
+    """The names of what instances of a class hold without a dictionary."""
+    names = vars(kind).get("__slots__", ())
+    several = (names,) if isinstance(names, str) else names
+    private = f"_{kind.__name__.lstrip('_')}"
+    return [
+        private + name if name.startswith("__") else name
+        for name in several
+        if not name.endswith("__")
+    ]
+
+
+def _contents(function: FunctionType) -> list[object]:
+    """The defaults of a function, and the variables that it has closed over."""
+    found: list[object] = [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            found.append(None)
+    return found
 
 
 def random_state() -> object:

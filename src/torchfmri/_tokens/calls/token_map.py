@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchfmri._tokens.calls.python_state import random_state
 from torchfmri._tokens.rules import layer_rules as rules
-from torchfmri._tokens.rules.arguments import given_origins, main_element
+from torchfmri._tokens.rules.arguments import given_origins, is_mask, main_element
 from torchfmri._tokens.rules.origins import (
     NOBODY,
     SEVERAL,
@@ -92,6 +92,7 @@ class TokenMap:
         state: The attributes of modules with which it is taken; None until two passes in a row
             have taken the same way.
         is_open: It may differ in any pass, for it depends on data or random numbers.
+        reads_values: The model reads values out of tensors; `masks`, which of its masks were full.
     """
 
     def __init__(self) -> None:
@@ -106,6 +107,8 @@ class TokenMap:
         self.way = 0
         self.state: list[object] | None = None
         self.is_open = False
+        self.reads_values = False
+        self.masks: tuple[bool, ...] = ()
 
 
 class Tracing:
@@ -194,7 +197,9 @@ class Tracing:
         found = TokenMap()
         found.counts, found.constants = dict(counts), frozenset(self._constants)
         found.outer, found.way = self._outer, self.trace.way
-        found.is_open = self.trace.reads_numbers or random_state() != self._random
+        found.reads_values = self.trace.reads_values
+        found.is_open = found.reads_values or random_state() != self._random
+        found.is_dynamic = self.trace.has_data_shapes
         found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
         lookups = self._rows_of_constants()
         for record, origins, shape in self._outputs:
@@ -326,9 +331,16 @@ def signature(
     plain = [
         (key, value if isinstance(value, _PLAIN) else repr(value))
         for key, value in (*enumerate(arguments), *keywords.items())
-        if isinstance(value, _PLAIN) or _is_list_of_numbers(value)
+        if _is_plain(value, 3)
     ]
     return (model.training, torch.is_grad_enabled(), *tensors, *plain)
+
+
+def full_masks(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> tuple[bool, ...]:
+    """Which masks leave nothing out: models that read values often branch on this."""
+    elements = flatten_arguments(arguments, keywords)
+    masks = [each.tensor for each in elements if is_mask(each)]
+    return tuple(each.is_meta or bool(each.all()) for each in masks)
 
 
 def assign(record: Record, tokens: CallTokens) -> None:
@@ -341,5 +353,10 @@ def assign(record: Record, tokens: CallTokens) -> None:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _is_list_of_numbers(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value)
+def _is_plain(value: object, depth: int) -> bool:
+    """Whether a value is a number, a text, or a list or dictionary of these."""
+    if isinstance(value, _PLAIN):
+        return True
+    several = value.values() if isinstance(value, dict) else value
+    is_container = isinstance(value, (list, tuple, dict)) and depth > 0
+    return is_container and all(_is_plain(each, depth - 1) for each in several)  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ def _aligned(element: Element, found: Sequence[tuple[Tensor, Origins]]) -> Origi
     """
     tensor = element.tensor
     is_decoders = element.path.startswith("decoder")
-    if _is_mask(element) or tensor.ndim < 2 or is_decoders:
+    if is_mask(element) or tensor.ndim < 2 or is_decoders:
         return None
     for number, (other, origins) in enumerate(found):
         is_another = tensor.is_floating_point() and not number
@@ -72,10 +72,11 @@ def main_element(elements: Sequence[Element]) -> Element | None:
     named = {each.path: each for each in elements}
     first = [named[name] for name in TOKENS if name in named]
     several = [*first, *elements]
-    return next((each for each in several if not _is_mask(each)), several[0] if several else None)
+    return next((each for each in several if not is_mask(each)), several[0] if several else None)
 
 
-def _is_mask(element: Element) -> bool:
+def is_mask(element: Element) -> bool:
+    """Whether an argument says which tokens are there, and has none itself."""
     return "mask" in element.path or element.tensor.dtype == torch.bool
 
 
@@ -110,7 +111,7 @@ def _beside(sources: Sources, element: Element, main: Tensor, stack: str) -> Ori
     tensor, shape = element.tensor, tuple(element.tensor.shape)
     whole = tuple(main.shape) if main.ndim == 2 else tuple(main.shape[:2])
     nobody = torch.full((), NOBODY, dtype=torch.int64, device=tensor.device).expand(shape)
-    if _is_mask(element) or not shape or shape[0] == 1 != whole[0]:
+    if is_mask(element) or not shape or shape[0] == 1 != whole[0]:
         return Origins(nobody)
     has_features = tensor.is_floating_point() or tensor.ndim > 2
     if tensor.ndim - has_features >= 2:

@@ -43,8 +43,9 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         sources: The grids of tokens.
         way: The way that the run has taken, see `way.py`.
-        reads_numbers: Whether Python was handed a whole number out of a tensor that may differ in
-            another run.
+        reads_values: Whether Python was handed a value out of a tensor, or a yes or no about it,
+            that may differ in another run.
+        has_data_shapes: Whether values decided the shape of a tensor (`nonzero`).
     """
 
     supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
@@ -68,7 +69,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.count = 0
         self.way = 0
-        self.reads_numbers = False
+        self.reads_values = False
+        self.has_data_shapes = False
 
     # -- what is known of a tensor -------------------------------------------------------------
 
@@ -187,11 +189,11 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Operations of our own, which are no part of the way."""
-        way = self.way
+        before = self.way, self.reads_values, self.has_data_shapes
         try:
             yield
         finally:
-            self.way = way
+            self.way, self.reads_values, self.has_data_shapes = before
 
     # -- one operation -----------------------------------------------------------------------
 
@@ -220,15 +222,15 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         operands, results = tensors_in(arguments, keywords), tensors_in((result,), {})
         leaves = frozenset().union(*(self.leaves(each) for each in operands))
         name = name_of(function)
-        if name == "_local_scalar_dense":
-            (tensor,) = operands
-            fractions = tensor.is_floating_point() or tensor.is_complex()
-            is_number = not fractions and tensor.dtype != torch.bool
-            self.reads_numbers |= is_number and not self.is_fixed(tensor)
+        tags = getattr(function, "tags", ())
+        if not all(map(self.is_fixed, operands)):
+            self.reads_values |= torch.Tag.data_dependent_output in tags
+            by_numbers = name == "index" and not any(_is_mask(each) for each in operands[1:])
+            self.has_data_shapes |= torch.Tag.dynamic_output_shape in tags and not by_numbers
         known = any(self.origins(each) is not None for each in operands)
         is_derived = bool(leaves) and not self.has_data(operands)
         if name in NEW or not known or is_derived:
-            drawn = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+            drawn = torch.Tag.nondeterministic_seeded in tags
             has_fixed = not drawn and all(map(self.is_fixed, operands)) and not known
             for each in results:
                 self.forget(each)
@@ -320,3 +322,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         first = first if filled is None else first.copy_(filled)
         self.set(base, found.but(first=first, second=None, is_dynamic=dynamic))
         self._written.add(id(base))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)

@@ -331,7 +331,7 @@ def test_a_row_that_is_looked_up_long_after_it_went_bad(
     def step(number: int) -> None:
         index = torch.tensor([number])
         model(index).square().mean().backward()
-        hook = optimizer.register_step_post_hook(spoil) if number == spoilt_at else None
+        hook = optimizer.register_step_pre_hook(spoil) if number == spoilt_at else None
         optimizer.step()
         if hook is not None:
             hook.remove()
@@ -343,6 +343,44 @@ def test_a_row_that_is_looked_up_long_after_it_went_bad(
     assert words in caught.value.finding.text
     if spoilt_at is None:
         assert "update" not in caught.value.finding.text
+
+
+@pytest.mark.parametrize("by_data", [True, False], ids=["data", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("every", "at", "words"),
+    [
+        (1, 2, "They were changed between step 1 and step 2, not by the optimizer."),
+        (3, 4, "They were changed between step 3 and step 4, not by the optimizer."),
+        (3, 3, "An update in steps 1 to 2 made them so, or something else"),
+        (3, 5, "An update in step 4 made them so, or something else"),
+    ],
+)
+def test_weights_that_the_loop_changes_are_not_blamed_on_the_optimizer(
+    by_data: bool, every: int, at: int, words: str
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, on_nonfinite="raise", every=every)
+
+    def train() -> None:
+        for number in range(6):
+            if number == at and by_data:
+                model.weight.data[0, 0] = math.nan
+            elif number == at:
+                weights = {"weight": torch.full((2, 4), math.nan), "bias": torch.zeros(2)}
+                model.load_state_dict(weights)
+            with monitor.step():
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(NonFiniteError) as caught:
+        train()
+    found = caught.value.finding
+    assert (found.problem, found.step) == ("nonfinite_weights", at)
+    assert words in found.text
+    assert "The optimizer's update in" not in found.text
+    assert "load_state_dict" in found.advice
 
 
 def test_nothing_is_claimed_where_the_weights_were_not_recorded() -> None:

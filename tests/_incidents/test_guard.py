@@ -331,7 +331,7 @@ def test_a_row_that_is_looked_up_long_after_it_went_bad(
     def step(number: int) -> None:
         index = torch.tensor([number])
         model(index).square().mean().backward()
-        hook = optimizer.register_step_post_hook(spoil) if number == spoilt_at else None
+        hook = optimizer.register_step_pre_hook(spoil) if number == spoilt_at else None
         optimizer.step()
         if hook is not None:
             hook.remove()
@@ -343,6 +343,44 @@ def test_a_row_that_is_looked_up_long_after_it_went_bad(
     assert words in caught.value.finding.text
     if spoilt_at is None:
         assert "update" not in caught.value.finding.text
+
+
+@pytest.mark.parametrize("by_data", [True, False], ids=["data", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("every", "at", "words"),
+    [
+        (1, 2, "They were changed between step 1 and step 2, not by the optimizer."),
+        (3, 4, "They were changed between step 3 and step 4, not by the optimizer."),
+        (3, 3, "An update in steps 1 to 2 made them so, or something else"),
+        (3, 5, "An update in step 4 made them so, or something else"),
+    ],
+)
+def test_weights_that_the_loop_changes_are_not_blamed_on_the_optimizer(
+    by_data: bool, every: int, at: int, words: str
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, on_nonfinite="raise", every=every)
+
+    def train() -> None:
+        for number in range(6):
+            if number == at and by_data:
+                model.weight.data[0, 0] = math.nan
+            elif number == at:
+                weights = {"weight": torch.full((2, 4), math.nan), "bias": torch.zeros(2)}
+                model.load_state_dict(weights)
+            with monitor.step():
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(NonFiniteError) as caught:
+        train()
+    found = caught.value.finding
+    assert (found.problem, found.step) == ("nonfinite_weights", at)
+    assert words in found.text
+    assert "The optimizer's update in" not in found.text
+    assert "load_state_dict" in found.advice
 
 
 def test_nothing_is_claimed_where_the_weights_were_not_recorded() -> None:
@@ -531,3 +569,110 @@ def test_where_warnings_are_errors_the_step_is_held_and_the_error_says_why(attac
     with pytest.raises(NonFiniteWarning, match="holds NaN"):  # our own are errors in tests
         run(training.monitor, training.step, 5, attach)
     assert training.finite()
+
+
+# -- batches that somebody writes into ------------------------------------------------------------
+
+
+class WritesIntoItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= x.mean(1, keepdim=True)
+        x /= x.std(1, keepdim=True)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def with_buffer(
+    model: nn.Module, bad: int, value: float, folder: Path, *, clears: bool = False, tells: int = 0
+) -> NonFiniteError:
+    """A loop with one buffer for all batches; sample 1 of step `bad` is `value` throughout.
+
+    Args:
+        model: That is trained.
+        bad: The step that is not finite.
+        value: All values of the sample.
+        folder: For incidents.
+        clears: Whether the loop writes into the buffer once the gradients are there.
+        tells: Whether it tells the batch before the model is called (1), after (2), or not at all.
+    """
+    torch.manual_seed(0)
+    criterion = nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options: Any = {"on_nonfinite": "raise", "incidents": Incidents(folder, weights=True)}
+    loss = None if tells else criterion
+    monitor = Monitor(model, optimizer, loss=loss, **options)
+    buffer, target = torch.zeros(4, 8), torch.zeros(4, 3)
+
+    def step(number: int) -> None:
+        if tells == 1:
+            monitor.batch((buffer, target))
+        found = criterion(model(buffer), target)
+        if tells == 2:
+            monitor.batch((buffer, target))
+        if tells:
+            monitor.loss(found)
+        found.backward()
+        if clears:
+            buffer.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train() -> None:
+        for number in range(4):
+            buffer.copy_(torch.randn(4, 8))
+            if number == bad:
+                buffer[1] = value
+            with monitor.step():
+                step(number)
+
+    with pytest.raises(NonFiniteError) as caught:
+        train()
+    assert caught.value.step == bad
+    return caught.value
+
+
+@pytest.mark.parametrize("tells", [0, 1, 2])
+def test_a_finite_batch_that_the_model_writes_into_is_not_accused(
+    tells: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = with_buffer(WritesIntoItsInput(), 0, 3.0, tmp_path / "first", tells=tells).finding
+    assert first.problem == "nonfinite_loss"
+    assert "The batch was written into by the model" in first.text
+    assert "repair" not in first.advice
+    assert "replay" not in first.advice
+    assert main(["replay", str(tmp_path / "first"), "--factory", f"{__name__}:make_writer"]) == 1
+    said = capsys.readouterr().out
+    assert "nonfinite_not_reproduced" in said
+    assert "holds NaN" not in said
+    # Earlier steps have shown what the model does: the batch was copied, and the origin is found.
+    later = with_buffer(WritesIntoItsInput(), 2, 3.0, tmp_path / "later", tells=tells).finding
+    assert later.problem == "nonfinite_forward"
+    assert "0 / 0" in later.text
+    assert later.evidence["operation"] == "div_"
+    assert later.evidence["rows"] == [1]
+    assert main(["replay", str(tmp_path / "later"), "--factory", f"{__name__}:make_writer"]) == 1
+    assert "0 / 0" in capsys.readouterr().out
+
+
+def make_writer() -> tuple[nn.Module, None, nn.Module]:
+    return WritesIntoItsInput(), None, nn.MSELoss()
+
+
+def test_a_batch_that_the_loop_clears(tmp_path: Path) -> None:
+    first = with_buffer(nn.Linear(8, 3), 0, math.nan, tmp_path, clears=True).finding
+    assert first.problem == "nonfinite_loss"
+    assert "The batch was written into after the model had returned" in first.text
+    assert "in the same way" not in first.text
+    assert "replay" not in first.advice
+    later = with_buffer(nn.Linear(8, 3), 2, math.nan, tmp_path, clears=True).finding
+    assert later.problem == "nonfinite_data"
+    assert "holds NaN in sample 1 of argument 0: 8 of 32 values" in later.text
+
+
+def test_bad_weights_are_named_whatever_happened_to_the_batch(tmp_path: Path) -> None:
+    model = WritesIntoItsInput()
+    model.head.weight.data[0, 0] = math.nan
+    assert with_buffer(model, 0, 3.0, tmp_path).finding.problem == "nonfinite_weights"

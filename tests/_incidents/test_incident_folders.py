@@ -145,13 +145,13 @@ def test_a_malformed_dtype_is_damage_and_not_the_model_s(
     assert "calls.json" in text
 
 
-def test_folders_behind_links_are_passed_over(
+def test_folders_behind_links_are_not_read(
     folder: Path, tmp_path: Path, replay: Callable[..., tuple[int, str]]
 ) -> None:
     (folder / "rank-0").rename(tmp_path / "elsewhere")
     (folder / "rank-0").symlink_to(tmp_path / "elsewhere")
     code, text = replay(folder)
-    assert (code, "holds no incident" in text) == (2, True)
+    assert (code, "without the part of any process" in text) == (2, True)
     (tmp_path / "several").mkdir()
     (tmp_path / "several" / "step-000000").symlink_to(folder)
     assert replay(tmp_path / "several")[0] == 2
@@ -360,6 +360,24 @@ def test_the_highest_step_is_replayed_whatever_was_touched_last(
     assert "Step 3 of process 0" in replay(folder.parent)[1]
     shutil.rmtree(folder.with_name("step-000010-11"))
     assert "Step 2 of process 0" in replay(folder.parent)[1]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_newest_is_not_passed_over_because_its_parts_are_gone(
+    folder: Path, is_link: bool, tmp_path: Path, replay: Callable[..., tuple[int, str]]
+) -> None:
+    newest = shutil.copytree(folder, folder.with_name("step-000009"))
+    shutil.move(newest / "rank-0", tmp_path / "elsewhere")
+    if is_link:
+        (newest / "rank-0").symlink_to(tmp_path / "elsewhere")
+    for place in (folder.parent, newest):
+        code, text = replay(place)
+        assert (code, "'step-000009' cannot be read" in text) == (2, True), text
+        assert "without the part of any process" in text
+    assert replay(folder)[0] == 1
+    shutil.rmtree(newest)
+    newest.mkdir()  # the process was killed before it wrote anything
+    assert replay(folder.parent)[0] == 1
 
 
 def test_odd_batches_are_kept_as_far_as_they_can_be(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchfmri._monitor.updates import SAMPLE, Updates, is_sampled, local_part
+from torchfmri._monitor.updates import Updates, is_sampled, local_part
+from torchfmri._records import UPDATE_SAMPLE
 from torchfmri._torch import private
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.private import norms
@@ -35,17 +36,17 @@ def test_ratio_equals_the_obvious_one(dtype: torch.dtype) -> None:
 
 
 def test_a_large_parameter_is_sampled_evenly() -> None:
-    weight = torch.randn(SAMPLE * 5 + 3)
+    weight = torch.randn(UPDATE_SAMPLE * 5 + 3)
     assert is_sampled(weight)
-    assert not is_sampled(weight[:SAMPLE])
+    assert not is_sampled(weight[:UPDATE_SAMPLE])
     update = torch.randn_like(weight) * 0.01
     found = ratios({"w": weight}, {"w": weight + update})["w"]
     assert math.isclose(found, 0.01, rel_tol=0.05)
 
 
 def test_memory_of_a_sample_is_bounded() -> None:
-    updates = Updates({"w": torch.ones(SAMPLE * 7 + 1)})
-    assert updates._before["w"].numel() <= SAMPLE
+    updates = Updates({"w": torch.ones(UPDATE_SAMPLE * 7 + 1)})
+    assert updates._before["w"].numel() <= UPDATE_SAMPLE
 
 
 def test_odd_parameters() -> None:

@@ -121,7 +121,7 @@ class Aftermath:
         scale = 1.0 if subject.scaler is None else float(gradient_scale(subject.scaler))
         step = BadStep(
             number, seen.calls, seen.known_losses, subject.bad_gradients(), False, scale,
-            seen.told_batch,
+            seen.told_batch, frozenset(seen.overwritten),
         )  # fmt: skip
         reason = self._why_not()
         if not reason:
@@ -199,7 +199,7 @@ class Aftermath:
             "model": type(unwrap(model)).__name__,
             "training": model.training,
             "compiled": self._subject.is_compiled,
-            "batch_was_written": any(call.was_written for call in seen.calls),
+            "batch_was_written": any(call.was_written for call in seen.kept_calls),
             "after_update": finding.problem == "nonfinite_update" and finding.step == number - 1,
             "scaler": None if scaler is None else dict(scaler.state_dict()),
             "losses": [float(loss.detach()) for loss in seen.known_losses],

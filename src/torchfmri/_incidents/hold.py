@@ -125,6 +125,7 @@ class Hold:
             NonFiniteError: They are not finite, and that is to be raised.
         """
         seen, self._stepped = self._watch.step, True
+        self._watch.notice_overwriting()
         # A fused optimizer that divides by the scale itself also leaves such a step out itself.
         leaves_out = getattr(optimizer, "grad_scale", None) is not None
         gradients = [] if leaves_out else gradients_of(optimizer)

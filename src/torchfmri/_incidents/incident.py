@@ -221,20 +221,39 @@ def find_incident(folder: Path) -> Path:
     """The folder of one incident: this one, or that of the highest step in it.
 
     Raises:
+        FileFormatError: Its parts are missing.
         InspectionError: There is none.
     """
     if not folder.is_dir():
         raise InspectionError(f"There is no folder {str(folder)!r}.")
     if ranks_of(folder):
         return folder
+    _refuse_without_parts(folder)
     inside = [name for name in list_names(folder) if _is_folder(folder / name)]
-    incidents = [name for name in inside if ranks_of(folder / name)]
+    incidents = [name for name in inside if _is_incident(folder / name)]
     if not incidents:
         raise InspectionError(
             f"{str(folder)!r} holds no incident. A Monitor writes them with "
             "Monitor(model, optimizer, incidents='folder')."
         )
-    return folder / max(incidents, key=_order)
+    newest = folder / max(incidents, key=_order)
+    _refuse_without_parts(newest)
+    return newest
+
+
+def _is_incident(folder: Path) -> bool:
+    """Whether an incident was written here; an interrupted one has neither summary nor parts."""
+    return any(name == _SUMMARY or _RANK.fullmatch(name) for name in list_names(folder))
+
+
+def _refuse_without_parts(folder: Path) -> None:
+    """Raise for an incident whose parts are gone: another one must not be shown in its place."""
+    if _is_incident(folder) and not ranks_of(folder):
+        raise FileFormatError(
+            folder.name,
+            "it is an incident without the part of any process: its folders rank-0, ... are "
+            "missing, or are links. Name the folder of another incident to replay that one",
+        )
 
 
 def _order(name: str) -> tuple[int, int, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import RandomState, copy_of_data, random_state, runnable
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
 
 
@@ -45,7 +45,10 @@ class ModelCall:
         keywords: The keyword arguments.
         random: What the random generators were about to draw.
         autocast: As it was around the call.
-        versions: Of the tensors among the arguments, to see whether they were written to since.
+        given: The tensors that model and loss were handed, each with its version then, to see
+            whether they were written into since.
+        is_copy: Whether the arguments are copies, which nobody else writes into.
+        is_written_by_model: Whether the model wrote into its arguments while it ran.
         outputs: Path -> storage of what was returned, until the loss has been seen.
         loss_arguments: What the loss module was called with; None where it was not seen, or holds
             something computed from the output that cannot be told.
@@ -55,7 +58,9 @@ class ModelCall:
     keywords: Mapping[str, Any]
     random: RandomState
     autocast: tuple[Autocast, ...]
-    versions: tuple[int, ...] = ()
+    given: list[tuple[Tensor, int]] = field(default_factory=list)
+    is_copy: bool = False
+    is_written_by_model: bool = False
     outputs: dict[int, str] = field(default_factory=dict)
     loss_arguments: tuple[Any, ...] | None = None
 
@@ -75,9 +80,18 @@ class ModelCall:
         }
 
     @property
+    def overwritten(self) -> set[int]:
+        """The identities of those tensors given that were written into since."""
+        return {id(tensor) for tensor, version in self.given if _version(tensor) != version}
+
+    @property
     def was_written(self) -> bool:
-        """Whether something has been written into the arguments since the call."""
-        return self.versions != _versions((self.arguments, self.keywords))
+        """Whether what is remembered is no longer what model and loss were called with."""
+        return not self.is_copy and bool(self.overwritten)
+
+    def ended(self) -> None:
+        """The model has run: what is written into from here on is the loop's doing."""
+        self.is_written_by_model = bool(self.overwritten)
 
     def returned(self, output: Any) -> None:
         """Remember what the model returned, by where it lies in memory."""
@@ -92,7 +106,8 @@ class ModelCall:
             elif any(element.tensor.requires_grad for element in flatten(each)):
                 return  # made from the output in a way that we do not know
             else:
-                found.append(each)
+                self.given += versions(each)
+                found.append(map_tensors(each, copy_of_data) if self.is_copy else each)
         self.loss_arguments = tuple(found)
 
     def run(self, model: nn.Module, loss: Callable[..., Any] | None = None) -> Any:
@@ -164,8 +179,17 @@ class ModelCall:
         return call
 
 
-def call_of(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> ModelCall:
-    """The call that is about to be made; nothing is copied and no device waited for."""
+def call_of(
+    model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], copy: bool = False
+) -> ModelCall:
+    """The call that is about to be made; no device is waited for.
+
+    Args:
+        model: That is called.
+        arguments: The positional arguments.
+        keywords: The keyword arguments.
+        copy: Whether to copy the tensors among them, because somebody writes into them.
+    """
     devices = dict.fromkeys(["cpu", next((p.device.type for p in model.parameters()), "cpu")])
     states = tuple(
         Autocast(
@@ -176,8 +200,12 @@ def call_of(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str,
         )
         for device in devices
     )
-    versions = _versions((arguments, keywords))
-    return ModelCall(arguments, dict(keywords), random_state(), states, versions)
+    given, named = versions((arguments, keywords)), dict(keywords)
+    if copy:
+        arguments, named = map_tensors(arguments, copy_of_data), map_tensors(named, copy_of_data)
+    kept = {id(each.tensor) for each in flatten((arguments, named))}
+    is_copy = copy and kept.isdisjoint(id(tensor) for tensor, _ in given)  # not of every container
+    return ModelCall(arguments, named, random_state(), states, given=given, is_copy=is_copy)
 
 
 def _read_autocast(device: Any, enabled: Any, dtype: Any, cached: Any) -> Autocast:
@@ -201,10 +229,13 @@ def _address(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-def _versions(values: Any) -> tuple[int, ...]:
-    return tuple(
-        -1 if each.tensor.is_inference() else each.tensor._version for each in flatten(values)
-    )
+def versions(values: Any) -> list[tuple[Tensor, int]]:
+    """The tensors among some values, each with its version: how often it was written into."""
+    return [(each.tensor, _version(each.tensor)) for each in flatten(values)]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _encode_outputs(arguments: tuple[Any, ...] | None) -> list[Any] | None:

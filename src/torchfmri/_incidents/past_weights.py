@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from torchfmri._incidents.report import made_by_update
+from torchfmri._incidents.report import changed_between, made_by_update
 from torchfmri._model import unwrap
-from torchfmri._records import Finding, History, Series
+from torchfmri._records import UPDATE_SAMPLE, Finding, History, Series
 
 
 def dated(
@@ -42,16 +42,33 @@ def dated(
     first_bad = int(steps[int(bad.argmax())]) if bad.any() else number
     last_good = int(steps[steps < first_bad][-1])
     done = [held.get(step) for step in range(last_good, first_bad)]
-    if parameter.requires_grad and any(action != "skip" for action in done):
+    if not parameter.requires_grad or all(action == "skip" for action in done):
+        remark = f" At step {last_good} it was finite, and no update has changed it since."
+        return replace(finding, text=finding.text + remark)
+    left_finite = _was_left_finite(finding, last_good, history)
+    if left_finite is None and "continue" in done:  # bad gradients were applied: reason enough
+        left_finite = False
+    if left_finite is False:
         return made_by_update(finding, (last_good, first_bad - 1), "continue" not in done)
-    remark = f" At step {last_good} it was finite, and no update has changed it since."
-    return replace(finding, text=finding.text + remark)
+    return changed_between(finding, last_good, first_bad, left_finite is not None)
+
+
+def _was_left_finite(finding: Finding, number: int, history: History) -> bool | None:
+    """Whether the update of a step left a parameter finite; None where that was not recorded."""
+    found = finding.evidence
+    step = history[int(np.flatnonzero(history.steps == number)[0])]
+    if found["parameter"] not in step.parameters:
+        return None
+    if not np.isfinite(step.updates[0, step.parameters.index(found["parameter"])]):
+        return False
+    is_seen = found["count"] <= UPDATE_SAMPLE or found["nan"] + found["inf"] == found["count"]
+    return True if is_seen else None
 
 
 def _record_of(
     name: str, number: int, history: History
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """The steps at whose end a parameter was recorded, and at which of them it was not finite."""
+    """The steps before whose update a parameter was recorded, and where it was not finite."""
     if Series(name, "parameters") not in history.series:
         return np.zeros(0, np.int64), np.zeros(0, np.bool_)
     counts = history.values(name, "parameters", "nan") + history.values(name, "parameters", "inf")

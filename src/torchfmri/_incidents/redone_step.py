@@ -17,6 +17,11 @@ from torchfmri._records import Finding
 from torchfmri._torch import flatten
 
 _MOST_NAMES = 4
+OVERWRITTEN = (
+    "Compute a new tensor (x = x - x.mean(), not x -= x.mean()), or hand the model a copy "
+    "(model(x.clone())). A Monitor that has seen an earlier step do this keeps copies by itself "
+    "and finds the origin."
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class BadStep:
         after_update: Whether the optimizer stepped before, from finite gradients.
         scale: By what the GradScaler multiplies the loss.
         batch: As the user told it.
+        overwritten: The identities of tensors that are no longer what they were in the step.
     """
 
     number: int
@@ -40,6 +46,7 @@ class BadStep:
     after_update: bool = False
     scale: float = 1.0
     batch: Any = None
+    overwritten: frozenset[int] = frozenset()
 
 
 def redo(step: BadStep, model: nn.Module, loss: Callable[..., Any] | None) -> Finding | None:
@@ -53,9 +60,14 @@ def redo(step: BadStep, model: nn.Module, loss: Callable[..., Any] | None) -> Fi
     for index, call in enumerate(step.calls):
         known = loss if call.loss_arguments is not None else None
         finding = redo_call(step, call, model, known)
-        if finding is not None:
+        if finding is not None and not (call.was_written and depends_on_batch(finding)):
             return _of_micro_batch(finding, index, len(step.calls))
     return None
+
+
+def depends_on_batch(finding: Finding) -> bool:
+    """Whether another batch might have led to another finding: all but one about the weights."""
+    return finding.problem not in ("nonfinite_weights", "nonfinite_update")
 
 
 def redo_call(
@@ -119,8 +131,13 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
     data = _bad_data(step, was_called)
     if data is not None:
         return data
+    written = next((call for call in step.calls if call.was_written), None)
     remark = f" The origin was not looked for: {reason}." if reason else ""
-    if was_called:
+    if written is not None:
+        who = "by the model" if written.is_written_by_model else "after the model had returned"
+        remark += f" The batch was written into {who}: what it held before is not known, and so "
+        remark += "neither is the origin."
+    elif was_called:
         remark = " The model, called again in the same way, was finite"
         remark += ": compiled code gave what eager code does not." if compiled else "."
     bad = [loss for loss in step.losses if not bool(loss.detach().isfinite().all())]
@@ -130,7 +147,7 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
         text = f"The loss of step {step.number} is {float(bad[0].detach())}.{remark}{named}"
         return Finding(
             "nonfinite_loss", "alarm", (), "loss", step.number, text,
-            _advice(step, is_written, operations),
+            OVERWRITTEN if written is not None else _advice(step, is_written, operations),
             {"operations": operations, "compiled": compiled},
         )  # fmt: skip
     names = list(step.gradients)
@@ -140,7 +157,8 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
     text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
     return Finding(
         "nonfinite_backward", "alarm", layers[:1], "backward", step.number, text,
-        _advice(step, is_written), {"parameters": names, "compiled": compiled},
+        OVERWRITTEN if written is not None else _advice(step, is_written),
+        {"parameters": names, "compiled": compiled},
     )  # fmt: skip
 
 
@@ -153,7 +171,7 @@ def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
         for path, tensor in flatten(step.batch)
     ]
     for path, tensor in (*calls, *told):
-        content = None if id(tensor) in known else read_content(tensor)
+        content = None if id(tensor) in known | step.overwritten else read_content(tensor)
         if content is not None and (content.nan or content.pos_inf):  # -inf may be a mask
             event = Event(0, "data", "", Place("data"), content, path)
             found = report(Lineage(event, event, event), Context(None, step.number))

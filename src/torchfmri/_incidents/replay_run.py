@@ -17,7 +17,7 @@ from torchfmri._incidents.aftermath import weight_norms
 from torchfmri._incidents.incident import Part, read_part
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import loss_in
-from torchfmri._incidents.redone_step import BadStep, redo_call
+from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_batch, redo_call
 from torchfmri._incidents.stored_data import omissions
 from torchfmri._model import Subject, unwrap
 from torchfmri._records import Finding
@@ -95,11 +95,14 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         _scale(part),
     )  # fmt: skip
     found, ran_loss = None, True
+    is_written = bool(part.about.get("batch_was_written"))
     for call in part.calls:
         moved = _to_device(call, model)
         loss = _loss_for(subject, moved, part.told, notes)
         ran_loss = ran_loss and (subject.loss is None or loss is not None)
         found = redo_call(step, moved, model, loss)
+        if found is not None and is_written and depends_on_batch(found):
+            found = None
         if found is not None:
             break
     finding = found or _not_reproduced(part, ran_loss)
@@ -111,8 +114,6 @@ def _prepare(model: nn.Module, part: Part) -> list[str]:
     kept = {"calls": [call.to_data() for call in part.calls], "told": part.told}
     absent = dict.fromkeys(omissions(kept))
     notes = [f"A {kind} among the batch could not be kept." for kind in absent]
-    if part.about.get("batch_was_written"):
-        notes.append("The batch was written to after the model was called.")
     if part.weights is not None:
         inner = unwrap(model)
         try:
@@ -239,7 +240,13 @@ def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
 
 
 def _not_reproduced(part: Part, ran_loss: bool) -> Finding:
-    if not ran_loss:
+    if part.about.get("batch_was_written"):
+        why = (
+            "The batch was written into after the model was called, so the one in the folder is "
+            "not the one of the step, and running it again does not show the origin."
+        )
+        advice = OVERWRITTEN
+    elif not ran_loss:
         why = (
             "The model, run again, is finite. The loss was not run, because its targets were not "
             "written: it began there or with the targets, as far as can be told."

@@ -28,6 +28,14 @@ _BAD_UPDATE = (
     "Lower the learning rate, or raise the optimizer's eps; look at its state (Adam's second "
     "moment overflows in half precision)."
 )
+_BAD_CHANGE = (
+    "Look at what writes to the weights outside of optimizer.step(): load_state_dict, a checkpoint "
+    "that holds NaN, averaging, clamping or pruning by hand."
+)
+_UNRECORDED = (
+    "If nothing does, lower the learning rate or raise the optimizer's eps. Monitor(every=1) "
+    "records every update."
+)
 
 _MOST_SAMPLES = 8
 """So many samples are named."""
@@ -148,6 +156,31 @@ def made_by_update(
         f"{source}.",
         advice=_BAD_UPDATE if of_finite_gradients else _BAD_WEIGHTS,
     )
+
+
+def changed_between(finding: Finding, last_good: int, first_bad: int, is_after: bool) -> Finding:
+    """A finding about non-finite weights that no recorded update has made.
+
+    Args:
+        finding: Names the weights.
+        last_good: The last step at which they were recorded as finite.
+        first_bad: The first step before which they were not.
+        is_after: Whether they were finite after the update of `last_good` too.
+    """
+    found, when = finding.evidence, "after" if is_after else "before"
+    text = (
+        f"The weights {found['parameter']!r} were finite {when} the optimizer's update in step "
+        f"{last_good}, and held {found['value']} before step {first_bad} ({_how_many(found)})."
+    )
+    first = last_good + int(is_after)
+    if first == first_bad:
+        text += f" They were changed between step {last_good} and step {first_bad}, not by the "
+        text += "optimizer."
+        return replace(finding, text=text, advice=_BAD_CHANGE)
+    span = f"step {first}" if first == first_bad - 1 else f"steps {first} to {first_bad - 1}"
+    text += f" An update in {span} made them so, or something else that wrote to them: what the "
+    text += "updates did there was not recorded in full."
+    return replace(finding, text=text, advice=f"{_BAD_CHANGE} {_UNRECORDED}")
 
 
 def _how_many(found: Mapping[str, Any]) -> str:

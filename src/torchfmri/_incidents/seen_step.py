@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._incidents.buffers import Buffers
-from torchfmri._incidents.model_call import ModelCall, call_of
+from torchfmri._incidents.model_call import ModelCall, call_of, versions
 from torchfmri._incidents.origin import loss_in
 from torchfmri._model import unwrap
 from torchfmri._torch import (
@@ -26,7 +26,7 @@ MOST_CALLS = 64
 
 
 class SeenStep:
-    """One step, by reference: nothing is copied, and no device waited for.
+    """One step, by reference where nobody writes into its batch; no device is waited for.
 
     Attributes:
         calls: The calls of the model with gradients, one per micro-batch.
@@ -49,6 +49,12 @@ class SeenStep:
     def kept_calls(self) -> list[ModelCall]:
         """The calls to write down: those that were seen, else the one that was told of."""
         return self.calls or ([self.told_call] if self.told_call is not None else [])
+
+    @property
+    def overwritten(self) -> set[int]:
+        """The identities of the tensors that were written into since they were seen or told."""
+        told = [self.told_call] if self.told_call is not None else []
+        return set().union(*(call.overwritten for call in (*self.calls, *told)))
 
     def release_graphs(self) -> None:
         """Let go of the graphs of the losses: only the latest may be of use."""
@@ -89,6 +95,7 @@ class StepWatch:
         self._model, self._loss, self._scaler = model, loss, scaler
         self._entered, self._stop = entered, failed
         self._handles: list[Any] = []
+        self._copies = False  # whether batches are written into, so that references do not do
         self.buffers = Buffers(unwrap(model))
 
     def begin(self) -> None:
@@ -117,6 +124,10 @@ class StepWatch:
             self._handles.pop().remove()
         self.step = SeenStep()
 
+    def notice_overwriting(self) -> None:
+        """Copy batches from now on, if somebody has written into those of this step."""
+        self._copies = self._copies or any(call.overwritten for call in self.step.calls)
+
     def was_skipped(self) -> bool:
         """Whether the scaler has gone on to the next step without the optimizer."""
         version = self.step.scale_version
@@ -134,6 +145,7 @@ class StepWatch:
         keywords = dict(batch) if isinstance(batch, Mapping) else {}
         arguments = () if keywords else (batch[0] if is_pair else batch,)
         self.step.told_call = call_of(self._model, arguments, keywords)
+        self.step.told_call.given = versions(batch)
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, MEANT_FOR_THE_USER):
@@ -153,12 +165,13 @@ class StepWatch:
         if not self.step.calls:  # something may have run since the step began
             self.buffers.keep_if_written()
         self.step.release_graphs()
-        self.step.calls.append(call_of(self._model, arguments, keywords))
+        self.step.calls.append(call_of(self._model, arguments, keywords, self._copies))
         del self.step.calls[:-MOST_CALLS]
 
     def _leave(self, _: nn.Module, __: object, output: Any) -> None:
         if not self._counts() or not self.step.calls:
             return
+        self.step.calls[-1].ended()
         if self._loss is not None:
             self.step.calls[-1].returned(output)
             return

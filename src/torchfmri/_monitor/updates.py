@@ -1,7 +1,7 @@
 """How far one optimizer step moves the weights, relative to their size.
 
-A copy of all weights would double their memory, so a parameter with more than `SAMPLE` values is
-represented by at most that many of them, evenly spaced: the ratio is then an estimate.
+A copy of all weights would double their memory, so a parameter with more than `UPDATE_SAMPLE`
+values is represented by at most that many of them, evenly spaced: the ratio is then an estimate.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchfmri._records import UPDATE_SAMPLE
 from torchfmri._torch import differences, norms
-
-SAMPLE = 16_384
 
 
 class Moved(NamedTuple):
@@ -54,7 +53,7 @@ class Updates:
 
 def is_sampled(parameter: Tensor) -> bool:
     """Whether the ratio of this parameter is an estimate from a sample."""
-    return local_part(parameter).numel() > SAMPLE
+    return local_part(parameter).numel() > UPDATE_SAMPLE
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ def local_part(parameter: Tensor) -> Tensor:
 def _sample(parameter: Tensor) -> Tensor:
     """A copy of evenly spaced values, in float32 or wider."""
     flat = local_part(parameter).reshape(-1)
-    sample = flat[:: max(1, -(-flat.numel() // SAMPLE))]
+    sample = flat[:: max(1, -(-flat.numel() // UPDATE_SAMPLE))]
     if sample.is_complex():
         sample = torch.view_as_real(sample)
     wide = torch.float64 if sample.dtype == torch.float64 else torch.float32

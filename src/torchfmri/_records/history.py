@@ -32,6 +32,8 @@ FIELDS = (
 )  # fmt: skip
 COUNTS = frozenset({"count", "nan", "inf", "pos_inf", "neg_inf", "zero", "subnormal"})
 UPDATES = "updates"
+UPDATE_SAMPLE = 16_384
+"""The update of a parameter with more values than these is known from a sample of them."""
 COLUMNS: dict[str, type] = {
     "step": int, "layer": str, "what": str,
     **{name: int if name in COUNTS else float for name in FIELDS},

@@ -52,7 +52,7 @@ def test_inspecting_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert any("all zero" in table for table in tables)
     text = "".join(output.get("text", "") for output in outputs)
-    assert "First difference: activations of 'conv3'" in text
+    assert "the output of 'conv3': differs by" in text
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")

@@ -130,9 +130,9 @@ def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
         page.page.wait_for_selector(".banner", state="hidden", timeout=30_000)
         count = shown + 50
         page.until(f"{APP}.data.columns === {count}", timeout=30_000)
-        pieces = page.page.evaluate(
-            f"() => Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)"
-        )
+        every = f"Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)"
+        page.until(f"{every}.every(each => each !== undefined)", timeout=30_000)
+        pieces = page.page.evaluate(f"() => {every}")
         assert pieces == [f" t{t}" for t in range(count)]
         page.set(follow=False, first=0, last=0)
         plane = f"{APP}.plane('layers')"

@@ -140,7 +140,7 @@ ROWS = [
     "lens", "lens --prompt", "lens --prompt hi --position x", "lens --prompt hi --position 99",
     "lens --prompt hi --token 'two words'", "lens --prompt hi --against 'two words'",
     "lens --prompt hi --model tinny", "lens --prompt hi --picture {folder}/x.docx",
-    "lens --prompt '' --model tiny", "scan --prompt hi --attention mpl",
+    "scan --prompt hi --attention mpl",
     "routing --seeds 0 --out {new}", "routing --seeds -1 --out {new}",
     "routing --hidden-size 7 --out {new}",
     "routing --hidden-size 0 --out {new}", "routing --blocks 0 --out {new}",

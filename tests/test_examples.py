@@ -134,11 +134,23 @@ def test_doctests(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert runner.tries or ">>> " not in source, "examples that nobody ran"
 
 
+def _parsed(source: str) -> ast.Module:
+    """Parse a module.
+
+    Python 3.11 raises SystemError where another thread compiles at the same moment, such as that of
+    a page which an example opened (python/cpython#106905).
+    """
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
 def find_doctests(module: ModuleType, source: str) -> Iterator[doctest.DocTest]:
     """The examples of what a file defines; public names report another module than this one."""
     globs = vars(module).copy()
     yield doctest.DocTestParser().get_doctest(module.__doc__ or "", globs, "module", None, None)
-    for node in ast.parse(source).body:
+    for node in _parsed(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             value = getattr(module, node.name)
             yield from doctest.DocTestFinder().find(value, node.name, module=False, globs=globs)

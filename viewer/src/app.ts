@@ -1,6 +1,6 @@
 // The viewer: holds the state, turns events into changes of it, and draws what follows from it.
 
-import { MAPS, SIGNED_MAPS, SMALL, cssColour, decode, scaleOf, shareOf } from "./colour";
+import { MAPS, SIGNED_MAPS, cssColour, decode, scaleOf, shareOf } from "./colour";
 import { Data, Health } from "./data";
 import { bars, factsOf, histogram, percentile } from "./details";
 import { count, exact, h, say, short, shortLeft, visible } from "./dom";
@@ -700,7 +700,7 @@ export class App {
     ui.metrics.replaceChildren(...sequence.metrics.map((each, i) => button(each.title, each.name === state.metric, () => this.showMetric(i), `${each.unit} (${i + 1})`)));
     ui.meaning.textContent = this.metric?.meaning ?? "";
     ui.norms.replaceChildren(
-      button("each row", state.norm === "row", () => this.set({ norm: "row" }), "Each row by its own 99.5th percentile; with up to 200 columns by its maximum (n)"),
+      button("each row", state.norm === "row", () => this.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
       button("all rows", state.norm === "global", () => this.set({ norm: "global" }), "One scale for all rows (n)"));
     const depths: State["depth"][] = ["blocks", "parts", "all"];
     ui.depths.replaceChildren(...depths.map((each) => button(each, state.depth === each, () => this.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
@@ -738,10 +738,9 @@ export class App {
     const scale = scaleOf(header, this.state.norm, Math.max(0, this.rows[this.rowIndex]?.plane === "layers" ? this.rows[this.rowIndex].index : 0));
     const map = header.signed ? SIGNED_MAPS[this.state.map] : this.state.map;
     const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
-    const few = header.columns <= SMALL;
     const words = global
       ? [say(scale.low), say(scale.high)]
-      : [header.signed ? `−${few ? "maximum" : "p99.5"}` : scale.logarithmic ? "1/100 of it" : "0", `the row’s ${few ? "maximum" : "99.5th percentile"}`];
+      : [header.signed ? "−p99.5" : scale.logarithmic ? "1/100 of it" : "0", "the row’s 99.5th percentile"];
     this.ui.bar.replaceChildren(
       h("span", {}, this.metric.unit), h("span", { class: "end" }, words[0]), strip, h("span", { class: "end" }, words[1] + (scale.logarithmic ? " (log)" : "")),
       h("i", { class: "no-value" }), h("span", {}, "no value"),

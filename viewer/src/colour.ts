@@ -14,8 +14,6 @@ const STOPS: Record<string, string> = {
 };
 export const MAPS = ["viridis", "cividis", "batlow"];
 export const SIGNED_MAPS: Record<string, string> = { viridis: "vik", cividis: "PuOr", batlow: "vik" };
-/** Up to so many columns the 99.5th percentile of a row is its largest value. */
-export const SMALL = 200;
 const GLOBAL_DECADES = 4;
 const WIDE = 30;
 

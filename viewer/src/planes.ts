@@ -1,6 +1,6 @@
 // Planes: headers and tiles of tables, fetched when they are needed and painted when they are drawn.
 
-import { Header, SMALL, decode, lookup } from "./colour";
+import { Header, decode, lookup } from "./colour";
 import { Transport } from "./transport";
 
 export const WIDTH = 256;
@@ -138,7 +138,7 @@ export class Plane {
     }
     header.columns = Math.max(header.columns, first + count);
     header.levels = 1 + Math.max(0, Math.ceil(Math.log2(header.columns / WIDTH)));
-    if (this.place.plane === "tracks" || header.columns <= SMALL) this.raise(header, count, codes);
+    if (this.place.plane === "tracks") this.raise(header, count, codes);
     for (let level = 0; level < header.levels; level++) {
       const [from, to] = [first >> level, (first + count - 1) >> level];
       for (let x = Math.floor(from / WIDTH); x <= Math.floor(to / WIDTH); x++) {

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchfmri._viewer.board import LAYERS, TRACKS, Board
-from torchfmri._viewer.tiles import SMALL, Plane, Table
+from torchfmri._viewer.tiles import Plane, Table
 from torchfmri.exceptions import InspectionError
 
 CHUNK = 2048
@@ -223,7 +223,7 @@ def _longer(plane: Plane, table: Table) -> Plane:
     longer.nonfinite = plane.nonfinite + (~np.isfinite(table[plane.columns :])).sum(0)
     for name in ("scale", "limit", "tops", "middle"):
         setattr(longer, name, getattr(plane, name))
-    if plane.bars or len(table) <= SMALL:  # the page does the same with what it is sent
+    if plane.bars:  # the page does the same with what it is sent
         sizes = np.abs(table[plane.columns :])
         longer.tops = np.maximum(plane.tops, sizes.max(0, initial=0, where=np.isfinite(sizes)))
     return longer

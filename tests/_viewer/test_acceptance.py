@@ -530,8 +530,7 @@ def test_two_thousand_layers(page: Page) -> None:
 def test_a_scan_without_sequences_says_so(page: Page) -> None:
     with served(Scan(make_anatomy(1), [], {"model": "m"})._board()) as view:
         page.page.goto(view.url)
-        page.page.wait_for_selector(".cover h2")
-        assert "Nothing here yet" in page.text(".cover")
+        page.page.wait_for_selector(".cover h2:text('Nothing here yet')")
 
 
 def test_an_error_is_shown_and_can_be_tried_again(

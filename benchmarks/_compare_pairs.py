@@ -93,7 +93,7 @@ def _forward(model: nn.Module, data: Any) -> Any:
 
 
 def right_and_left_padded(name: str) -> Pair | None:
-    """The same texts padded on the right and on the left, with their positions."""
+    """Return two runs of one batch of texts, padded on the right and on the left."""
     if name not in (*CAUSAL, "bert"):
         return None
     ids = batch(name, None)["input_ids"]

@@ -30,7 +30,7 @@ from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
 
 PARTS = ("calibration", "power", "speed", "real")
 BOUND = 19
-"""Of 200 draws: the 99 % bound of a true 5 %."""
+"""How many of 200 draws may find something: the 99 % bound of a true 5 %."""
 _PERMUTATIONS = 199
 
 

@@ -216,12 +216,12 @@ class Subject:
         return options
 
     def milliseconds_per_token(self) -> float:
-        """Of plain `generate`, the best of three runs."""
+        """Return what a token of plain `generate` takes, the best of three runs."""
         self.generate()
         return 1e3 * min(time_once(self.generate) for _ in range(3)) / self.new_tokens
 
     def logits(self) -> Tensor:
-        """Of every new token of plain `generate`, (n, vocabulary)."""
+        """Return the logits of every new token of plain `generate`, (n, vocabulary)."""
         found = self.model.generate(
             self.ids, attention_mask=torch.ones_like(self.ids), max_new_tokens=self.new_tokens,
             return_dict_in_generate=True, output_logits=True, **self.options,

@@ -63,7 +63,7 @@ def _factor(one: Tensor, two: Tensor) -> Kind | None:
 
 
 def _shift(one: Tensor, two: Tensor) -> Kind | None:
-    """The same vector added at every token."""
+    """Return a shift: b is a plus one vector that is equal at every token."""
     if len(one) < _TOKENS:
         return None
     by = (two - one).mean(0, keepdim=True)
@@ -103,7 +103,7 @@ def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
 
 
 def _permutation(one: Tensor, two: Tensor) -> Kind | None:
-    """The same units in another order: found by sorting them by a random sum over tokens."""
+    """Return a permutation of units, found by sorting both sides by a random sum over tokens."""
     tokens, units = one.shape
     if units < 2 or tokens < _TOKENS:
         return None

@@ -205,7 +205,7 @@ FAULTS = (
           _write("model.layers.1.mlp.down_proj",
                  lambda m: m.weight.copy_((m.weight / m.weight.abs().max() * 127).round()
                                           * m.weight.abs().max() / 127)),
-          "model.layers.1.mlp.down_proj", 0, "parameter"),
+          "model.layers.1.mlp.down_proj", 0, "precision"),
     Fault("sliding window 4 -> 3", "gemma3", _built(sliding_window=3), "model.layers.0.self_attn",
           3, "from_position"),
     Fault("norm weight without + 1", "gemma3",

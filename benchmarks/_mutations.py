@@ -1,8 +1,10 @@
 """Random damage: to bytes, to files of a folder, and to JSON by someone who can seal it again."""
 
+import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import zlib
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SEAL_BYTES = 20
+DESCRIBED = re.compile(r"steps-\d+\.safetensors|run\.inspection|a\.contrast")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 3, 1 << 62, 10**80, 1.5, 1e300, "", "load", "x" * 5_000, "\x1b[2J", "../x",
     "float32", [], [[]], [1, 2], {}, {"$float": "nan"}, {"tensor": "0"}, {"dict": [[1, 2]]},
@@ -131,8 +134,37 @@ def change_tensor_file(data: bytes, choose: random.Random) -> bytes:
     return struct.pack("<Q", size) + header + tensors
 
 
+def change_described(path: Path, choose: random.Random) -> None:
+    """Change a file of tensors that has its description in the header, and put its checksums right.
+
+    Its checksums are `crc32` of the tensors, `layout` of what the header says of them, and the one
+    that seals the description.
+    """
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, tensors = json.loads(data[8 : 8 + length]), data[8 + length :]
+    said = header.pop("__metadata__")
+    kind = choose.random()
+    if kind < 0.6:
+        key = choose.choice([each for each in said if each in ("torchfmri", "record")])
+        said[key] = change_sealed(said[key].encode(), choose).decode(errors="replace")
+    elif kind < 0.8:
+        change_value(header, choose)
+    else:
+        tensors = damage(tensors, choose)
+    layout = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    said |= {"crc32": f"{zlib.crc32(tensors):08x}", "layout": f"{zlib.crc32(layout):08x}"}
+    text = json.dumps({"__metadata__": said, **header}, ensure_ascii=False).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + tensors)
+
+
 def change_on_purpose(folder: Path, choose: random.Random) -> str:
     """Change a file and every checksum that guards it; says which file it was."""
+    described = sorted(each for each in folder.rglob("*") if DESCRIBED.fullmatch(each.name))
+    if described:
+        path = choose.choice(described)
+        change_described(path, choose)
+        return path.name
     files = sorted(each for each in folder.rglob("*") if each.suffix in (".json", ".jsonl"))
     files = [each for each in files if b'"crc32":"' in each.read_bytes()[-30:]]
     if not files:  # version 0.1 had no checksums
@@ -161,4 +193,18 @@ def change_on_purpose(folder: Path, choose: random.Random) -> str:
         lines[at] = changed + b"\n"
         changed = b"".join(lines)
     path.write_bytes(changed)
+    relist(path)
     return named
+
+
+def relist(path: Path) -> None:
+    """Put the digests right that the `part.json` beside a file of an incident has."""
+    part = path.with_name("part.json")
+    if part == path or not part.exists():
+        return
+    record = json.loads(part.read_bytes())
+    for name, entry in record["files"].items():
+        data = path.with_name(name).read_bytes()
+        entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    del record["crc32"]
+    part.write_bytes(seal(json.dumps(record).encode()[:-1]))

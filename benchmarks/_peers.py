@@ -97,7 +97,7 @@ def build_nnsight(task: Task) -> dict[str, Run]:
 
     # Wraps a copy: what nnsight installs on the model must not slow down the plain run.
     wrapped = TransformersModel(
-        copy.deepcopy(task.model), task="text-generation", tokenizer=_make_tokenizer()
+        copy.deepcopy(task.model), task="text-generation", tokenizer=make_tokenizer()
     )
     layers = [_find(wrapped, name) for name in task.linears]
     tokens, new_tokens = task.tokens, task.new_tokens
@@ -135,7 +135,7 @@ def build_transformer_lens(task: Task) -> dict[str, Run]:
 
     # The name only selects the architecture; weights and sizes are those of our model.
     bridge = TransformerBridge.boot_transformers(
-        "Qwen/Qwen3-0.6B", hf_model=copy.deepcopy(task.model), tokenizer=_make_tokenizer()
+        "Qwen/Qwen3-0.6B", hf_model=copy.deepcopy(task.model), tokenizer=make_tokenizer()
     )
     ends = tuple(
         [f".attn.{name}.hook_out" for name in ("q", "k", "v", "o")]
@@ -246,7 +246,7 @@ def _find(root: Any, name: str) -> Any:
     return root
 
 
-def _make_tokenizer(vocabulary: int = 1000) -> Any:
+def make_tokenizer(vocabulary: int = 1000) -> Any:
     """A tokenizer for tools that insist on one; the benchmarks feed tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -41,6 +41,9 @@ class Small:
 
 def architectures() -> list[tuple[str, str, str]]:
     """All (kind, model type, class) that transformers lists, without repeated classes."""
+    # Imported whole: an import that `within` interrupts would leave no class to build.
+    import transformers.generation.utils
+    import transformers.modeling_utils  # noqa: F401
     from transformers.models.auto import modeling_auto as auto
 
     tables = {
@@ -186,18 +189,18 @@ class TooLongError(BaseException):
 
 @contextlib.contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Raise a TooLongError after so many seconds."""
+    """Raise a TooLongError after so many seconds of this process: others do not count."""
 
     def stop(*_: Any) -> None:
         raise TooLongError(f"took more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 # Widths, and sizes to be set otherwise or, with None, to be left alone.

@@ -1,11 +1,13 @@
 """Planted faults located by compare, pairs that differ by rounding, and training runs that part.
 
 `--pairs` prints the table of real pairs in docs/compare.md, `--faults` that of planted faults,
-`--runs` that of training runs; without an option all three.
+`--unseen` those of architectures on which no threshold was chosen, `--runs` that of training runs;
+without an option all of them.
 """
 
 import argparse
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,20 +16,26 @@ from torch import nn
 from benchmarks._compare_faults import FAULTS, Fault
 from benchmarks._compare_models import MODELS, batch, build
 from benchmarks._compare_pairs import EXPECTED, PAIRS, pairs, quiet
+from benchmarks._compare_unseen import FAULTS as PLANTED
+from benchmarks._compare_unseen import fault_pairs, rounding_pairs
 from benchmarks._timing import describe_machine, report
 from torchfmri import Comparison, Monitor, Run, compare
-from torchfmri._compare.pairing import FACTOR
+from torchfmri._compare.difference import FACTOR
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", action="store_true", help="planted faults")
     parser.add_argument("--pairs", nargs="*", metavar="KIND", help=f"of {', '.join(PAIRS)}")
+    parser.add_argument(
+        "--unseen", nargs="*", choices=("pairs", "faults"), help="architectures not tuned on"
+    )
     parser.add_argument("--runs", action="store_true", help="training runs")
 
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     """The tables that were asked for."""
-    everything = not (arguments.faults or arguments.runs or arguments.pairs is not None)
+    several = (arguments.pairs, arguments.unseen)
+    everything = not (arguments.faults or arguments.runs) and several == (None, None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
@@ -37,6 +45,10 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
                 result |= _faults() | _silent()
             if arguments.pairs is not None or everything:
                 result |= _pairs(arguments.pairs or None)
+            if arguments.unseen is not None or everything:
+                parts = arguments.unseen or ("pairs", "faults")
+                result |= _unseen_pairs() if "pairs" in parts else {}
+                result |= _unseen_faults() if "faults" in parts else {}
             if arguments.runs or everything:
                 result |= _runs()
     finally:
@@ -113,16 +125,60 @@ def _pairs(wanted: list[str] | None) -> dict[str, Any]:
         forward = [
             p.worst for each in found.values() for p in each.pairs if p.direction == "forward"
         ]
-        ratios = [
-            p.worst / p.threshold * FACTOR
-            for each in found.values()
-            for p in each.pairs
-            if 0 < p.threshold < float("inf")
-        ]
         rows.append(
-            f"| {kind} | {len(found)} | {len(parted)} | {max(forward):.1e} | {max(ratios):.2g} |"
+            f"| {kind} | {len(found)} | {len(parted)} | {max(forward):.1e} "
+            f"| {_ratio(found.values()):.2g} |"
         )
     return {"alarms_on_rounding_pairs": alarms, "pairs": rows}
+
+
+# -- architectures and seeds not looked at before ------------------------------------------------
+
+
+def _unseen_pairs() -> dict[str, Any]:
+    pairs: dict[str, list[Comparison]] = {}
+    for kind, name, a, b in rounding_pairs():
+        found = compare(a, b)
+        pairs.setdefault(kind, []).append(found)
+        report(f"{kind}, {name}: {found.summary()}; {_ratio([found]):.2g} times own noise")
+    silent = ["| pair | pairs | part | times own noise |", "|---|---|---|---|"]
+    for kind, several in pairs.items():
+        parted = sum(not each.agree for each in several)
+        silent.append(f"| {kind} | {len(several)} | {parted} | {_ratio(several):.2g} |")
+    return {"unseen_pairs": silent}
+
+
+def _unseen_faults() -> dict[str, Any]:
+    rows = ["| planted | float32 | bfloat16 | of these by size alone | silent but listed |",
+            "|---|---|---|---|---|"]  # fmt: skip
+    for fault in PLANTED:
+        found = {low: _found(fault, low) for low in (False, True)}
+        rows.append(_fault_row(fault, found[False], found[True]))
+        report(rows[-1])
+    return {"unseen_faults": rows}
+
+
+def _found(fault: str, low: bool) -> list[Comparison]:
+    return [compare(a, b) for _, a, b in fault_pairs(fault, low=low)]
+
+
+def _fault_row(fault: str, high: list[Comparison], low: list[Comparison]) -> str:
+    seen = [sum(not each.agree for each in several) for several in (high, low)]
+    by_size = sum(any(pair.differs and not pair.repeats for pair in each.pairs) for each in low)
+    listed = sum(each.agree and bool(each.changes) for each in low)
+    return (
+        f"| {fault} | {seen[0]} of {len(high)} | {seen[1]} of {len(low)} | {by_size} | {listed} |"
+    )
+
+
+def _ratio(several: Iterable[Comparison]) -> float:
+    """The largest difference in units of the measured noise."""
+    return max(
+        pair.worst / pair.noise * FACTOR
+        for each in several
+        for pair in each.pairs
+        if 0 < pair.noise < float("inf")
+    )
 
 
 # -- training runs -------------------------------------------------------------------------------

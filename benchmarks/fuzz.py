@@ -1,4 +1,4 @@
-"""Does anything that torchfmri reads do harm? Random damage to scans, incidents and models.
+"""Does anything that torchfmri reads do harm? Random damage to all its files, and to models.
 
 Each mutation changes one file of a folder: its bytes, what it is (a pipe, a link, a sparse file),
 or its content with every checksum put right. Then the folder is read as a user reads it. What must
@@ -9,6 +9,7 @@ memory, a file opened outside of the folder, a row missing without a word, a val
 import argparse
 import contextlib
 import io
+import json
 import os
 import random
 import resource
@@ -21,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +30,31 @@ from torch import nn
 
 import torchfmri
 from benchmarks._mutations import change_on_purpose, damage_file
+from benchmarks._single_files import (
+    Reading,
+    make_contrast,
+    make_history,
+    make_inspection,
+    make_lesions,
+    make_states,
+    read_contrast,
+    read_history,
+    read_inspection,
+    read_lesions,
+    read_states,
+)
 from torchfmri import Anatomy, InspectionError, Scan, ScannedSequence, Tokens
 from torchfmri.cli import COMMANDS
 from torchfmri.cli import main as command_line
 
 REPLAY = [command for command in COMMANDS if command.name == "replay"]
 SECONDS, BYTES = 10.0, 1 << 30
-SHARES = {"scan": 0.6, "incident": 0.28, "old_incident": 0.1, "model": 0.02}
+SHARES = {
+    "scan": 0.5, "incident": 0.22, "old_incident": 0.08, "history": 0.05, "inspection": 0.05,
+    "contrast": 0.04, "lesions": 0.02, "states": 0.02, "model": 0.02,
+}  # fmt: skip
+UNGUARDED = ("old_incident", "states", "model")
+"""What has no checksums of ours: damage may go unnoticed, and must do no harm."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +70,6 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
         return _fuzz(arguments.mutations, arguments.seed, folder)
     finally:
         shutil.rmtree(folder)
-
-
-class Reading(NamedTuple):
-    """What a reader made of a folder.
-
-    Attributes:
-        rows: What it found; compared with what is there without damage.
-        words: What it reported as missing or damaged.
-    """
-
-    rows: dict[str, bytes]
-    words: tuple[str, ...] = ()
 
 
 class Harm(Exception):  # noqa: N818 it is not an error but a finding
@@ -100,9 +107,7 @@ def read_scan(folder: Path) -> Reading:
     if rows:
         with contextlib.suppress(InspectionError):  # the first sequence may be damaged
             shown += scan.table(width=80)
-    if "\x1b" in shown:
-        raise Harm("a control character was shown")
-    return Reading(rows, words)
+    return Reading(rows, words, shown)
 
 
 class Spread(nn.Module):
@@ -118,19 +123,19 @@ def make_subject() -> tuple[nn.Module, torch.Tensor, nn.Module]:
     return nn.Sequential(nn.Linear(4, 4), Spread()), torch.ones(1, 4), nn.MSELoss()
 
 
-def make_incident(folder: Path) -> None:
+def make_incident(folder: Path, value: float = 1.0) -> None:
     model, _, loss = make_subject()
     with torch.no_grad():
         model[0].weight.zero_()
-        model[0].bias.fill_(1)
+        model[0].bias.fill_(value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = torchfmri.Incidents(folder, weights=True)
     monitor = torchfmri.Monitor(
         model, optimizer, on_nonfinite="raise", incidents=options, loss=loss
     )
-    ones = torch.ones(2, 4)
+    batch = torch.full((2, 4), value)
     with contextlib.suppress(torchfmri.NonFiniteError), monitor.step():
-        loss(model(ones), ones).backward()
+        loss(model(batch), batch).backward()
         optimizer.step()
 
 
@@ -143,8 +148,6 @@ def make_old_incident(folder: Path) -> None:
 
 def make_old(path: Path) -> None:
     """Write a file of an incident as version 0.1 did, and the arrays that belong to it."""
-    import json
-
     record = json.loads(path.read_bytes())
     tensors = path.with_suffix(".safetensors")
     if tensors.exists():
@@ -154,22 +157,25 @@ def make_old(path: Path) -> None:
         tensors.unlink()
         path.write_text(json.dumps(record["data"], indent=1))
         return
-    kept = {key: each for key, each in record.items() if key not in ("format", "version", "crc32")}
+    new = ("format", "version", "crc32", "incident", "files")
+    kept = {key: each for key, each in record.items() if key not in new}
     path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def read_incident(folder: Path) -> Reading:
-    rows = {}
+    rows, words = {}, []
     for name, more in (("told", []), ("run", ["--factory", "benchmarks.fuzz:make_subject"])):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = command_line(["replay", str(folder), *more], REPLAY)
+            code = command_line(["replay", str(folder), "--json", *more], REPLAY)
         if "\x1b" in out.getvalue() + err.getvalue():
             raise Harm("a control character was shown")
         if code == 2:
             raise InspectionError(err.getvalue())
-        rows[name] = out.getvalue().encode()
-    return Reading(rows)
+        said = json.loads(out.getvalue())
+        words += said.pop("notes")
+        rows[name] = json.dumps(said).encode()
+    return Reading(rows, tuple(each for each in words if not each.startswith("Name your model")))
 
 
 def make_model(folder: Path) -> None:
@@ -193,6 +199,11 @@ SUBJECTS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Reading]]] = 
     "scan": (make_scan, read_scan),
     "incident": (make_incident, read_incident),
     "old_incident": (make_old_incident, read_incident),
+    "history": (make_history, read_history),
+    "inspection": (make_inspection, read_inspection),
+    "contrast": (make_contrast, read_contrast),
+    "lesions": (make_lesions, read_lesions),
+    "states": (make_states, read_states),
     "model": (make_model, read_model),
 }
 
@@ -248,6 +259,8 @@ def _judge(subject: str, folder: Path, expected: Reading, on_purpose: bool) -> s
         with watched(folder), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = SUBJECTS[subject][1](folder)
+        if "\x1b" in found.shown:
+            raise Harm("a control character was shown")
     except InspectionError as error:
         if not on_purpose and subject == "incident" and "The model raised" in str(error):
             raise Harm(f"damage was blamed on the model: {error}") from error
@@ -256,12 +269,14 @@ def _judge(subject: str, folder: Path, expected: Reading, on_purpose: bool) -> s
         if isinstance(error, Harm):
             raise
         raise Harm(f"{type(error).__name__}: {str(error)[:200]}") from error
-    if on_purpose or subject == "old_incident":  # whoever knows the checksum can write anything
+    if on_purpose or subject in UNGUARDED:  # whoever knows the checksum can write anything
         return "read"
     for name, row in found.rows.items():
         if expected.rows.get(name) != row:
             raise Harm(f"{name!r} is wrong")
     missing = expected.rows.keys() - found.rows.keys()
+    if subject == "history":  # without its last files it is that of a run which ended earlier
+        missing = {name for name in missing if name < max(found.rows)}
     if missing and not found.words:
         raise Harm(f"{sorted(missing)} is missing without a word")
     return "reported" if found.words else "harmless"
@@ -281,12 +296,11 @@ def _fuzz(mutations: int, seed: int, place: Path) -> dict[str, Any]:
             expected = SUBJECTS[subject][1](original)
         for number in range(round(share * mutations)):
             shutil.copytree(original, folder, copy_function=shutil.copyfile)
-            on_purpose = subject != "model" and choose.random() < 0.5
+            on_purpose = subject not in ("model", "states") and choose.random() < 0.5
             if on_purpose:
                 how = f"{change_on_purpose(folder, choose)} on purpose"
             else:
-                files = sorted(each for each in folder.rglob("*") if each.is_file())
-                path = choose.choice([each for each in files if each.name != "history.jsonl"])
+                path = choose.choice(sorted(each for each in folder.rglob("*") if each.is_file()))
                 how = f"{path.name}: {damage_file(path, secret, choose)}"
             begun = time.perf_counter()
             try:

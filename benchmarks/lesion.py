@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import torchfmri
+from benchmarks import _lesion_peers
 from benchmarks._timing import Effort, describe_machine, measure_ratios, report
 
-PARTS = ("induction", "cost", "smollm2", "patching")
+PARTS = ("induction", "cost", "smollm2", "patching", "peers")
 COUNTRIES = {
     "France": " Paris", "Germany": " Berlin", "Italy": " Rome", "Spain": " Madrid",
     "Japan": " Tokyo", "China": " Beijing", "Russia": " Moscow", "Egypt": " Cairo",
@@ -37,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of every part, each under its name."""
     chosen = arguments.part or PARTS
-    run = {"induction": induction, "cost": cost, "smollm2": smollm2, "patching": patching}
+    run = {
+        "induction": induction, "cost": cost, "smollm2": smollm2, "patching": patching,
+        "peers": peers,
+    }  # fmt: skip
     found: dict[str, Any] = {}
     for part in PARTS:
         if part in chosen:
@@ -184,14 +188,14 @@ def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [f"The capital of {each} is" for each in countries]
     answers = [COUNTRIES[each] for each in countries]
     seen: list[int] = []
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     lesions = torchfmri.lesion(
         model, tokenizer, prompts, answers, method="both", path=arguments.out,
         on_step=lambda done, total, prompt: (
             seen.append(done), report(f"{done} of {total} lesions: {prompt}")
         ),
     )  # fmt: skip
-    seconds = time.perf_counter() - start
+    seconds, worked = time.perf_counter() - start, time.process_time() - worked
     if arguments.picture is not None:
         lesions.draw(arguments.picture)
     print(lesions.table())
@@ -207,6 +211,7 @@ def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "lesions": len(lesions.names) * len(prompts),
         "seconds_of_this_run": seconds,
+        "processor_seconds": worked,
         "apart_from_plain_passes": max(apart),
         "estimate": lesions.estimate_error(),
         "top": lesions.top(8),
@@ -216,13 +221,18 @@ def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
 # -- indirect objects ----------------------------------------------------------------------------
 
 
+def _gift(one: str, other: str) -> tuple[str, str]:
+    """A prompt whose answer is `one`, and the same with the answer `other`."""
+    text = "When {} and {} went to the store, {} gave a drink to"
+    return text.format(one, other, other), text.format(one, other, one)
+
+
 def patching(arguments: argparse.Namespace) -> dict[str, Any]:
     """Who gets the drink is the name that came once; clean values are put into another prompt."""
     model, tokenizer = torchfmri.load_model("smollm2")
-    text = "When {} and {} went to the store, {} gave a drink to"
     scores, per_block = [], []
     for one, other in list(zip(NAMES[::2], NAMES[1::2], strict=True))[: arguments.pairs]:
-        clean, corrupted = text.format(one, other, other), text.format(one, other, one)
+        clean, corrupted = _gift(one, other)
         heads = torchfmri.patch(
             model, tokenizer, clean, corrupted, f" {one}", f" {other}", of="heads"
         )
@@ -240,3 +250,117 @@ def patching(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens": {"block 0": blocks.labels[subject[0]], "block 29": blocks.labels[subject[1]]},
         "score_of_block_29_at_the_end": float(np.mean(per_block, 0)[29, -1]),
     }
+
+
+# -- the same with other tools -------------------------------------------------------------------
+
+
+def peers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Patches, lesions, patterns and attributions beside those of nnsight and TransformerLens.
+
+    Needs the packages of the extra `benchmarks`; one that is absent is named.
+    """
+    model, tokenizer = torchfmri.load_model("smollm2")
+    small = train_induction_model(arguments.steps)
+    lens = "transformer_lens"
+    rest = {"patterns": _same_patterns, "logit attribution": _same_attribution}
+    return {
+        "patching of SmolLM2's heads": _patching_with_peers(model.eval(), tokenizer),
+        "lesions of induction heads": _lesions_with_peers(small),
+        lens: {
+            name: compare(small if name == "patterns" else model, tokenizer)
+            if _lesion_peers.installed(lens)
+            else "not installed"
+            for name, compare in rest.items()
+        },
+    }
+
+
+def _beside(task: _lesion_peers.Task, own: _lesion_peers.Run) -> dict[str, str]:
+    """What every tool finds for each head: how far from bare hooks, and its seconds."""
+    runs: dict[str, _lesion_peers.Run] = {
+        "bare hooks": _lesion_peers.build_bare_hooks(task),
+        "torchfmri": own,
+    }
+    found: dict[str, str] = {}
+    for name, (package, build) in _lesion_peers.PEERS.items():
+        if _lesion_peers.installed(package):
+            runs[name] = build(task)
+        else:
+            found[name] = f"{package} is not installed"
+    values: dict[str, np.ndarray] = {}
+    for name, run in runs.items():
+        report(f"  {name}")
+        start, worked = time.perf_counter(), time.process_time()
+        values[name] = run()
+        seconds, worked = time.perf_counter() - start, time.process_time() - worked
+        apart = np.abs(values[name] - values["bare hooks"]).max()
+        found[name] = (
+            f"{seconds:.2f} s ({worked:.2f} s of the processor), "
+            f"at most {apart:.1e} from bare hooks"
+        )
+    plain = values["bare hooks"]
+    layer, head = divmod(int(plain.argmax()), task.heads)
+    found["values"] = f"{plain.min():+.3f} to {plain.max():+.3f}, that of L{layer}H{head}"
+    return found
+
+
+def _patching_with_peers(model: Any, tokenizer: Any) -> dict[str, str]:
+    clean, corrupted = _gift(*NAMES[:2])
+    ids = [torch.tensor([tokenizer(each)["input_ids"]]) for each in (corrupted, clean)]
+    answer, foil = (_first_token(tokenizer, f" {each}") for each in NAMES[:2])
+    task = _lesion_peers.Task(
+        model=model, ids=ids[0], donor=ids[1], value=lambda z: z,
+        measure=lambda logits: logits[0, -1, answer] - logits[0, -1, foil],
+    )  # fmt: skip
+
+    def own() -> np.ndarray:
+        one, other = (f" {each}" for each in NAMES[:2])
+        patches = torchfmri.patch(model, tokenizer, clean, corrupted, one, other, of="heads")
+        return patches.patched[:, 0]
+
+    return _beside(task, own)
+
+
+def _lesions_with_peers(model: Any) -> dict[str, str]:
+    ids = repeated(12, torch.Generator().manual_seed(2))
+    task = _lesion_peers.Task(
+        model=model, ids=ids, donor=ids,
+        value=lambda z: z.mean((0, 1), keepdim=True).expand_as(z),
+        measure=lambda logits: torch.stack(
+            [second_half(row, own) for row, own in zip(logits, ids, strict=True)]
+        ).mean(),
+    )  # fmt: skip
+
+    def own() -> np.ndarray:
+        lesions = torchfmri.lesion(
+            model, None, list(ids), metric=second_half, of="heads", edit="mean"
+        )
+        return lesions.lesioned.mean(0)
+
+    return _beside(task, own)
+
+
+def _same_patterns(model: Any, tokenizer: Any) -> str:
+    ids = repeated(4, torch.Generator().manual_seed(2))
+    pairs = zip(
+        _lesion_peers.patterns_of_torchfmri(model, ids),
+        _lesion_peers.patterns_of_lens(model, ids),
+        strict=True,
+    )
+    return f"at most {max(float((a - b).abs().max()) for a, b in pairs):.1e} apart"
+
+
+def _same_attribution(model: Any, tokenizer: Any) -> str:
+    prompt = "The capital of Italy is Rome. The capital of France is"
+    found = torchfmri.attribute_logit(model, tokenizer, prompt, " Paris", against=" Rome")
+    own = [*found.heads.flatten(), *(found[f"L{each}.mlp"] for each in range(len(found.heads)))]
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    tokens = [_first_token(tokenizer, each) for each in (" Paris", " Rome")]
+    other = _lesion_peers.attribution_of_lens(model, ids, *tokens)
+    apart = np.abs(np.array(own) - other).max()
+    return f"{len(own)} heads and MLPs, at most {apart:.1e} apart of {found.logit:.4f}"
+
+
+def _first_token(tokenizer: Any, text: str) -> int:
+    return int(tokenizer(text, add_special_tokens=False)["input_ids"][0])

@@ -8,6 +8,13 @@ is the latter on a model so small that its step is little but overhead. `ours_pe
 peak with the Monitor over the plain peak: resident memory of fresh processes on the CPU, allocated
 memory on CUDA. Where numba is used both processes load it; what numba itself takes is
 `accelerator_megabytes`.
+
+With `--compiled`, `compiled_monitor` is the cost of a Monitor on a model that is compiled by
+`torch.compile`, as a ratio to the plain compiled step, and `eager_monitor` that on the same model
+without compiling, as a ratio to its plain step. `compiled_gradients_apart` is the largest
+difference between the parameters' gradients of the watched and of the plain compiled step, as a
+share of the parameter's largest gradient; `compiled_against_eager_apart` that between the plain
+compiled and the plain eager step.
 """
 
 import argparse
@@ -26,7 +33,15 @@ from torch import nn
 
 from benchmarks._monitor_peers import COPYING, NEEDS, NOTES, PEERS
 from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
-from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
+from benchmarks._timing import (
+    PLAIN_AGAIN,
+    Effort,
+    Run,
+    describe_machine,
+    measure_ratios,
+    report,
+    time_once,
+)
 
 CUDA_SIZES = ((4, 1024), (8, 2048))
 STEPS_FOR_PEAK = 6
@@ -76,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="threads of torch (default: 1; with more, waiting for each other is the noise)",
     )
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
+    parser.add_argument("--compiled", action="store_true", help="a compiled model, and only that")
     parser.add_argument("--peak-of", choices=("plain", "loaded", "ours"), help=argparse.SUPPRESS)
 
 
@@ -89,6 +105,11 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     use_accelerator(arguments.accelerator == "auto")
     on_cuda = arguments.device == "cuda"
     result: dict[str, Any] = {"intervals": {}, "not_installed": [], "errors": {}}
+    if arguments.compiled:
+        batch, tokens = CUDA_SIZES[0] if on_cuda else (4, 128)
+        measure_compiled(build_training(arguments.device, batch, tokens), arguments, result)
+        result["machine"] = describe_machine()
+        return result
     for batch, tokens in CUDA_SIZES if on_cuda else ((4, 128),):
         suffix = f"_b{batch}_s{tokens}" if on_cuda else ""
         report(f"{batch} x {tokens} tokens on {arguments.device}")
@@ -207,6 +228,81 @@ def measure(
         compare(training, runs, arguments, suffix, result)
     seconds = sorted(time_once(training.step) for _ in range(5))[2]
     result[f"plain_milliseconds{suffix}"] = seconds * 1e3
+
+
+def measure_compiled(
+    training: Training, arguments: argparse.Namespace, result: dict[str, Any]
+) -> None:
+    """Add the cost of a Monitor on a compiled model, and on the same model without compiling."""
+    effort = Effort(rounds=arguments.rounds, warm_up=3, slow_seconds=600)
+    with ExitStack() as until:
+        plain, watched = (compiled_twin(training) for _ in range(2))
+        report("compiling")
+        result["compile_seconds"] = time_once(plain.step)
+        monitor = until.enter_context(watch_linears(watched))
+        result["compile_watched_seconds"] = time_once(watched.step)
+        result["compiled_series"] = len(monitor.history.series)
+        result["compiled_notes"] = list(monitor.history.notes)
+        report(str(result))
+        figures = measure_ratios(plain.step, {"compiled_monitor": watched.step}, effort)
+        note_figures(figures, "plain_compiled_again", result)
+        result["plain_compiled_milliseconds"] = 1e3 * min(time_once(plain.step) for _ in range(5))
+        result |= compare_gradients(training, plain, watched)
+        report(str({name: each for name, each in result.items() if "compiled" in name}))
+    with ExitStack() as until:
+        eager = training.twin()
+        until.enter_context(watch_linears(eager))
+        figures = measure_ratios(training.step, {"eager_monitor": eager.step}, effort)
+        note_figures(figures, "plain_again", result)
+    result["plain_milliseconds"] = 1e3 * min(time_once(training.step) for _ in range(5))
+
+
+def compiled_twin(training: Training) -> Training:
+    """A twin whose model is compiled."""
+    twin = training.twin()
+    return twin._replace(model=torch.compile(twin.model))
+
+
+def watch_linears(training: Training) -> Any:
+    """A Monitor of the outputs of all Linears and their gradients."""
+    from torchfmri import Monitor
+
+    what = ("activations", "gradients")
+    return Monitor(training.model, training.optimizer, list(training.layers), what=what)
+
+
+def note_figures(figures: dict[str, Any], again: str, result: dict[str, Any]) -> None:
+    """Put ratios into the result; `again` is what the plain run against itself is called."""
+    for name, figure in figures.items():
+        key = again if name == PLAIN_AGAIN else name
+        result[key], result["intervals"][key] = figure.ratio, [figure.low, figure.high]
+        report(f"  {key}: {figure.ratio:.3f} [{figure.low:.3f}, {figure.high:.3f}]")
+
+
+def compare_gradients(eager: Training, plain: Training, watched: Training) -> dict[str, Any]:
+    """How far loss and gradients of a compiled step are from others, on the same weights."""
+    found = []
+    for each in (eager, plain, watched):
+        for parameter in eager.model.parameters():
+            parameter.grad = None
+        loss = each.model(input_ids=each.tokens, labels=each.tokens).loss
+        loss.backward()
+        gradients = [p.grad.clone() for p in each.model.parameters() if p.grad is not None]
+        found.append((loss.detach(), gradients))
+    for parameter in eager.model.parameters():
+        parameter.grad = None
+    (_, one), (loss, two), (other, three) = found
+
+    def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+        pairs = zip(some, others, strict=True)
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+    return {
+        "compiled_same_loss": bool(torch.equal(loss, other)),
+        "compiled_same_gradients": sum(map(torch.equal, two, three)) / len(two),
+        "compiled_gradients_apart": apart(three, two),
+        "compiled_against_eager_apart": apart(two, one),
+    }
 
 
 def build_peers(

@@ -14,6 +14,9 @@ waiting for it. All that Python does before the backward pass is waited for then
 as much about the host: hence the forward pass is timed by itself as well, how long its calls take
 (`..._host_milliseconds`, of `norms` with attaching) and how long the GPU takes
 (`plain_forward_milliseconds`, no less than the calls).
+
+`--against` times another checkout of this repository in the same run, in a process of its own:
+`before_norms` beside `norms`, and so on.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +37,7 @@ from torch import Tensor, nn
 from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
 from benchmarks._timing import Effort, Run, describe_machine, measure_ratios, report, time_once
 from benchmarks._token_peers import NEEDS, NOTES, PEERS
+from benchmarks._versions import steps_of
 
 SHAPES = {"small": (SMALL, 2, 128), "1.7b": (LARGE, 4, 1024)}  # with batch and tokens
 NUMBERS = 256  # of a projection
@@ -94,6 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         help="steps in a row that are timed as one (default: 5 on CUDA, 1 on the CPU)",
     )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="a folder with another version of this repository, whose steps run in turn with ours",
+    )
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
     parser.add_argument(
         "--only",
@@ -125,7 +136,12 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     ours = {name: ours[name] for name in OURS if name in arguments.only}
     if steps is None:
         steps = 5 if task.tokens.is_cuda else 1
-    compare(task, ours, steps, arguments.rounds, result)
+    with contextlib.ExitStack() as stack:
+        others = {}
+        if arguments.against is not None:
+            options = _repeated_options(arguments)
+            others = stack.enter_context(steps_of(arguments.against, ours, options))
+        compare(task, ours | others, steps, arguments.rounds, result)
     plain = sorted(time_once(repeated(task.plain, steps)) for _ in range(5))[2]
     result["plain_milliseconds"] = plain / steps * 1e3
     if task.tokens.is_cuda:
@@ -147,6 +163,15 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     result["task"] |= {"passes_over_memory": passes}
     result["machine"] = describe_machine()
     return figures_first(result)
+
+
+def _repeated_options(arguments: argparse.Namespace) -> list[str]:
+    """The options that describe the task, for another process."""
+    names = ("device", "dtype", "shape", "hidden_size", "intermediate_size", "layers",
+             "vocabulary", "batch", "tokens", "threads")  # fmt: skip
+    given = {name: getattr(arguments, name) for name in names}
+    found = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
+    return [*found, "--tied"] if arguments.tied else found
 
 
 def build_task(arguments: argparse.Namespace) -> Task:
@@ -197,8 +222,13 @@ def forgotten(watch: Run) -> Run:
     from torchfmri._tokens.calls import plans
 
     def run() -> object:
+        kept = dict(plans._KEPT)  # for the others, whose passes are not the first
         plans._KEPT.clear()
-        return watch()
+        try:
+            return watch()
+        finally:
+            plans._KEPT.clear()
+            plans._KEPT.update(kept)
 
     return run
 

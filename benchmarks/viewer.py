@@ -19,7 +19,7 @@ import numpy as np
 
 import torchfmri
 from torchfmri import Anatomy, Scan, ScannedSequence, Scanner, ScanOptions, Tokens
-from torchfmri._scan import LiveBoard
+from torchfmri._scan import TELL_EVERY, LiveBoard
 from torchfmri._viewer import Desk, View
 
 TOKEN = "0123456789abcdef"
@@ -75,8 +75,9 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
                 started = time.process_time()
                 board.begin("live")
                 scan = scanner.scan(
-                    prompt, options.tokens, on_token=board.on_token, generate=generate
-                )
+                    prompt, options.tokens, on_token=board.on_token, tell_every=TELL_EVERY,
+                    generate=generate,
+                )  # fmt: skip
                 board.finish(scan)
                 counts["live"] = len(scan[0])
                 return time.process_time() - started
@@ -113,7 +114,7 @@ def _long(tokens: int, layers: int) -> dict[str, float]:
     assert isinstance(header, dict)
     tile = desk.answer("tile", {**place, "level": str(header["levels"] - 1), "x": "0"})
     first = time.perf_counter() - started
-    frame = desk.plane(0, "activation", "layers")[0].encode(values[:1]).nbytes
+    frame = desk.plane(0, "activation", "layers")[0].coded(0, 1).nbytes
     return {
         "first_tile_seconds": first,
         "first_tile_bytes": len(tile),

@@ -17,7 +17,8 @@ def check_installation() -> None:
     """The package is the installed one, typed, complete, and brought no extras along."""
     package = Path(torchfmri.__file__).parent
     assert "site-packages" in package.parts, f"imported from {package}"
-    assert (package / "py.typed").exists(), "py.typed is missing"
+    for name in ("py.typed", "agents.md"):
+        assert (package / name).exists(), f"{name} is missing"
     assert torchfmri.__version__ == importlib.metadata.version("torchfmri")
     absent = [name for name in torchfmri.__all__ if not hasattr(torchfmri, name)]
     assert not absent, f"in __all__ but not there: {absent}"

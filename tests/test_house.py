@@ -7,8 +7,10 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -202,3 +204,95 @@ def test_a_file_saved_while_hooks_were_attached_still_loads() -> None:
     saved = b"ctorchfmri._hooks\nHook\n(NtR."
     assert type(pickle.loads(saved)) is Hook
     assert b"torchfmri._hooks" in pickle.dumps(Hook(print)), "and older versions read ours"
+
+
+def test_the_version_stands_in_one_place() -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == torchfmri.__version__
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+
+
+class Sizes(NamedTuple):
+    """How large the house is. The ceilings of `CEILINGS` may only fall."""
+
+    longest_file: int
+    files_over_400: int
+    longest_function: int
+    functions_over_50: int
+    most_arguments: int
+    long_records: int  # constructor calls with more than five positional arguments
+    laid_by_hand: int  # "# fmt: skip"
+    repeated_class_names: int
+
+
+CEILINGS = Sizes(
+    longest_file=1050,
+    files_over_400=21,
+    longest_function=97,
+    functions_over_50=40,
+    most_arguments=19,
+    long_records=214,
+    laid_by_hand=336,
+    repeated_class_names=44,
+)
+
+
+FEWEST_COMMENTS = 0.017  # lines with a comment, of all lines; may only rise
+
+
+def sizes_of(sources: dict[Path, str]) -> Sizes:
+    files = [len(text.splitlines()) for text in sources.values()]
+    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    lengths = [node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno]
+    arguments = [len(node.args.args) + len(node.args.kwonlyargs) for node in functions]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    records = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and (node.func.id == "cls" or node.func.id.lstrip("_")[:1].isupper())
+        and len(node.args) > 5
+    ]
+    return Sizes(
+        longest_file=max(files),
+        files_over_400=sum(each > 400 for each in files),
+        longest_function=max(lengths),
+        functions_over_50=sum(each > 50 for each in lengths),
+        most_arguments=max(arguments),
+        long_records=len(records),
+        laid_by_hand=sum(text.count("# fmt: skip") for text in sources.values()),
+        repeated_class_names=sum(count > 1 for count in classes.values()),
+    )
+
+
+def test_the_house_does_not_grow_out_of_its_sizes() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    sizes = sizes_of(sources)
+    grown = {
+        name: f"{size}, at most {ceiling}"
+        for name, size, ceiling in zip(Sizes._fields, sizes, CEILINGS, strict=True)
+        if size > ceiling
+    }
+    assert not grown
+    text = "".join(sources.values())
+    comments = len(re.findall(r"^\s*#|  # ", text, re.MULTILINE))
+    assert comments / text.count("\n") > FEWEST_COMMENTS
+
+
+def test_sizes_are_counted() -> None:
+    method = "    def f(self, a, *, b): return A(1, 2, 3, 4, 5, 6)  # fmt: skip\n"
+    source = f"class A: ...\nclass A:\n{method}"
+    sizes = sizes_of({Path("a.py"): source, Path("b.py"): "def g(): ...\n" + "\n" * 400})
+    assert sizes == Sizes(
+        longest_file=401,
+        files_over_400=1,
+        longest_function=1,
+        functions_over_50=0,
+        most_arguments=3,
+        long_records=1,
+        laid_by_hand=1,
+        repeated_class_names=1,
+    )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from torchfmri._contrast import (
         GLM,
+        Calibration,
         Classification,
         Contrast,
         ContrastReport,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torchfmri._incidents import Incident, Incidents
     from torchfmri._inspect import Inspector
     from torchfmri._lens import InputAttribution, Lens, LogitAttribution
-    from torchfmri._lesion import LesionMap, PatchMap, lesion, patch
+    from torchfmri._lesion import LesionMap, PatchMap, Steering, lesion, patch, steer
     from torchfmri._model import NamedModel, load_model
     from torchfmri._monitor import Monitor, MonitorWarning
     from torchfmri._records import Call, Finding, History, Inspection, Record
@@ -98,6 +99,7 @@ __all__ = [
     "GLM",
     "Advice",
     "Anatomy",
+    "Calibration",
     "Call",
     "ChannelStatistics",
     "Classification",
@@ -154,6 +156,7 @@ __all__ = [
     "ScannedSequence",
     "Scanner",
     "Statistics",
+    "Steering",
     "StepDifference",
     "TokenGradient",
     "TokenGradients",
@@ -187,6 +190,7 @@ __all__ = [
     "patch",
     "scan",
     "scan_dataset",
+    "steer",
     "stream",
     "token_gradients",
     "token_loss_dots",
@@ -199,6 +203,7 @@ _NAMES = {
     "_checkup": ("diagnose",),
     "_contrast": (
         "GLM",
+        "Calibration",
         "Classification",
         "Contrast",
         "ContrastReport",
@@ -221,7 +226,7 @@ _NAMES = {
     "_edit": ("Edit", "edited"),
     "_explain": ("Explanation", "explain", "explained"),
     "_incidents": ("Incident", "Incidents"),
-    "_lesion": ("LesionMap", "PatchMap", "lesion", "patch"),
+    "_lesion": ("LesionMap", "PatchMap", "Steering", "lesion", "patch", "steer"),
     "_lens": ("InputAttribution", "Lens", "LogitAttribution"),
     "_inspect": ("Inspector",),
     "_model": ("NamedModel", "load_model"),

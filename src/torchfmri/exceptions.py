@@ -25,13 +25,14 @@ class InspectionError(RuntimeError):
 
 
 class LayerNotFoundError(InspectionError, KeyError):
-    """No layer has this name, or none matches this pattern.
+    """No layer or parameter has this name, or none matches this pattern.
 
     Attributes:
         pattern: What was asked for, as the user wrote it.
-        nearest: Names of the layers that come closest, best first.
-        count: How many layers there are to choose from.
-        hint: Where they are listed.
+        nearest: The names that come closest, best first.
+        count: How many names there are to choose from.
+        hint: Where they are listed; empty if nowhere.
+        kind: What was looked for: "layer" or "parameter".
     """
 
     def __init__(
@@ -39,23 +40,25 @@ class LayerNotFoundError(InspectionError, KeyError):
         pattern: object,
         nearest: Sequence[str] = (),
         count: int = 0,
-        hint: str = "inspector.layers()",
+        hint: str = "",
+        kind: str = "layer",
     ) -> None:
         self.pattern = pattern
         self.nearest = tuple(nearest)
         self.count = count
         self.hint = hint
-        message = f"No layer matches {pattern!r} among {count} layers."
+        self.kind = kind
+        message = f"No {kind} matches {pattern!r} among {count} {kind}{'' if count == 1 else 's'}."
         if self.nearest:
             message += f" Nearest: {', '.join(repr(name) for name in self.nearest)}."
-        super().__init__(f"{message} List them with {hint}.")
+        super().__init__(f"{message} List them with {hint}." if hint else message)
 
     __str__ = Exception.__str__  # that of KeyError quotes the message
 
     def __reduce__(
         self,
-    ) -> tuple[type[LayerNotFoundError], tuple[object, tuple[str, ...], int, str]]:
-        return (type(self), (self.pattern, self.nearest, self.count, self.hint))
+    ) -> tuple[type[LayerNotFoundError], tuple[object, tuple[str, ...], int, str, str]]:
+        return (type(self), (self.pattern, self.nearest, self.count, self.hint, self.kind))
 
 
 class UnsupportedLayerError(InspectionError, NotImplementedError):

@@ -164,7 +164,7 @@ class AttentionFunction(Function):
 
 
 class LightAttentionFunction(Function):
-    """The same attention without keeping the weights: `apply(..., mask, causal, scale, block)`.
+    """Attention that does not keep its weights: `apply(..., mask, causal, scale, block)`.
 
     It returns the output and the logsumexp of the scores (b, heads, s), and keeps these two beside
     its inputs: their size grows with the length, not with its square. The weights are made again

@@ -295,6 +295,11 @@ CALLS: dict[str, Callable[..., Any]] = {
         world.tiny["tokenizer"],
         **({"clean": "The cat", "corrupted": "The dog", "answer": " sat"} | o),
     ),
+    "steer": lambda world, **o: torchfmri.steer(
+        world.tiny["model"],
+        world.tiny["tokenizer"],
+        **({"prompt": "The cat", "direction": torch.ones(144), "place": "L2"} | o),
+    ),
     "Run": lambda world, **o: torchfmri.Run(**({"model": world.model, "data": world.ids} | o)),
     "import_hidden_states": lambda _, **o: torchfmri.import_hidden_states(**o),
     "Inspection.save": _of(lambda world: world.inspection.save),
@@ -500,8 +505,12 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch": NO_COUNT, "prompts": (None, 7, []), "tokens": ("x", 1.5),
     },
     "patch": {
-        "of": ("hands", 7, []), "per": ("x", 7), "batch": NO_COUNT, "answer": (None, 7),
+        "of": ("hands", 7, []), "per": ("x", 7), "batch": NO_COUNT, "answer": (None,),
         "clean": (None, 7),
+    },
+    "steer": {
+        "direction": (None, "x", torch.ones(3)), "place": ("L99", 7), "prompt": (None, 7),
+        "max_new_tokens": NO_COUNT, "random": NO_COUNT, "factor": ("x",),
     },
     "Run": {
         "model": (*NO_MODEL, None), "data": (None,), "autocast": ("bfloat16", 7), "call": (7, "x"),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from architectures import _DECODER, ARCHITECTURES, Architecture, _causal, padded_mask, tokens
 from torch import Tensor, nn
 
+import torchfmri
 from torchfmri import InspectionError, Inspector, MemoryLimitError
 from torchfmri._attention import AttentionReader, FusedAttention
 
@@ -308,6 +309,85 @@ def test_an_implementation_that_cannot_be_read_is_named() -> None:
     inspection = inspector.run_inspection({"input_ids": tokens()})
     assert "by 'silent', which cannot be read" in inspection.missing["model.layers.0.self_attn"]
     assert "sdpa" in inspection.missing["model.layers.0.self_attn"]
+
+
+@torch.library.custom_op("torchfmri_flash_stand_in::_flash_attn_forward", mutates_args=())
+def flash_kernel(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, cu_seqlens_q: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """What flash-attn registers, for (b, s, heads, d), with the same names of arguments."""
+    queries, keys = q.shape[1], k.shape[1]
+    at = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    hidden = at < 0 if causal else torch.zeros_like(at, dtype=torch.bool)
+    if window_size_left >= 0:
+        hidden |= at > window_size_left
+    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+class FlashFunction(torch.autograd.Function):
+    """As flash-attn calls its kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        return torch.ops.torchfmri_flash_stand_in._flash_attn_forward(q, k, v, *rest)
+
+
+def flash_model(lengths: Tensor | None = None, window: int = -1) -> nn.Module:
+    from transformers import AttentionInterface
+
+    def forward(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Any:
+        swapped = (each.transpose(1, 2) for each in (q, k, v))
+        rest = (0.0, options["scaling"], True, window, 0, lengths)
+        return FlashFunction.apply(*swapped, *rest), None
+
+    AttentionInterface.register("kernel_stand_in", forward)
+    return ALL["llama"].build("kernel_stand_in").eval()
+
+
+def test_flash_attention_is_read_where_its_kernel_is_called() -> None:
+    """The package needs a GPU; a kernel with its names and arguments stands in."""
+    model, ids = flash_model(), tokens()
+    inspector = Inspector(model)
+    inspector.watch("*.self_attn", what="attention")
+    with torch.no_grad():
+        plain = model(ids).logits
+        with inspector.recording(keep="tensors") as inspection:
+            assert torch.equal(model(ids).logits, plain)
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+        wanted = model(ids, output_attentions=True)
+    assert torch.allclose(plain, wanted.logits, atol=1e-5)
+    for layer, pattern in enumerate(wanted.attentions):
+        found = inspection[f"model.layers.{layer}.self_attn"].attention
+        assert (found - pattern).abs().max() < 1e-6
+
+
+def test_a_window_of_flash_attention() -> None:
+    model, ids = flash_model(window=2), tokens()
+    inspector = Inspector(model)
+    inspector.watch("L1.pattern", what="attention")
+    with torch.no_grad(), inspector.recording(keep="tensors") as inspection:
+        model(ids)
+    pattern = inspection["model.layers.1.self_attn"].attention
+    apart = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+    assert not pattern[..., (apart < 0) | (apart > 2)].any()
+    assert torch.allclose(pattern.sum(-1), torch.ones(()), atol=1e-6)
+
+
+def test_flash_attention_without_padding_is_named() -> None:
+    """Several sequences in one row: their lengths are handed to the kernel."""
+    model, ids = flash_model(lengths=torch.tensor([0, 4, 9])), tokens()
+    inspector = Inspector(model)
+    inspector.watch("*.self_attn", what="attention")
+    with torch.no_grad(), inspector.recording() as inspection:
+        model(ids)
+    reason = inspection.missing["model.layers.0.self_attn"]
+    assert "_flash_attn_forward' was called with cu_seqlens_q, which is not read" in reason
+    scan = torchfmri.scan(model, None, ids[0], max_new_tokens=0, per=None, attention=True)
+    assert "cu_seqlens_q" in scan.meta["missed"]["model.layers.0.self_attn"]
 
 
 def test_too_large_a_pattern_is_refused_before_it_is_computed() -> None:

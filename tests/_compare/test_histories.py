@@ -118,6 +118,29 @@ def test_the_folder_of_a_monitor(tmp_path: Path) -> None:
         train(folder=tmp_path / "a", steps=1)
 
 
+def test_runs_of_other_lengths_say_how_much_was_compared() -> None:
+    short, long = train(steps=2), train(steps=4)
+    assert "in the 2 of 4 steps in common: equal" in compare(short, long).summary()
+    assert "in 2 steps: equal" in compare(short, train(steps=2)).summary()
+
+
+def test_the_folder_stays_where_it_was_when_the_program_changes_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, folder="runs/a") as monitor:  # writes what waits at its end
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+        monkeypatch.chdir("elsewhere")
+    assert len(History.load(tmp_path / "runs" / "a")) == 3
+
+
 KILLED = """
 import os, sys, torch
 from torch import nn

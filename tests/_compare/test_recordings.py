@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import torchfmri
@@ -59,6 +59,22 @@ def test_exported_hidden_states_agree(
     assert len(found.pairs) == count
     assert any("activations only" in note for note in found.notes)
     assert any(("end of the name" if named else "order and shape") in n for n in found.notes)
+
+
+def test_layers_in_any_order_beside_lock_files(tiny: Any, tmp_path: Path) -> None:
+    """vLLM keeps layers in the order in which they were asked for, and a lock for each file."""
+    model, tokenizer = tiny
+    export(tmp_path, model, tokenizer, torch.bfloat16)
+    for path in list(tmp_path.iterdir()):
+        kept = load_file(path)
+        kept["hidden_states"] = kept["hidden_states"][:, [4, 0, 2]].contiguous()
+        save_file(kept, path)
+        path.with_name(f"{path.name}.lock").touch()
+    found = compare(model, import_hidden_states(tmp_path, tokenizer, layers=[5, 1, 3]))
+    assert found.agree, str(found.first)
+    layers = {pair.place.layer for pair in found.pairs}
+    assert layers == {"model.layers.0", "model.layers.2", "model.layers.4"}
+    assert not compare(model, import_hidden_states(tmp_path, tokenizer, layers=[1, 3, 5])).agree
 
 
 def test_a_layer_that_differs_from_the_export_is_found(tiny: Any, tmp_path: Path) -> None:

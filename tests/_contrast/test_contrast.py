@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from prompt_tables import make_table
 
 from torchfmri import FileFormatError, InspectionError, LayerNotFoundError, load_contrast
-from torchfmri._contrast import Contrast, Direction, TestOptions, compare
+from torchfmri._contrast import (
+    Calibration,
+    Contrast,
+    Direction,
+    TestOptions,
+    compare,
+)
 from torchfmri._contrast.corrections import adjust_bonferroni, adjust_fdr
 from torchfmri._contrast.remarks import detectable
 from torchfmri._contrast.weights import read_weights
@@ -38,6 +44,7 @@ def test_welch_is_that_of_scipy(two_sided: bool) -> None:
     np.testing.assert_allclose(found.t, expected.statistic, **CLOSE)
     np.testing.assert_allclose(found.dof, expected.df, **CLOSE)
     np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
+    assert ("one-sided Welch t" in found.summary) is not two_sided
     np.testing.assert_allclose(
         found.effect, table.values[:9].mean(0) - table.values[9:].mean(0), **CLOSE
     )
@@ -76,10 +83,12 @@ def test_f_is_the_analysis_of_variance() -> None:
     table = make_table(["a"] * 5 + ["b"] * 7 + ["c"] * 6)
     found = compare(table, ["a - b", "a - c"])
     expected = stats.f_oneway(table.values[:5], table.values[5:12], table.values[12:])
-    np.testing.assert_allclose(found.t, expected.statistic, **CLOSE)
+    np.testing.assert_allclose(found.f, expected.statistic, **CLOSE)
     np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
-    assert (found.test, found.dof_above) == ("F", 2)
+    assert (found.test, found.dof_num) == ("F", 2)
     assert (found.dof == 15).all()
+    assert np.isnan(found.t).all()  # F is not called t
+    assert np.isnan(two_groups().f).all()
 
 
 def test_f_of_one_of_several_contrasts_is_that_of_statsmodels() -> None:
@@ -90,7 +99,7 @@ def test_f_of_one_of_several_contrasts_is_that_of_statsmodels() -> None:
     for column in range(3):
         fitted = api.OLS(table.values[:, column], design).fit()
         expected = fitted.f_test(np.array([[1, -1, 0, 0], [0, 0, 1, -1]]))
-        np.testing.assert_allclose(found.t[column], float(expected.fvalue), **CLOSE)
+        np.testing.assert_allclose(found.f[column], float(expected.fvalue), **CLOSE)
         np.testing.assert_allclose(found.p[column], float(expected.pvalue), **CLOSE)
 
 
@@ -105,6 +114,19 @@ def test_weights_over_three_groups_are_welchs() -> None:
     dof = sum(terms) ** 2 / sum(t**2 / (len(p) - 1) for t, p in zip(terms, parts, strict=True))
     np.testing.assert_allclose(found.t, effect / np.sqrt(sum(terms)), **CLOSE)
     np.testing.assert_allclose(found.dof, dof, **CLOSE)
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_weights_are_taken_as_written(is_paired: bool) -> None:
+    """Twice the weights are twice the effect; t, p and g do not change."""
+    table = make_table(["a"] * 8 + ["b"] * 8, pairs=[str(k) for k in range(8)] * 2)
+    once = compare(table, "a - b", is_paired=is_paired)
+    twice = compare(table, "2 * a - 2 * b", is_paired=is_paired)
+    means = table.values[:8].mean(0) - table.values[8:].mean(0)
+    np.testing.assert_allclose(twice.effect, 2 * means, **CLOSE)
+    for name in ("t", "dof", "p", "g", "ci_low", "ci_high"):
+        np.testing.assert_allclose(getattr(twice, name), getattr(once, name), **CLOSE)
+    assert (twice.question, twice.weights.tolist()) == ("2 * a - 2 * b", [[2, -2]])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
@@ -132,6 +154,7 @@ def test_all_relabellings_of_few_prompts_are_those_of_scipy() -> None:
         alternative="greater",
     )  # fmt: skip
     assert found.permutations == 126
+    assert "; permutation Welch t over prompts;" in found.summary
     np.testing.assert_allclose(found.p, expected.pvalue, **CLOSE)
 
 
@@ -151,6 +174,7 @@ def test_all_flips_of_few_pairs_are_counted_one_by_one() -> None:
     largest = null.max(1)[:, None]
     np.testing.assert_allclose(found.q, (largest >= np.abs(found.t) - 1e-9).mean(0), **CLOSE)
     assert found.p[0] == 2 / 64  # its own labels, and all exchanged
+    assert any("64 relabellings (all): no p is below 0.031" in note for note in found.notes)
 
 
 def test_drawn_relabellings_of_f_and_t_agree_where_there_are_two_groups() -> None:
@@ -187,12 +211,12 @@ def correlated_tokens(prompts: int, tokens: int, columns: int, seed: int) -> np.
 def test_nothing_is_found_in_nothing_and_a_test_over_tokens_finds_plenty() -> None:
     over_prompts = over_tokens = 0
     for draw in range(200):
-        tokens = correlated_tokens(20, 30, 40, draw)
+        tokens = correlated_tokens(20, 20, 20, draw)
         groups = ["a"] * 10 + ["b"] * 10
         table = make_table(groups, values=tokens.mean(1))
         over_prompts += compare(table, "a - b").survives.any()
         naive = stats.ttest_ind(
-            tokens[:10].reshape(-1, 40), tokens[10:].reshape(-1, 40), equal_var=False
+            tokens[:10].reshape(-1, 20), tokens[10:].reshape(-1, 20), equal_var=False
         )
         over_tokens += (adjust_fdr(naive.pvalue) <= 0.05).any()
     assert over_prompts <= 19  # the 99 % bound of a true 5 %
@@ -222,10 +246,32 @@ def test_no_threshold_and_an_uncorrected_one() -> None:
 def test_calibration_counts_relabellings_that_find_something() -> None:
     found = two_groups(10, 10, 30).calibrate(60)
     assert found.calibration is not None
-    assert found.calibration[0] == 60
-    assert found.calibration[1] <= 9  # of a true 5 %: beyond the 99 % bound
-    with pytest.raises(InspectionError, match="nothing to calibrate"):
+    assert found.calibration.draws == 60
+    assert found.calibration.bound == stats.binom.ppf(0.995, 60, 0.05)
+    assert found.calibration.is_within
+    said = str(found.calibration)
+    assert said.startswith(f"Welch t by voxel, fdr: {found.calibration.found} of 60 relabellings")
+    with pytest.raises(InspectionError, match="nothing to calibrate: this contrast has no p-val"):
         two_groups(1, 10).calibrate()
+    free = TestOptions(height_control="fpr")
+    with pytest.raises(InspectionError, match="bounds the error of each of 12 tests"):
+        compare(make_table(["a"] * 6 + ["b"] * 6), "a - b", options=free).calibrate(20)
+    assert compare(make_table(["a"] * 6 + ["b"] * 6, 1), "a - b", options=free).calibrate(5)
+
+
+@pytest.mark.parametrize("draws", [1, 20, 200, 10_000])
+@pytest.mark.parametrize("alpha", [0.001, 0.05, 0.5])
+def test_the_bound_of_a_calibration_is_that_of_scipy(draws: int, alpha: float) -> None:
+    bound = Calibration(path="x", draws=draws, found=0, alpha=alpha).bound
+    assert bound == stats.binom.ppf(0.995, draws, alpha)
+
+
+def test_the_power_note_counts_the_tests_that_are_made() -> None:
+    table = make_table(["a"] * 6 + ["b"] * 6)
+    table.values[:, :5] = 1.0  # constant: no test
+    found = compare(table, "a - b")
+    assert "after Bonferroni for 7 tests" in found.notes[0]
+    assert "of 7 survive" in found.summary
 
 
 # -- what is said --------------------------------------------------------------------------------
@@ -242,6 +288,13 @@ def test_one_prompt_in_a_group_has_effects_only() -> None:
     assert "effects only" in repr(found)
     sizes = np.abs([peak.effect for peak in found.peaks(None)])
     assert (np.diff(sizes) <= 0).all()
+    assert not any("do not vary" in note for note in found.notes)
+
+
+def test_the_interval_is_named_by_its_level() -> None:
+    table = make_table(["a"] * 6 + ["b"] * 6)
+    for alpha, said in ((0.001, "99.9% interval"), (0.025, "97.5% interval"), (0.05, "95% int")):
+        assert said in compare(table, "a - b", options=TestOptions(alpha)).table(2, 200)
 
 
 def test_few_prompts_get_a_note_about_power() -> None:
@@ -249,18 +302,51 @@ def test_few_prompts_get_a_note_about_power() -> None:
     assert two_groups(5, 9).notes[0].startswith("power: ")
 
 
-@pytest.mark.parametrize(("n_a", "n_b"), [(20, 20), (10, 30)])
-def test_detectable_effects_are_those_of_statsmodels(n_a: int, n_b: int) -> None:
-    module = pytest.importorskip("statsmodels.stats.power")
-    power = module.TTestIndPower()
-    exact = power.solve_power(nobs1=n_a, ratio=n_b / n_a, alpha=0.05, power=0.8)
-    assert detectable(n_a, n_b, 0.05) == pytest.approx(exact, rel=0.03)
+@pytest.mark.parametrize("two_sided", [True, False])
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 14_244])
+@pytest.mark.parametrize("n_b", [0, 2, 6, 30])
+def test_detectable_effects_are_found_in_four_of_five(
+    n_b: int, alpha: float, two_sided: bool
+) -> None:
+    """By SciPy's noncentral t; n_b = 0: pairs."""
+    n_a = 6 if n_b != 2 else 2
+    found = detectable(n_a, n_b or n_a, alpha, is_paired=n_b == 0, two_sided=two_sided)
+    dof, spread = (n_a - 1, 1 / n_a) if n_b == 0 else (n_a + n_b - 2, 1 / n_a + 1 / n_b)
+    shift, limit = found / spread**0.5, stats.t.isf(alpha / (1 + two_sided), dof)
+    # Given the estimated spread, t is normal: SciPy's own tail fails at such limits.
+    power = stats.chi(dof).expect(
+        lambda u: (
+            stats.norm.sf(limit * u / dof**0.5 - shift)
+            + two_sided * stats.norm.cdf(-limit * u / dof**0.5 - shift)
+        ),
+        limit=500,
+    )
+    assert power == pytest.approx(0.8, abs=1e-3)
 
 
-def test_too_few_relabellings_say_that_nothing_can_survive() -> None:
-    table = make_table(["a"] * 2 + ["b"] * 2)
+def test_prompts_without_tokens_do_not_count_as_power() -> None:
+    table = make_table(["a"] * 8 + ["b"] * 8, 3)
+    table.counts[[0, 1, 8]] = 0
+    table.values[[0, 1, 8]] = np.nan
+    assert f"g = {detectable(6, 7, 0.05):.2f} are found" in compare(table, "a - b").notes[0]
+    one_sided = compare(table, "a - b", options=TestOptions(two_sided=False)).notes[0]
+    assert f"g = {detectable(6, 7, 0.05, two_sided=False):.2f} are found" in one_sided
+    pairs = make_table(["a"] * 8 + ["b"] * 8, 3, pairs=[*"12345678"] * 2)
+    pairs.counts[[0, 1, 10]] = 0
+    found = compare(pairs, "a - b", is_paired=True).notes[0]
+    assert f"g = {detectable(5, 5, 0.05, is_paired=True):.2f} are found" in found
+
+
+@pytest.mark.parametrize(("each", "ways"), [(2, 6), (3, 20)])
+def test_too_few_relabellings_say_that_nothing_can_survive(each: int, ways: int) -> None:
+    """Of 20 ways two have the same |t|, so the smallest p of two sides is 0.1."""
+    table = make_table(["a"] * each + ["b"] * each)
     found = compare(table, "a - b", options=TestOptions(height_control="max"))
-    assert any("nothing can survive at alpha = 0.05: there are only 6" in n for n in found.notes)
+    said = f"nothing can survive at alpha = 0.05: there are only {ways} ways"
+    assert any(said in note for note in found.notes)
+    one_sided = TestOptions(height_control="max", two_sided=False)
+    notes = compare(table, "a - b", options=one_sided).notes
+    assert any(said in note for note in notes) == (each == 2)
 
 
 def test_columns_that_cannot_be_tested_are_kept_and_named() -> None:
@@ -269,6 +355,7 @@ def test_columns_that_cannot_be_tested_are_kept_and_named() -> None:
     table.values[:, 1] = np.r_[np.ones(8), np.full(8, 2.0)]  # constant in each group
     table.values[3, 2] = np.nan
     table.values[:, 3] = np.inf
+    table.values[8:, 4] = np.nan  # one group has no value at all
     found = compare(table, "a - b", options=TestOptions(height_control="max", permutations=99))
     assert (found.effect[0], found.effect[1]) == (0.0, -1.0)
     assert np.isnan(found.p[[0, 1, 3]]).all()
@@ -282,8 +369,9 @@ def test_columns_that_cannot_be_tested_are_kept_and_named() -> None:
     assert "2 of 8 columns do not vary within the conditions" in text
     assert "1 of 8 columns have no value" in text
     assert "1 of 8 columns lack finite values for some prompts" in text
+    assert "1 of 8 columns lack finite values for so many prompts that they are not" in text
     whole = compare(table, "a - b")
-    assert np.isfinite(whole.q[4:]).all()
+    assert np.isfinite(whole.q[5:]).all()
     assert len(whole.peaks(None)) == 8
 
 
@@ -311,6 +399,8 @@ def two_notes(table: object) -> tuple[str, ...]:
         (["a - b", "b - a"], "follow from each other"),
         (3, "A contrast is a text"),
         ("a b", "at 'b' a condition should follow"),
+        ("a - a", "'a - a' compares nothing"),
+        ({"a": 0, "b": 0}, "compares nothing"),
     ],
 )
 def test_contrasts_that_are_none(contrast: object, message: str) -> None:
@@ -397,6 +487,16 @@ def test_tables_are_tidy(tmp_path: Path) -> None:
         "t", "dof", "p", "q", "survives",
     ]  # fmt: skip
     np.testing.assert_array_equal(frame["t"], found.t)
+    three = compare(make_table(["a"] * 5 + ["b"] * 7 + ["c"] * 6), ["a - b", "a - c"])
+    several = three.to_dataframe()
+    assert list(several.columns) == [
+        "layer", "module", "kind", "head", "unit", "n", "effect", "f", "dof_num", "dof", "p", "q",
+        "survives",
+    ]  # fmt: skip
+    assert (several["n"] == 18).all()
+    assert (several["dof_num"] == 2).all()
+    assert list(three.tidy([0])[0]) == list(several.columns)
+    assert "2, 15" in three.table(3, 120)
     assert frame["head"].isna().all()
     for name in ("x.csv", "x.parquet", "x.json"):
         found.export(tmp_path / name)
@@ -411,14 +511,14 @@ def test_tables_are_tidy(tmp_path: Path) -> None:
 
 
 def test_a_contrast_is_saved_and_loaded(tmp_path: Path) -> None:
-    table = make_table(["ä"] * 9 + ["b"] * 14)
+    table = make_table(["ä"] * 9 + ["b"] * 14, scans=("x.fmri",))
     options = TestOptions(height_control="max", permutations=20)
     found = compare(table, "ä - b", options=options).calibrate(3)
     found.save(tmp_path / "x.contrast")
     again = load_contrast(tmp_path / "x.contrast")
     for name in ("effect", "g", "ci_low", "t", "dof", "p", "q", "p_max", "survives", "n_a"):
         np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
-    for name in ("question", "conditions", "prompts", "notes", "calibration", "height_control"):
+    for name in ("question", "conditions", "prompts", "notes", "calibration", "scans"):
         assert getattr(again, name) == getattr(found, name)
     assert again.columns.names == found.columns.names
     assert repr(again) == repr(found)
@@ -463,7 +563,7 @@ def test_the_map_and_the_page(tmp_path: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
     assert "Not looked at" in page
     shown = found.calibrate(20).report().html()
-    assert "of 20 relabellings found anything" in shown
+    assert "of 20 relabellings found anything (1 expected;" in shown
 
 
 def test_maps_without_tests_and_of_f_are_drawn() -> None:
@@ -471,4 +571,83 @@ def test_maps_without_tests_and_of_f_are_drawn() -> None:
     one = compare(make_table(["a"] + ["b"] * 9), "a - b")
     assert one.plot_contrast().figure.axes[1].get_ylabel().startswith("difference of means")
     f = compare(make_table(["a"] * 4 + ["b"] * 4 + ["c"] * 4), ["a - b", "b - c"])
-    assert f.plot_contrast().figure.axes[1].get_ylabel().startswith("square root of F")
+    ax = f.plot_contrast()
+    bar = ax.figure.axes[1]
+    assert bar.get_ylabel().startswith("square root of F")
+    # A cell has the colour that the bar has at its value.
+    place = int(np.argmax(f.f))
+    shown = ax.images[0].get_array()[place % 4, place // 4]
+    assert bar.get_ylim()[0] == 0
+    scale = bar._colorbar.mappable  # type: ignore[attr-defined]
+    np.testing.assert_allclose(shown, scale.to_rgba(np.sqrt(f.f[place])))
+
+
+def test_layers_outside_of_blocks_are_not_on_the_axis_of_blocks() -> None:
+    pytest.importorskip("matplotlib")
+    table = make_table(["a"] * 6 + ["b"] * 6, 12)
+    table.columns.layer[8:] = "lm_head"  # two blocks of four voxels, then four outside
+    ax = compare(table, "a - b").plot_contrast()
+    assert [each.get_text() for each in ax.get_yticklabels()] == ["mlp", "lm_head"]
+    blocks, head = ax.images
+    assert blocks.get_array().shape[:2] == (4, 2)
+    below = ax.spines["bottom"].get_position()[1]
+    assert blocks.get_extent()[2] <= below < head.get_extent()[3]  # the axis is between them
+
+
+def test_layers_numbered_inside_a_block_are_all_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    table = make_table(["a"] * 6 + ["b"] * 6, 12)
+    names = [f"layers.{k // 6}.experts.{k % 6 // 2}" for k in range(12)]
+    table.columns.layer[:] = names
+    (image,) = compare(table, "a - b").plot_contrast().images
+    assert image.get_array().shape[:2] == (6, 2)  # three experts of two voxels in each block
+
+
+# -- rounding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["voxel", "unit"])
+def test_rounding_is_no_finding_of_pairs(level: str) -> None:
+    """Differences of one float32 step that all have one sign, and a real one of 1e-3 beside."""
+    random = np.random.default_rng(0)
+    first = random.uniform(1.0, 2.0, (12, 4)).astype(np.float32)
+    second = np.nextafter(first, np.float32(9.0))
+    second[:4] = np.nextafter(second[:4], np.float32(9.0))
+    second[:, 3] = first[:, 3] + random.normal(1e-3, 1e-4, 12)
+    values = np.concatenate([first, second]).astype(np.float64)
+    if level == "unit":  # a unit near 0 is rounded as its layer is
+        values[:, 0] = np.r_[np.full(12, 1e-3), np.full(12, 1e-3) + random.normal(1e-7, 1e-8, 12)]
+    pairs = [str(each) for each in range(12)] * 2
+    table = make_table(["a"] * 12 + ["b"] * 12, values=values, pairs=pairs)
+    table.level = level
+    for test in ("t", "permutation"):
+        found = compare(table, "a - b", is_paired=True, options=TestOptions(test=test))
+        assert found.survives.tolist() == [False, False, False, True]
+        assert np.isnan(found.p[:3]).all()
+    expected = stats.ttest_rel(values[:12, 3], values[12:, 3]).pvalue
+    assert compare(table, "a - b", is_paired=True).p[3] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1e-3, 1e-5])
+@pytest.mark.parametrize("case", ["two", "one-sided", "drawn", "pairs", "f"])
+def test_relabellings_of_narrow_groups_far_apart_count_themselves(scale: float, case: str) -> None:
+    """The true labels reach themselves, their mirror image does, and nothing else does."""
+    random = np.random.default_rng(5)
+    middle = np.repeat([1.0, 5.0, 3.0] if case == "f" else [5.0, 1.0], 4 if case == "f" else 6)
+    values = middle[:, None] + scale * random.normal(size=(12, 6))
+    groups = ["a"] * 4 + ["b"] * 4 + ["c"] * 4 if case == "f" else ["a"] * 6 + ["b"] * 6
+    pairs = [str(each) for each in range(6)] * 2 if case == "pairs" else None
+    table = make_table(groups, values=values, pairs=pairs)
+    options = TestOptions(
+        test="permutation", height_control="max", two_sided=case != "one-sided",
+        permutations=400 if case in ("drawn", "f") else 1000,
+    )  # fmt: skip
+    contrast = ["a - b", "b - c"] if case == "f" else "a - b"
+    found = compare(table, contrast, is_paired=case == "pairs", options=options)
+    exact = {"two": 2, "one-sided": 1, "pairs": 2}.get(case)
+    for p in (found.p, found.q):
+        counts = p * found.permutations
+        if exact is not None:
+            np.testing.assert_allclose(counts, exact)
+        else:  # drawn labels may be the true ones by chance
+            assert ((counts > 0.99) & (counts < 4)).all()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchfmri._contrast.distributions import f_tail, t_quantile, t_tail
+from torchfmri._contrast.distributions import f_tail, t_power, t_quantile, t_tail
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -41,3 +41,11 @@ def test_ends_of_the_scale() -> None:
     assert np.isnan(t_tail(1.0, np.nan))
     assert f_tail(0.0, 2, 5) == 1.0
     assert f_tail(np.inf, 2, 5) == 0.0
+
+
+@pytest.mark.parametrize("dof", [1, 2, 5, 38])
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_power_is_the_tail_of_a_noncentral_t(dof: int, two_sided: bool) -> None:
+    limit = stats.t.isf(0.05 / (1 + two_sided), dof)
+    expected = stats.nct.sf(limit, dof, 2.0) + two_sided * stats.nct.cdf(-limit, dof, 2.0)
+    assert t_power(2.0, dof, 0.05, two_sided=two_sided) == pytest.approx(expected, abs=2e-4)

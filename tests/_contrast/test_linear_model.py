@@ -54,7 +54,7 @@ def test_several_coefficients_are_an_f_of_statsmodels() -> None:
     for column in range(4):
         fitted = api.OLS(glm.levels[""].values[:, column], glm.design).fit()
         expected = fitted.f_test(np.eye(3)[1:])
-        np.testing.assert_allclose(found.t[column], float(expected.fvalue), **CLOSE)
+        np.testing.assert_allclose(found.f[column], float(expected.fvalue), **CLOSE)
         np.testing.assert_allclose(found.p[column], float(expected.pvalue), **CLOSE)
 
 
@@ -87,7 +87,7 @@ def test_the_first_level_is_a_regression_over_tokens() -> None:
 def test_models_that_cannot_be_fitted() -> None:
     glm = make_glm()
     for term, message in (
-        ("nothing", "The conditions are 'Intercept'"),
+        ("nothing", "The terms are 'Intercept'"),
         ("length - surprisal", "different units"),
         ({"length": 0.0}, "has no weight"),
     ):
@@ -111,8 +111,25 @@ def test_the_design_can_be_looked_at() -> None:
     assert "condition[T.b]" in glm.table()
     ax = glm.plot_design()
     assert [each.get_text() for each in ax.get_xticklabels()] == list(glm.design_names)
+    with pytest.raises(InspectionError, match=r"no prompt '21' among 20\. Nearest: '1'"):
+        glm.plot_design("21")
+    with pytest.raises(InspectionError, match="no regressors of tokens"):
+        glm.table(prompt="1")
     assert not np.array_equal(glm.shuffled(1).design, glm.design)
     np.testing.assert_array_equal(np.sort(glm.shuffled(1).design, 0), np.sort(glm.design, 0))
+
+
+def test_a_model_is_calibrated_by_exchanging_prompts_or_flipping_slopes() -> None:
+    glm = make_glm(columns=30)
+    for term in ("condition[T.b]", "surprisal", ["condition[T.b]", "length"]):
+        found = glm.contrast(term).calibrate(60).calibration
+        assert found is not None
+        assert found.found <= found.bound, term
+    assert glm.contrast("surprisal").survives.any()  # slopes of 1: the flips make them nothing
+    with pytest.raises(InspectionError, match="no exchange of prompts makes it 0"):
+        glm.contrast("Intercept").calibrate(3)
+    with pytest.raises(InspectionError, match="no difference of mean vectors"):
+        glm.contrast("length").direction("layers.0.mlp")
 
 
 # -- the probe -----------------------------------------------------------------------------------
@@ -159,6 +176,7 @@ def test_a_layer_that_knows_is_told_from_one_that_does_not() -> None:
     assert found.to_dataframe()["layer"].tolist() == ["layers.0.mlp", "layers.1.mlp"]
 
 
+@pytest.mark.slow
 def test_nothing_is_read_from_noise_however_many_features_it_has() -> None:
     found = 0
     for draw in range(60):
@@ -179,3 +197,18 @@ def test_probes_that_cannot_be_trained() -> None:
     table.values[0] = np.nan
     with pytest.raises(InspectionError, match="nothing to learn from"):
         classify([table], "a - b", is_paired=False, folds=2, permutations=9, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        (["condition[T.b]", "condition[T.b]"], "follow from each other"),
+        (["condition[T.b]", "length", "condition[T.b] - length"], "follow from each other"),
+        ([], "list of contrasts is empty. The terms are 'Intercept'"),
+        ("loudness", "a term should follow. The terms are 'Intercept'"),
+        ({"loudness": 1}, "There is no term 'loudness'"),
+    ],
+)
+def test_terms_that_are_none(terms: object, message: str) -> None:
+    with pytest.raises(InspectionError, match=message):
+        make_glm().contrast(terms)  # type: ignore[arg-type]

@@ -99,6 +99,14 @@ WHILE_RUNNING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: {"L0": Edit.zero().at(tokens=torch.ones(3, 9, dtype=torch.bool))},
         "tokens has 3 rows, and the batch has 2",
     ),
+    "drawn values of another width": (
+        lambda: {"L0": Edit.resample(torch.randn(4, 15))},
+        r"width 15 cannot be drawn for 'L0': .* has 16 units.*Give values",
+    ),
+    "drawn values of another width for a head": (
+        lambda: {"L0H1": Edit.resample(torch.randn(4, 15))},
+        "width 15 cannot be drawn for 'L0H1'",
+    ),
     "no token of the sequence": (
         lambda: {"L0": Edit.zero().at(tokens=[30])},
         "The edit of 'L0' never acted: .* called 1 times, and none",
@@ -220,3 +228,16 @@ def test_a_scripted_layer() -> None:
         torchfmri.edited(model, {"0": "zero"}),
     ):
         pytest.fail("the block ran")
+
+
+@pytest.mark.parametrize("make", [Edit.mean, Edit.resample])
+def test_no_values_at_all(make: Callable[[torch.Tensor], Edit]) -> None:
+    with pytest.raises(InspectionError, match=r"\(0, 16\).*give values of the layer"):
+        make(torch.empty(0, 16))
+
+
+def test_a_selection_made_twice() -> None:
+    with pytest.raises(InspectionError, match=r"tokens were chosen already: 1, now 2"):
+        Edit.zero().at(tokens=1).at(tokens=2)
+    with pytest.raises(InspectionError, match="heads and units both select units"):
+        Edit.zero().at(heads=0).at(units=2)

@@ -122,6 +122,59 @@ def test_a_head_is_its_units_of_z() -> None:
         assert (actual(model, edits) - wanted).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize(("place", "heads"), [("z", 4), ("q", 4), ("k", 2), ("v", 2)])
+def test_functions_see_heads_as_in_transformer_lens(place: str, heads: int) -> None:
+    model, name = subject(), f"blocks.1.attn.hook_{place}"
+    shapes = []
+
+    def act(value: Tensor) -> Tensor:
+        shapes.append(tuple(value.shape))
+        new = value.clone()
+        new[:, :, 1] *= -2.0
+        return new
+
+    wanted = expected(model, name, lambda x: x * -2.0, (..., slice(4, 8)))
+    assert (actual(model, {name: act}) - wanted).abs().max() < 1e-9
+    actual(model, {name: Edit.function(act).at(heads=[0, 1], tokens=[3, 5])})
+    actual(model, {f"L1H1.{place}": Edit.function(lambda x: shapes.append(tuple(x.shape)) or x)})
+    actual(model, {name: Edit.function(lambda x: shapes.append(tuple(x.shape)) or x).at(units=[1])})
+    assert shapes == [(2, S, heads, 4), (2, 2, 2, 4), (2, S, 4), (2, S, 1)]
+
+
+@pytest.mark.parametrize("kind", ["replace", "mean", "resample", "add"])
+def test_donors_with_an_axis_of_heads(kind: str) -> None:
+    model, draw = subject(), torch.Generator().manual_seed(3)
+    donor = torch.randn(2, S, 4, 4, generator=draw, dtype=torch.float64)
+    make = getattr(Edit, kind)
+    for place in ("blocks.1.attn.hook_z", "L1H2"):
+        flat = actual(model, {place: make(donor.flatten(-2))})
+        assert torch.equal(actual(model, {place: make(donor)}), flat)
+    assert not torch.equal(flat, model(ids()).logits)
+
+
+def test_features_of_a_dictionary_are_taken_out() -> None:
+    model, name = subject(), "blocks.0.hook_resid_post"
+    draw = torch.Generator().manual_seed(3)
+    out = torch.randn(16, 40, generator=draw, dtype=torch.float64)
+
+    class Dictionary:
+        def encode(self, x: Tensor) -> Tensor:
+            return (x @ out).relu()
+
+        def decode(self, found: Tensor) -> Tensor:
+            return found @ out.T + 0.3
+
+    def by_hand(x: Tensor) -> Tensor:
+        both = (x @ out[:, [4, 9]]).relu()
+        return x - both[..., :1] * out[:, 4] - both[..., 1:] * out[:, 9]
+
+    found = actual(model, {name: Edit.without_features(Dictionary(), [4, 9])})
+    assert (found - expected(model, name, by_hand, PARTS["everything"][1])).abs().max() < 1e-9
+    assert not torch.equal(found, model(ids()).logits)
+    with pytest.raises(torchfmri.InspectionError, match=r"decode\(features\)"):
+        Edit.without_features(torch.relu, [1])
+
+
 def test_voxels_are_those_of_a_scan() -> None:
     model = subject()
     edits = {"model.layers.0.self_attn.q_proj": Edit.zero().at(voxels=[1, 3])}
@@ -422,6 +475,10 @@ def test_a_copy_made_in_the_block_is_not_edited() -> None:
         model(ids())
         twin = copy.deepcopy(model)
         assert torch.equal(twin(ids()).logits, plain)
+    hooks = [
+        each for module in twin.modules() for each in vars(module).items() if "hook" in each[0]
+    ]
+    assert not [name for name, found in hooks if name.startswith("_forward") and found]
 
 
 def test_convolutions_have_channels_as_units() -> None:
@@ -447,3 +504,27 @@ def test_rows_of_experts_are_tokens() -> None:
         assert not torch.allclose(seen[:, 2], model(batch).logits[:, 2])
     assert torch.allclose(seen[:, :2], model(batch).logits[:, :2])
     assert found[0][0] == 2 * S
+
+
+@pytest.mark.parametrize("length", [2, S])
+def test_positions_of_a_donor_count_whatever_shape_it_has(length: int) -> None:
+    # A donor of the selected part's own shape is not taken as it is: source says what goes where.
+    model, place = subject(), "blocks.0.hook_resid_post"
+    at = [4, 5] if length == 2 else list(range(S))
+    draw = torch.Generator().manual_seed(5)
+    donor = torch.randn(2, length, 16, generator=draw, dtype=torch.float64)
+    edit = Edit.replace(donor, source=list(range(length))[::-1]).at(tokens=at)
+
+    def old(value: Tensor) -> Tensor:
+        new = value.clone()
+        new[:, at] = donor.flip(1)
+        return new
+
+    wanted = expected(model, place, old, PARTS["everything"][1])
+    assert (actual(model, {place: edit}) - wanted).abs().max() < 1e-9
+
+
+def test_a_part_is_narrowed_step_by_step() -> None:
+    once = actual(subject(), {"L0": Edit.zero().at(units=1, tokens=2)})
+    twice = actual(subject(), {"L0": Edit.zero().at(units=1).at(tokens=2)})
+    assert torch.equal(once, twice)

@@ -377,7 +377,10 @@ CASES = {
     ),
     "matmul": Case(in_net(lambda h: h @ h.t().half()), "dtypes", "layers.1", "autocast"),
     "binary long": Case(
-        lambda: F.binary_cross_entropy(torch.rand(3), torch.ones(3).long()), "dtypes", None, "float"
+        lambda: F.binary_cross_entropy(torch.rand(3), torch.ones(3).long()),
+        "target_dtype",
+        None,
+        "target.float()",
     ),
     "not supported": Case(
         in_net(lambda h: F.log_softmax(h.long(), -1)), "dtype_not_supported", "layers.1", "x.float"

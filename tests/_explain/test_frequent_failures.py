@@ -250,6 +250,18 @@ CASES = {
         None,
         "scores.flatten(0, 1)",
     ),
+    "binary target of whole numbers": Case(
+        lambda: nn.BCEWithLogitsLoss()(x(8), torch.ones(8).long()),
+        "target_dtype",
+        "",
+        "target.float()",
+    ),
+    "classes last": Case(
+        lambda: F.cross_entropy(x(2, 7, 11), torch.full((2, 7), 10)),
+        "target_shape",
+        None,
+        "dimension 1, of size 7, was taken for the classes",
+    ),
     "image": Case(
         lambda: F.cross_entropy(x(2, 3, 8, 8), torch.zeros(2, 8, 9).long()),
         "target_shape",

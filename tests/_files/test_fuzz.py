@@ -14,7 +14,8 @@ def test_ten_thousand_mutations() -> None:
     found = fuzz.main(Namespace(mutations=10_000, seed=0))
     assert found["harm"] == []
     assert found["mutations"] == 10_000
-    for outcome in ("scan_refused", "scan_reported", "incident_refused", "model_refused"):
+    refused = ("scan", "incident", "inspection", "contrast", "lesions", "states", "model")
+    for outcome in (*(f"{each}_refused" for each in refused), "scan_reported", "history_reported"):
         assert found[outcome] > 50
 
 

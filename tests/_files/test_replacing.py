@@ -53,10 +53,45 @@ def test_a_full_disk_leaves_the_old_file(
     path.write_text("the old one")
     write = WRITERS[name]
     no_room(100)
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match=r"File too large\. .* what was there stands") as caught:
         write(path)
+    assert caught.value.filename == str(path)
     assert path.read_text() == "the old one"
     assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_a_full_disk_leaves_the_old_scan_and_is_told_by_its_name(
+    tmp_path: Path, no_room: Callable[[int], None]
+) -> None:
+    path = tmp_path / "x.fmri"
+    scan_of("a").save(path)
+    new = scan_of("b")
+    no_room(100)
+    with pytest.raises(OSError, match=r"File too large\. .* what was there stands") as caught:
+        new.save(path, overwrite=True)
+    assert caught.value.filename == str(path)
+    assert torchfmri.load(path).names == ("a",)
+    assert [each.name for each in tmp_path.iterdir()] == ["x.fmri"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out:torchfmri.NonFiniteWarning")
+def test_an_incident_that_cannot_be_written_leaves_no_empty_folder(
+    tmp_path: Path, no_room: Callable[[int], None]
+) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = torchfmri.Monitor(model, optimizer, on_nonfinite="skip", incidents=tmp_path / "i")
+
+    def step() -> None:
+        with monitor.step():
+            model(torch.full((2, 4), float("nan"))).sum().backward()
+            optimizer.step()
+
+    no_room(100)
+    with pytest.warns(torchfmri.NonFiniteWarning, match="could not be written"):
+        step()
+    assert monitor.incidents[0].folder is None
+    assert list(tmp_path.rglob("step-*")) == []
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -307,10 +307,35 @@ class Lookup(nn.Module):
         return self.head(self.rows(index))  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore::torchfmri.NonFiniteWarning")
+@pytest.mark.parametrize("spoilt_at", [0, 3])
+def test_weights_that_stay_bad_are_one_finding_without_the_advice_to_hold(spoilt_at: int) -> None:
+    model = Lookup()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, on_nonfinite="skip")
+
+    def step(number: int) -> None:
+        if number == spoilt_at:
+            with torch.no_grad():
+                model.rows.weight[5] = math.nan
+        index = torch.tensor([5 if number >= 3 else 1])
+        model(index).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run(monitor, step, 12)
+    assert [each.step for each in monitor.incidents] == list(range(3, 12))
+    (found,) = monitor.findings
+    assert (found.problem, found.step) == ("nonfinite_weights", 3)
+    assert "It was the same in 8 later steps, up to step 11." in found.text
+    assert "on_nonfinite" not in found.advice
+    assert ("initialised" in found.advice) == (spoilt_at == 0)
+
+
 @pytest.mark.parametrize(
     ("spoilt_at", "problem", "words"),
     [
-        (None, "nonfinite_weights", "It did at step 0 already"),
+        (None, "nonfinite_weights", "They did so at step 0 already"),
         (2, "nonfinite_update", "The optimizer's update in step 2 made 'rows.weight' NaN"),
     ],
 )
@@ -395,7 +420,7 @@ def test_nothing_is_claimed_where_the_weights_were_not_recorded() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    with pytest.raises(NonFiniteError, match=r"'rows.weight' held NaN before the step") as caught:
+    with pytest.raises(NonFiniteError, match=r"'rows.weight' held NaN before step 5") as caught:
         run(monitor, step, 6)
     assert "update" not in caught.value.finding.text
 

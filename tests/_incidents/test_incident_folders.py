@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks._mutations import relist
 from benchmarks.fuzz import make_incident, make_old, make_old_incident
 from torchfmri import Incidents, Monitor
 from torchfmri.cli import main
@@ -68,12 +69,13 @@ def replay(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]
 
 
 def reseal(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change a record, and put its checksum right."""
+    """Change a record, and put its checksum right, and the digest of it."""
     record = json.loads(path.read_bytes())
     record.pop("crc32", None)
     changed = change(record)
     body = json.dumps(record if changed is None else changed).encode()[:-1]
     path.write_bytes(body + b',"crc32":"%08x"}' % zlib.crc32(body))
+    relist(path)
 
 
 def change_calls(folder: Path, change: Callable[[str], str]) -> None:
@@ -412,9 +414,87 @@ def test_a_file_of_today_is_not_taken_for_an_old_one(
     folder: Path, replay: Callable[..., tuple[int, str]]
 ) -> None:
     """Only a whole folder of version 0.1 may do without checksums."""
-    make_old(folder / "rank-0" / "calls.json")
-    assert replay(folder)[0] == 1
     path = folder / "rank-0" / "part.json"
+    kept = path.read_bytes()
+    make_old(path)
+    code, text = replay(folder)
+    assert (code, "it belongs to another incident" in text) == (2, True), text
+    path.write_bytes(kept)
+    make_old(folder / "rank-0" / "calls.json")
+    code, text = replay(folder)
+    assert (code, "'calls.json' cannot be read" in text) == (2, True), text
     path.write_bytes(path.read_bytes()[:-30] + b"}")
     code, text = replay(folder)
     assert (code, "'part.json' cannot be read: its checksum is wrong" in text) == (2, True)
+
+
+# -- which files belong together -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FILES, "rank-0", "rank-0/calls.*", "rank-0/weights.*"])
+def test_files_of_another_incident_are_refused(
+    name: str, folder: Path, tmp_path: Path, replay: Callable[..., tuple[int, str]]
+) -> None:
+    """The other incident is one of the same model at the same step, with other numbers."""
+    make_incident(tmp_path / "other", value=2.0)
+    other = tmp_path / "other" / "step-000000"
+    assert replay(other)[0] == 1
+    place, _, pattern = name.rpartition("/")
+    for path in (other / place).glob(pattern):
+        target = folder / place / path.name
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        shutil.move(path, target)
+    code, text = replay(folder)
+    assert (code, "another" in text) == (2, True), text
+
+
+def test_files_of_another_process_are_refused(
+    folder: Path, replay: Callable[..., tuple[int, str]]
+) -> None:
+    shutil.copytree(folder / "rank-0", folder / "rank-1")
+    code, text = replay(folder, "--rank", "1")
+    assert (code, "it is not the part of process 1" in text) == (2, True), text
+
+
+def test_what_was_added_or_is_not_needed_is_told(
+    folder: Path, replay: Callable[..., tuple[int, str]]
+) -> None:
+    (folder / "notes \x1b.txt").write_text("mine")
+    (folder / "rank-0" / "picture.png").write_bytes(b"mine")
+    (folder / "rank-0" / "history.jsonl").unlink()
+    (folder / "incident.json").unlink()
+    for options in ((), ("--rank", "0")):
+        code, text = replay(folder, *options)
+        assert code == 1, text
+        assert "'step-000000' also holds 'notes \\x1b.txt', which no Monitor wrote." in text
+        assert "'rank-0' also holds 'picture.png', which no Monitor wrote." in text
+        assert "'history.jsonl' cannot be read: it is missing." in text
+        assert "'incident.json' is missing" in text
+    (folder / "rank-0" / "calls.safetensors").unlink()
+    code, text = replay(folder, "--rank", "0")  # nothing is run: the finding is all there
+    assert (code, "'calls.safetensors' cannot be read: it is missing." in text) == (1, True)
+
+
+LISTINGS: dict[str, Callable[[Any], Any]] = {
+    "no files": lambda part: part.pop("files") and None,
+    "a file elsewhere": lambda part: part["files"].update(
+        {"../incident.json": part["files"]["calls.json"]}
+    ),
+    "a size that is none": lambda part: part["files"]["calls.json"].update(bytes="1"),
+    "a digest that is none": lambda part: part["files"]["calls.json"].update(sha256=None),
+    "no calls": lambda part: part["files"].pop("calls.json") and None,
+    "a list": lambda part: part.update(files=["calls.json"]),
+    "no incident": lambda part: part.update(incident=7),
+    "another format": lambda part: part.update(format="x"),
+}
+
+
+@pytest.mark.parametrize("change", LISTINGS.values(), ids=LISTINGS)
+def test_lists_of_files_that_make_no_sense(
+    folder: Path, change: Callable[[Any], Any], replay: Callable[..., tuple[int, str]]
+) -> None:
+    (folder / "incident.json").unlink()
+    reseal(folder / "rank-0" / "part.json", change)
+    for options in ((), ("--rank", "0")):
+        code, text = replay(folder, *options)
+        assert (code, "'part.json' cannot be read" in text) == (2, True), text

@@ -21,10 +21,10 @@ from torchfmri import (
     NonFiniteWarning,
 )
 from torchfmri._incidents import aftermath, hold, redone_step
-from torchfmri._incidents.incident import read_part
 from torchfmri._incidents.replay_run import replay
 from torchfmri._incidents.sentinel import alarm, are_finite
 from torchfmri._incidents.stored_data import Omitted, load_data, omissions, save_data
+from torchfmri._incidents.stored_incident import read_part
 from torchfmri._model.factory import Subject
 from torchfmri._model.generators import RandomState, random_state
 from torchfmri._monitor import monitor as monitor_module
@@ -639,16 +639,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_part_is_not_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchfmri._incidents import incident
+    from torchfmri._incidents import stored_incident
 
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(incident, "save_data", fail)
+    monkeypatch.setattr(stored_incident, "save_data", fail)
     loop = Loop("adam", on_nonfinite="skip", incidents=tmp_path)
     with pytest.warns(NonFiniteWarning):
         loop.run()
-    assert list((tmp_path / "step-000002").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # no empty folder either
 
 
 # -- the command ---------------------------------------------------------------------------------

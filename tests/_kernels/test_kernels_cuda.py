@@ -224,12 +224,12 @@ def test_in_the_interpreter():
 def test_not_available_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "torchfmri._kernels.cuda_triton", raising=False)
-    cuda._triton.cache_clear()
+    cuda.triton_kernels.cache_clear()
     cuda.available.cache_clear()
     try:
         assert not cuda.available()
     finally:
-        cuda._triton.cache_clear()
+        cuda.triton_kernels.cache_clear()
         cuda.available.cache_clear()
 
 

@@ -107,3 +107,15 @@ def test_bad_input() -> None:
 
     with pytest.raises(InspectionError, match="get_input_embeddings"):
         torchfmri.attribute_inputs(Own(), None, torch.tensor([[1, 2]]))
+
+
+def test_the_title_fits_into_the_picture() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    ask = ("The capital of France is", " Paris")
+    for method in ("gradient_x_input", "integrated_gradients"):
+        found = torchfmri.attribute_inputs(model, tokenizer, *ask, against=" Rome", method=method)
+        ax = found.plot()
+        ax.figure.canvas.draw()
+        (title,) = [each for each in (ax.title, ax._left_title) if each.get_text()]
+        assert title.get_text().replace("\n", " ") == found.title
+        assert title.get_window_extent().x1 <= ax.figure.bbox.x1

@@ -40,8 +40,10 @@ def test_the_softcap_is_named_and_undone() -> None:
     assert abs(found.residual) <= 1e-5 * abs(found.logit)
 
 
-def test_heads_and_mlps_equal_the_formula_written_out() -> None:
-    model, ids = SINGLE["llama"].build().eval().double(), tokens(batch=1)
+@pytest.mark.parametrize(("name", "factor"), [("llama", 1.0), ("granite", 0.4 / 3.0)])
+def test_heads_and_mlps_equal_the_formula_written_out(name: str, factor: float) -> None:
+    """Granite multiplies what a block adds by 0.4, and divides its logits by 3."""
+    model, ids = SINGLE[name].build().eval().double(), tokens(batch=1)
     position, token = 6, 4
     seen: dict[str, torch.Tensor] = {}
     handles = []
@@ -64,7 +66,7 @@ def test_heads_and_mlps_equal_the_formula_written_out() -> None:
         handle.remove()
     x = seen["x"]
     scale = (x.pow(2).mean() + norm.variance_epsilon).rsqrt()  # type: ignore[union-attr,operator]
-    direction = (model.lm_head.weight[token] * norm.weight * scale).detach()  # type: ignore[union-attr,index,operator]
+    direction = factor * (model.lm_head.weight[token] * norm.weight * scale).detach()  # type: ignore[union-attr,index,operator]
     found = torchfmri.attribute_logit(model, None, ids, token, position=position)
     for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
         weight = layer.self_attn.o_proj.weight.detach()
@@ -79,7 +81,7 @@ def test_heads_and_mlps_equal_the_formula_written_out() -> None:
         heads = sum(found[f"L{index}H{head}"] for head in range(4))
         assert found[f"L{index}.attn"] == pytest.approx(heads)
     # Without the norm's weight folded in the numbers would be others.
-    unfolded = float(model.lm_head.weight[token].detach() @ seen["m0"])  # type: ignore[union-attr,index,operator]
+    unfolded = factor * float(model.lm_head.weight[token].detach() @ seen["m0"])  # type: ignore[union-attr,index,operator]
     assert found["L0.mlp"] != pytest.approx(unfolded, rel=1e-3)
 
 
@@ -111,6 +113,18 @@ def test_an_edited_attention_is_one_part() -> None:
         found = torchfmri.attribute_logit(model, tokenizer, "The capital of France is", " Paris")
     assert found["L2.attn"] == 0.0
     assert any("edited value" in each for each in found.notes)
+
+
+def test_heads_of_an_edited_layer_are_told_apart() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    plain = torchfmri.attribute_logit(model, tokenizer, "The capital of France is", " Paris")
+    with torchfmri.edited(model, {"L2H1": "zero"}):
+        found = torchfmri.attribute_logit(model, tokenizer, "The capital of France is", " Paris")
+    assert found["L2H1"] == 0.0
+    assert plain["L2H1"] != 0.0
+    assert found.names == plain.names
+    assert not found.notes
+    assert abs(found.residual) <= 1e-5 * abs(found.logit)
 
 
 def test_bad_input() -> None:

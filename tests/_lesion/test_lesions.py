@@ -308,6 +308,13 @@ def test_table_picture_and_data(tiny: Subject, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.effect_of("L2H3"), found.effect[:, index])
 
 
+def test_an_answer_that_continues_a_word_is_noted(tiny: Subject) -> None:
+    for answer, is_noted in (("girl", True), (" girl", False)):
+        found = torchfmri.lesion(*tiny, "there was a little", answer, of="L0.mlp")
+        words = "continues the word 'little'; a word of its own is ' girl'."
+        assert (words in found.table(width=200)) == is_noted
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no answer": ({"answers": None}, "is about an answer"),
     "no foil": ({"metric": "logit_difference"}, "give foils="),

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import torchfmri
+from tests._edit.written_out import logits_of
+from tests.architectures import ARCHITECTURES
 from torchfmri import InspectionError, patch
-from torchfmri._lesion.patching import match_roles
+from torchfmri._lesion.roles import match_roles
 
 Subject = tuple[nn.Module, Any]
 CLEAN, CORRUPTED = "Tom had a dog. Tom was", "Lily had a dog. Lily was"
@@ -55,7 +57,7 @@ def test_every_patch_is_an_edit(tiny: Subject) -> None:
     assert (found.clean, found.corrupted) == pytest.approx(
         (surprisal(clean), surprisal(corrupted)), abs=1e-4
     )
-    for row, name in enumerate(found.names):
+    for row, name in list(enumerate(found.names))[::3]:
         for column, (one, other) in enumerate(found.pairs):
             edit = torchfmri.Edit.replace(donor, source=[one]).at(tokens=[other])
             with torchfmri.edited(model, {name: edit}):
@@ -84,3 +86,100 @@ def test_bad_arguments(tiny: Subject) -> None:
         patch(*tiny, CLEAN, CORRUPTED, " happy", pairs=[(0, 99)])
     with pytest.raises(InspectionError, match="stands twice"):
         patch(*tiny, CLEAN, CORRUPTED, " happy", pairs=[(0, 1), (2, 1)])
+
+
+# -- path patching -------------------------------------------------------------------------------
+
+CLEAN_IDS, CORRUPTED_IDS = [5, 6, 7, 8, 9], [5, 11, 7, 8, 12]
+SENDERS = {
+    "L0H2": ("blocks.0.attn.hook_z", slice(8, 12), ["blocks.0.hook_mlp_out"]),
+    "L0.mlp": ("blocks.0.hook_mlp_out", slice(None), []),
+    "blocks.0.hook_resid_pre": (
+        "blocks.0.hook_resid_pre", slice(None), ["blocks.0.hook_attn_out", "blocks.0.hook_mlp_out"]
+    ),
+}  # fmt: skip
+RECEIVERS = {
+    "L1H3.q": ("blocks.1.attn.hook_q", slice(12, 16)),
+    "L1H1": ("blocks.1.attn.hook_z", slice(4, 8)),
+    "L1.mlp": ("blocks.1.hook_mlp_out", slice(None)),
+    "logits": None,
+}
+
+
+def path_by_hand(model: nn.Module, sender: str, receiver: str) -> float:
+    """The logit difference of the corrupted prompt, by forward passes that are written out."""
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    place, units, held = SENDERS[sender]
+    held = [*held, "blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"]
+    arrives = RECEIVERS[receiver]
+    arrived = {}
+
+    def keep(into: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> torch.Tensor:
+        into[name] = value
+        return value
+
+    def first(name: str, value: torch.Tensor) -> torch.Tensor:
+        arrived[name] = value
+        if name == place:
+            value = value.clone()
+            value[..., units] = seen["clean"][name][..., units]
+        return seen["corrupted"][name] if name in held else value
+
+    def second(name: str, value: torch.Tensor) -> torch.Tensor:
+        if arrives is not None and name == arrives[0]:
+            value = value.clone()
+            value[..., arrives[1]] = arrived[name][..., arrives[1]]
+        return value
+
+    ids = {"clean": torch.tensor([CLEAN_IDS]), "corrupted": torch.tensor([CORRUPTED_IDS])}
+    with torch.no_grad():
+        for name, each in ids.items():
+            into = seen.setdefault(name, {})
+            logits_of(model, each, lambda *given, into=into: keep(into, *given))
+        logits = logits_of(model, ids["corrupted"], first)
+        if arrives is not None:
+            logits = logits_of(model, ids["corrupted"], second)
+    return float(logits[0, -1, 3] - logits[0, -1, 4])
+
+
+@pytest.mark.parametrize("receiver", RECEIVERS)
+def test_paths_are_passes_that_are_written_out(receiver: str) -> None:
+    model = ARCHITECTURES["llama"].build("eager", attention_dropout=0.0).eval().double()
+    options = {"of": list(SENDERS), "batch": 2}
+    found = patch(model, None, CLEAN_IDS, CORRUPTED_IDS, [3], [4], to=receiver, **options)
+    wanted = [path_by_hand(model, name, receiver) for name in found.names]
+    np.testing.assert_allclose(found.patched[:, 0], wanted, atol=1e-9)
+    assert np.abs(found.patched[:, 0] - found.corrupted).min() > 1e-9  # something arrived
+    whole = patch(model, None, CLEAN_IDS, CORRUPTED_IDS, [3], [4], **options)
+    assert np.abs(found.patched - whole.patched).max() > 1e-6  # and not everything
+    assert f"on the direct way to {receiver}" in " ".join(found.table().split())
+
+
+def test_nothing_arrives_where_no_path_leads(tiny: Subject) -> None:
+    found = patch(*tiny, CLEAN, CORRUPTED, " happy", of="L3H*", to=["L3H*.q", "L1.mlp"])
+    np.testing.assert_allclose(found.score, 0.0, atol=1e-4)
+
+
+def test_everything_arrives_by_the_last_block(tiny: Subject) -> None:
+    """Nothing comes after its MLP, so that the direct way is the only one."""
+    options = {"of": ["L4H*", "L4.mlp"], "per": "token"}
+    found = patch(*tiny, CLEAN, CORRUPTED, " happy", to="logits", **options)
+    whole = patch(*tiny, CLEAN, CORRUPTED, " happy", **options)
+    np.testing.assert_allclose(found.patched[-1], whole.patched[-1], atol=1e-5)
+    assert found.names[-1] == "L4.mlp"
+    assert np.abs(found.patched[:-1] - whole.patched[:-1]).max() > 1e-4  # its MLP reads its heads
+
+
+def test_bad_paths(tiny: Subject) -> None:
+    for to, words in (
+        ("L9H0", "the model has 5 blocks"),
+        (["logits", "L1H0"], "or 'logits'"),
+        ("L1.pattern", "cannot be edited"),
+        (3, "give names of places"),
+    ):
+        with pytest.raises(InspectionError, match=words):
+            patch(*tiny, CLEAN, CORRUPTED, " happy", of="L0H0", to=to)
+    with pytest.raises(InspectionError, match="is in no block"):
+        patch(*tiny, CLEAN, CORRUPTED, " happy", of="model.embed_tokens", to="logits")
+    with pytest.raises(InspectionError, match="neither in the attention nor in the MLP"):
+        patch(*tiny, CLEAN, CORRUPTED, " happy", of="model.layers.0.input_layernorm", to="logits")

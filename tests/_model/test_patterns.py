@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
+import pickle
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchfmri._model.patterns import compile_pattern, expand_braces, match_names, nearest_names
+from torchfmri._model.patterns import (
+    compile_pattern,
+    expand_braces,
+    match_names,
+    nearest_names,
+    not_found,
+)
 from torchfmri.exceptions import InspectionError
 
 NAMES = [
@@ -168,3 +175,13 @@ def test_nearest_of_nothing() -> None:
 
 def test_nearest_survives_a_half_written_set() -> None:
     assert nearest_names("layers.[0-", ["layers.0"]) == ["layers.0"]
+
+
+def test_the_error_of_a_missing_name_says_what_was_looked_for() -> None:
+    error = not_found("wieght", ["weight", "bias"], "tokens.names", "parameter")
+    assert str(error) == (
+        "No parameter matches 'wieght' among 2 parameters. Nearest: 'weight'. "
+        "List them with tokens.names."
+    )
+    assert str(not_found("c", ["a"])) == "No layer matches 'c' among 1 layer."
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.architectures import ARCHITECTURES
 from torchfmri import InspectionError, Inspector, LayerNotFoundError
-from torchfmri._model import Place, named_layers, places_of
+from torchfmri._model import Place, find_layers, named_layers, places_of
 
 STREAM = ("llama", "qwen3", "qwen3-moe", "gpt2", "vit", "mixtral", "gemma", "gemma2", "gemma3",
           "phi3", "deepseek-v3", "gpt-oss")  # fmt: skip
@@ -229,10 +229,40 @@ def test_an_inspector_watches_what_a_layer_takes() -> None:
     assert torch.equal(inspection[place.layer].tensors("inputs"), wanted)
 
 
-def test_where_only_whole_outputs_can_be_watched_parts_are_refused() -> None:
+def test_an_inspector_lists_the_layers_at_which_places_are() -> None:
     inspector = Inspector(ARCHITECTURES["llama"].build())
     assert inspector.layers("L1.mlp") == ["model.layers.1.mlp"]
-    with pytest.raises(InspectionError, match="the inputs of layer"):
-        inspector.layers("blocks.0.hook_resid_pre")
-    with pytest.raises(InspectionError, match="part of the output of layer"):
-        inspector.layers("L1H0.q")
+    assert inspector.layers("L1H0") == ["model.layers.1.self_attn.o_proj"]
+    assert inspector.layers("blocks.0.attn.hook_z") == ["model.layers.0.self_attn.o_proj"]
+    assert inspector.layers("blocks.0.hook_resid_pre") == ["model.layers.0"]
+    every = inspector.layers("model.layers.*.mlp")
+    assert inspector.layers("*.mlp", exclude="L0.mlp") == every[1:]
+    inspector.watch("blocks.*.attn.hook_z")
+    inspector.unwatch("blocks.0.attn.hook_z")
+    assert list(inspector.watched) == ["model.layers.1.self_attn.o_proj"]
+
+
+def test_where_only_whole_layers_can_be_taken_parts_are_refused() -> None:
+    model = ARCHITECTURES["llama"].build()
+    inspector = Inspector(model)
+    for name in ("L1H0", "L1H0.q"):
+        with pytest.raises(InspectionError, match=r"units 0 to \d, and layers are taken whole"):
+            inspector.watch(name)
+    with pytest.raises(InspectionError, match=r"the inputs of layer 'model\.layers\.0'. Watch it"):
+        find_layers(named_layers(model), "blocks.0.hook_resid_pre")
+    with pytest.raises(InspectionError, match="the model has 2 blocks"):
+        inspector.layers("*.mlp", exclude="L7.mlp")
+
+
+def test_statistics_are_found_by_these_names_too() -> None:
+    inspector = Inspector(ARCHITECTURES["llama"].build())
+    inspector.watch("*.mlp")
+    inspector.run_inspection(batch_of("llama"))
+    assert inspector.get_statistics("L1.mlp") == inspector.get_statistics("model.layers.1.mlp")
+
+
+def test_a_plain_name_is_a_layer_without_heads_on_every_architecture() -> None:
+    for name in ("llama", "gpt2"):
+        layers = named_layers(ARCHITECTURES[name].build())
+        (place,) = places_of(layers, "layers.1.self_attn.q_proj")
+        assert place.heads is None, name

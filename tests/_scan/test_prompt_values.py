@@ -11,7 +11,7 @@ import pytest
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, Scan, ScannedSequence, ScanOptions
 from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
-from torchfmri._scan.prompts.token_choice import choose_tokens
+from torchfmri._scan.prompts.token_choice import choose_tokens, token_words
 
 NAMES = ("Tom", "Ann", "Sue", "Ben", "Max", "Lily")
 ROWS = [
@@ -173,6 +173,7 @@ def test_tokens_are_chosen_by_place_and_text(scan: Scan) -> None:
     assert chosen(sequence, 0) == sequence.tokens.pieces[0]  # named by position, special or not
     assert chosen(sequence, 99) == ""
     assert chosen(sequence, (1, 3)) == chosen(sequence, slice(1, 3))
+    assert token_words(slice(1, 9, 2)) == "tokens 1:9:2"
     assert "park" in chosen(sequence, re.compile("park"))
     assert "Once" not in chosen(sequence, re.compile("park"))
     assert chosen(sequence, {"match": "upon a"}) == chosen(sequence, re.compile("upon a"))
@@ -197,16 +198,28 @@ def test_characters_of_several_tokens_are_found(scan: Scan) -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    ["some", 1.5, None, (1,), {"match": "("}, {"a": "b"}, {"characters": 3}, {"role": 1}, {}],
+    [
+        "some",
+        1.5,
+        None,
+        (1,),
+        re.compile(b"Once"),
+        {"match": "("},
+        {"a": "b"},
+        {"characters": 3},
+        {"role": 1},
+        {},
+    ],
 )
 def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
     with pytest.raises(InspectionError, match=r"tokens=|no regular expression"):
         scan.contrast("park", "fööd", tokens=tokens)
 
 
-@pytest.mark.parametrize("tokens", [500, (5, 2), re.compile("zzz")])
+@pytest.mark.parametrize("tokens", [500, (5, 2), re.compile("zzz"), -1])
 def test_a_choice_that_chooses_nothing_is_refused(scan: Scan, tokens: Any) -> None:
-    with pytest.raises(InspectionError, match="chooses no token of any prompt"):
+    reason = "looked for in the whole text" if isinstance(tokens, re.Pattern) else "The last token"
+    with pytest.raises(InspectionError, match=f"chooses no token of any prompt .* {reason}"):
         scan.contrast("park", "fööd", tokens=tokens)
 
 
@@ -265,6 +278,17 @@ def test_signed_units_and_directions_are_differences_of_means(scan: Scan, tmp_pa
     assert len(text)  # of any tokens, from tensors that were kept in full
 
 
+def test_an_f_test_has_no_direction(scan: Scan, tmp_path: Path) -> None:
+    contrasts = ["Tom - Ann", "Ann - Sue"]
+    found = scan.contrast(
+        contrasts, by="who", metric="signed", level="unit", tokens="last", layers="model.layers.1"
+    )
+    found.save(tmp_path / "f.contrast")
+    for each in (found, torchfmri.load_contrast(tmp_path / "f.contrast")):
+        with pytest.raises(InspectionError, match="no single direction"):
+            each.direction("model.layers.1")
+
+
 def test_a_sign_is_seen_that_a_root_mean_square_is_blind_to(scan: Scan) -> None:
     turned = []
     for number, sequence in enumerate(scan):
@@ -300,8 +324,9 @@ def test_contrasts_of_a_scan(scan: Scan) -> None:
             {"a": "park", "b": "nothing"},
             "no condition 'nothing'. The conditions are 'park', 'fööd'",
         ),
+        ({"a": "park", "b": "park"}, "'park' would be compared with itself"),
         ({"a": "park - fööd", "by": "colour"}, "No prompt of the scan has a condition in 'colour'"),
-        ({"a": "park - fööd", "paired": "colour"}, "has nothing in 'colour'"),
+        ({"a": "park - fööd", "paired": "colour"}, "No prompt has anything in 'colour'"),
         ({"a": "park - fööd", "metric": "gradient"}, "This scan has no gradient"),
         ({"a": "park - fööd", "metric": "loudness"}, "metric='loudness'"),
         ({"a": "park - fööd", "metric": "signed"}, "level='unit'"),
@@ -314,6 +339,36 @@ def test_contrasts_of_a_scan(scan: Scan) -> None:
 def test_contrasts_that_cannot_be_made(scan: Scan, arguments: Any, message: str) -> None:
     with pytest.raises(InspectionError, match=re.escape(message)):
         scan.contrast(**arguments)
+
+
+def test_prompts_that_share_a_token_are_no_copies(scan: Scan) -> None:
+    """All end in a full stop, whose embedding is the same; and only some have the word."""
+    embedding = next(layer for layer in scan.layers if "embed" in layer)
+    found = scan.contrast("park", "fööd", layers=embedding, tokens="prompt_last")
+    assert not any("copies" in note for note in found.notes)
+    some = scan.contrast("park", "fööd", level="layer", tokens=re.compile("Tom|Ann|Sue"))
+    assert not any("copies" in note for note in some.notes)
+    twice = Scan(scan.anatomy, [*scan, *(s for s in renamed(scan, [0, 1]))], scan.meta)
+    notes = twice.contrast("park", "fööd", level="layer").notes
+    assert "only 6 of 7 prompts of 'park' and 6 of 7" in notes[0]
+
+
+def test_prompts_without_a_pair_are_noted(scan: Scan) -> None:
+    """One of a condition that is not compared does no harm; one that is compared is left out."""
+    changes: dict[int, dict[str, Any]] = {
+        0: {"condition": "other", "pair": None},
+        3: {"pair": None},
+    }
+    gaps = changed_fields(scan, changes)
+    found = gaps.contrast("park", "fööd", level="layer", paired="pair")
+    some = Scan(scan.anatomy, [s for row, s in enumerate(scan) if row not in (0, 3)], scan.meta)
+    expected = some.contrast("park", "fööd", level="layer", paired="pair")
+    np.testing.assert_array_equal(found.t, expected.t)
+    assert found.n_a.max() == 4
+    note = next(note for note in found.notes if "without a partner" in note)
+    assert note.startswith("3 prompts without a partner are left out")
+    assert repr(scan.names[3]) in note
+    assert gaps.classify("park", "fööd", tokens="last", folds=2, permutations=5, paired="pair")
 
 
 def test_a_scan_without_conditions_says_what_it_has(tiny: Any) -> None:
@@ -379,9 +434,75 @@ def test_two_checkpoints_are_a_paired_contrast(tiny: Any, scan: Scan, tmp_path: 
     notes = " ".join(found.notes)
     assert "60 columns of old have no partner" in notes
     assert "1 prompts of 'new' have no partner" in notes
+    assert "only tokens of text that both have" in notes
+    signed = torchfmri.contrast(
+        other, scan, paired=True, metric="signed", level="unit", tokens="last", names=("x", "y")
+    )
+    assert not any("only tokens of text that both have" in note for note in signed.notes)
+    layer = "model.layers.1.self_attn"  # not the first that both have, and not all have partners
+    expected = np.mean(
+        [
+            pair[0].vectors["last"][layer].astype(np.float64) - pair[1].vectors["last"][layer]
+            for pair in zip(other, scan, strict=False)
+        ],
+        0,
+    )
+    np.testing.assert_allclose(signed.effect[signed.columns.layer == layer], expected, atol=1e-9)
+    np.testing.assert_allclose(signed.direction(layer).vector, expected, atol=1e-9)
+    with pytest.raises(LayerNotFoundError):  # only one of them has it: there is no difference
+        signed.direction("model.layers.1")
+    assert any("also of text that only one of them wrote" in note for note in signed.notes)
     nothing = Scan(scan.anatomy, [make_other(scan[0])], scan.meta)
     with pytest.raises(InspectionError, match="neither by name"):
         torchfmri.contrast(scan, nothing, paired=True)
+
+
+@pytest.mark.parametrize("tokens", ["all", (0, 30), slice(1, 30), 1])
+def test_text_of_one_alone_is_not_compared(tiny: Any, tokens: Any) -> None:
+    """One model that wrote four tokens, and the same one that wrote none."""
+    texts = ["Once upon a time", "The dog", "Hello my friend"]
+    options = ScanOptions(per=None, layers="*.mlp")
+    wrote, read = (torchfmri.Scanner(*tiny, options).scan(texts, count) for count in (4, 0))
+    found = torchfmri.contrast(wrote, read, paired=True, tokens=tokens, level="layer")
+    assert np.abs(found.effect).max() < 1e-5
+    plain = torchfmri.contrast(wrote, wrote, paired=True, tokens=tokens, level="layer")
+    assert (plain.effect == 0).all()
+
+
+def renamed(scan: Scan, rows: list[int]) -> Scan:
+    """Rows of a scan in another order, named by where they stand and what they say."""
+    parts = [(place, scan[row]) for place, row in enumerate(rows)]
+    sequences = [
+        ScannedSequence(**{**vars(each), "name": f"{place}-{each.fields['id']}"})
+        for place, each in parts
+    ]
+    return Scan(scan.anatomy, sequences, scan.meta)
+
+
+@pytest.mark.parametrize(
+    ("second", "pairs", "said"),
+    [
+        ([4, 3, 2, 1, 0], 5, "4 of 5 pairs matched by text"),
+        ([0, 1, 2], 3, "2 prompts of 'x' have no partner"),
+        ([1, 2, 3, 4], 4, "1 prompts of 'x' have no partner"),
+    ],
+)
+def test_prompts_in_another_order_are_paired_by_text(
+    scan: Scan, second: list[int], pairs: int, said: str
+) -> None:
+    one, other = renamed(scan, [0, 1, 2, 3, 4]), renamed(scan, second)
+    found = torchfmri.contrast(one, other, paired=True, names=("x", "y"), level="layer")
+    assert found.n_a.max() == pairs
+    assert any(said in note for note in found.notes)
+    known = found.effect[np.isfinite(found.effect)]
+    assert (known == 0).all()  # each with itself
+
+
+def test_prompts_of_one_text_are_all_paired(scan: Scan) -> None:
+    one, other = renamed(scan, [0, 0, 1, 2]), renamed(scan, [2, 1, 0, 0])
+    found = torchfmri.contrast(one, other, paired=True, names=("x", "y"), level="layer")
+    assert found.n_a.max() == 4
+    assert (found.effect[np.isfinite(found.effect)] == 0).all()
 
 
 def make_other(sequence: ScannedSequence) -> ScannedSequence:
@@ -411,14 +532,21 @@ def test_a_formula_is_fitted_in_two_levels(scan: Scan) -> None:
     api = pytest.importorskip("statsmodels.api")
     glm = scan.glm("surprisal + condition + size", level="layer", layers="*.mlp")
     assert glm.terms == ("Intercept", "condition[T.park]", "size", "surprisal")
-    known = np.concatenate([s.tokens.surprisal for s in scan]).astype(np.float64)
-    middle = np.nanmean(known)
+    assert glm.token_names == ("surprisal",)
+    assert "surprisal" in glm.table(prompt="park-Tom")
+    column = scan.anatomy.column("model.layers.1.mlp")
+    counted = [
+        s.tokens.surprisal[~s.tokens.special & np.isfinite(s.layers["activation"][:, column])]
+        for s in scan
+    ]
+    middle = np.nanmean(np.concatenate(counted).astype(np.float64))
     means, slopes = [], []
     for sequence in scan:
-        table = sequence.layers["activation"][:, scan.anatomy.column("model.layers.1.mlp")]
+        table = sequence.layers["activation"][:, column]
         surprisal = sequence.tokens.surprisal.astype(np.float64) - middle
         kept = np.isfinite(table) & np.isfinite(surprisal) & ~sequence.tokens.special
         design = np.stack([np.ones(kept.sum()), surprisal[kept]], 1)
+        np.testing.assert_allclose(glm.token_designs[len(means)][:, 0], surprisal[kept], atol=1e-6)
         fitted = api.OLS(table[kept].astype(np.float64), design).fit()
         means.append(fitted.params[0])
         slopes.append(fitted.params[1])
@@ -440,6 +568,8 @@ def test_a_formula_is_fitted_in_two_levels(scan: Scan) -> None:
         ("y ~ size", "write the right side alone"),
         (3, "write the right side alone"),
         ("surprisal:entropy:condition", "cannot be split"),
+        ("poly(position, 2)", r"Write position \+ I\(position\*\*2\)"),
+        ("center(entropy):condition", r"Write entropy \+ I\(entropy\*\*2\)"),
     ],
 )
 def test_formulas_that_are_none(scan: Scan, formula: Any, message: str) -> None:
@@ -448,8 +578,76 @@ def test_formulas_that_are_none(scan: Scan, formula: Any, message: str) -> None:
         scan.glm(formula)
 
 
+def changed_fields(scan: Scan, changes: dict[int, dict[str, Any]]) -> Scan:
+    """The scan with some fields of some rows changed."""
+    sequences = []
+    for row, each in enumerate(scan):
+        fields = {**each.fields, **changes.get(row, {})}
+        condition = str(fields["condition"] or "")
+        sequences.append(
+            ScannedSequence(**{**vars(each), "fields": fields, "condition": condition})
+        )
+    return Scan(scan.anatomy, sequences, scan.meta)
+
+
+@pytest.mark.parametrize("field", ["condition", "odd", "who", "size"])
+def test_prompts_without_a_label_are_no_baseline(scan: Scan, field: str) -> None:
+    pytest.importorskip("formulaic")
+    gaps = changed_fields(scan, {0: {field: None}, 3: {field: None}})
+    formula = field if field != "who" else "C(who)"
+    found = gaps.glm(formula, level="layer", layers="*.mlp")
+    some = Scan(scan.anatomy, [s for row, s in enumerate(scan) if row not in (0, 3)], scan.meta)
+    expected = some.glm(formula, level="layer", layers="*.mlp")
+    assert len(found.terms) == len(expected.terms)
+    np.testing.assert_array_equal(found.design, expected.design)
+    np.testing.assert_allclose(found.levels[""].values, expected.levels[""].values)
+    assert found.prompts == expected.prompts
+    said = (
+        f"2 prompts without a value of a field that the formula names left out: {scan.names[0]!r}"
+    )
+    assert any(said in note for note in found.notes)
+    nobody = changed_fields(scan, {row: {field: None} for row in range(12)})
+    with pytest.raises(InspectionError, match=f"'{field}' lack some"):
+        nobody.glm(formula, level="layer")
+
+
+def test_a_field_called_tokens_does_not_hide_the_number_of_tokens(scan: Scan) -> None:
+    pytest.importorskip("formulaic")
+    other = changed_fields(scan, {row: {"tokens": row**2} for row in range(12)})
+    glm = other.glm("tokens + field_tokens", level="layer", layers="*.mlp")
+    assert glm.design[:, 1].tolist() == [len(each) for each in scan]
+    assert glm.design[:, 2].tolist() == [row**2 for row in range(12)]
+
+
+def test_average_tokens_are_those_that_count(scan: Scan) -> None:
+    pytest.importorskip("formulaic")
+    glm = scan.glm("position + condition", level="layer", layers="*.mlp", tokens="generated")
+    np.testing.assert_allclose(np.concatenate(glm.token_designs).mean(0), 0.0, atol=1e-12)
+    plain = scan.glm("condition", level="layer", layers="*.mlp", tokens="generated")
+    away = np.array([design.mean() for design in glm.token_designs])[:, None]
+    # A line through the tokens of a prompt goes through their mean.
+    expected = plain.levels[""].values - away * glm.levels["position"].values
+    np.testing.assert_allclose(glm.levels[""].values, expected)
+    assert scan.glm("position + I(position**2)", level="layer").token_names[0] == "position"
+
+
+def test_columns_that_lack_values_of_any_prompt_are_counted(scan: Scan) -> None:
+    pytest.importorskip("formulaic")
+    broken = [ScannedSequence(**vars(each)) for each in scan]
+    for row, columns in ((0, [1, 2]), (1, [2, 3])):
+        values = broken[row].layers["activation"].copy()
+        values[2, columns] = np.nan
+        broken[row] = ScannedSequence(**{**vars(broken[row]), "layers": {"activation": values}})
+    glm = Scan(scan.anatomy, broken, scan.meta).glm(
+        "condition", level="layer", layers=scan.layers[:6]
+    )
+    assert any(note.startswith("3 columns without a value at some tokens") for note in glm.notes)
+
+
 def test_too_few_tokens_for_the_regressors(scan: Scan) -> None:
     pytest.importorskip("formulaic")
+    with pytest.raises(InspectionError, match="of layers, voxels or heads"):
+        scan.glm("condition", metric="signed", level="unit")
     with pytest.raises(InspectionError, match="No prompt has enough tokens"):
         scan.glm("surprisal + position", tokens="last")
     assert scan.glm("condition", tokens="last", level="layer").terms[1] == "condition[T.park]"

@@ -72,6 +72,8 @@ def test_attention_of_a_padded_batch_that_goes_on_writing(per: Any) -> None:
                 expected = by_hand(pattern, ids, score)
                 assert np.allclose(values, expected, atol=1e-5, equal_nan=True), score
         kept = scan.attention_pattern("model.layers.1.self_attn", sequence=number)
+        for name in ("L1.attn", "blocks.1.attn.hook_pattern", "layers.1.self_attn"):
+            assert np.array_equal(scan.attention_pattern(name, sequence=number), kept)
         assert np.allclose(kept, eager_pattern(ids, 1), atol=1e-6)
     with pytest.raises(LayerNotFoundError):
         scan.attention_pattern("model.layers.0.self_attn", sequence=0)

@@ -22,7 +22,8 @@ import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, Scan, Scanner, ScanOptions
 from torchfmri.routing import RoutingConfig, RoutingLanguageModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# The fast tier keeps half of the cases of each test; the slow tier runs the others.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.one_in(2)]
 STEPS = 4
 PER = (None, "position", "cached", "token_loss")
 

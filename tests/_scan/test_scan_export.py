@@ -143,7 +143,7 @@ def test_parquet_is_the_table_of_layers(scan: Scan, tmp_path: Path) -> None:
     assert len(table["layer"]) == 12 * 3
     row = 3 * 3 + 1  # token 3 of the first sequence, layer 1
     assert (table["sequence"][row], table["position"][row]) == ("first", 3)
-    assert (table["layer"][row], table["type"][row]) == ("layers.0.mlp", "MLP")
+    assert (table["layer"][row], table["module"][row]) == ("layers.0.mlp", "MLP")
     assert table["text"][row] == scan[0].tokens.pieces[3]
     assert table["id"][row] == scan[0].tokens.ids[3]
     assert table["generated"][row] == scan[0].tokens.generated[3]
@@ -157,6 +157,9 @@ def test_choices_are_named(scan: Scan, tmp_path: Path) -> None:
     for name in ("x.tsv", "x", "x.h5"):
         with pytest.raises(InspectionError, match=r"one of \.zarr, \.nc, \.parquet, \.csv"):
             scan.export(tmp_path / name)
+    for name in ("x.nc", "x.zarr"):  # has layers and voxels whatever `by` says
+        with pytest.raises(InspectionError, match="by='head' says what has a row of a table"):
+            scan.export(tmp_path / name, by="head")
 
 
 @pytest.mark.parametrize("name", ["x.zarr", "x.parquet"])

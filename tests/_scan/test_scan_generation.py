@@ -30,7 +30,8 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 import torchfmri
 from torchfmri import InspectionError, LiveToken, Scan
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# The fast tier keeps half of the cases of each test; the slow tier runs the others.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.one_in(2)]
 STEPS = 6
 FLOAT32, FLOAT64, BFLOAT16 = 3e-6, 3e-7, 3e-2  # a scan keeps its numbers in float32
 PER_BATCH = ("rotary_emb", "wpe")  # positions: of the batch, or the same for all of it

@@ -41,7 +41,8 @@ from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.subject import Subject, find_subject
 from torchfmri._scan.run.token_loss_pass import _residual, run_token_losses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# The fast tier keeps half of the cases of each test; the slow tier runs the others.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.one_in(2)]
 RUN: dict[str, Callable[..., Pass]] = {
     "position": run_pass,
     "cached": run_cached,

@@ -1087,3 +1087,193 @@ class Mixed(Kind):
         if self.how == "token":
             return {"a": [x], "b": [], "out": [x], "token": [x]}
         return found
+
+
+# -- layouts of the input ------------------------------------------------------------------------
+
+
+@kind("channels first, a layer", "layer")
+@kind("channels first, a wider layer", "wide")
+@kind("channels first, attention", "attention")
+@kind("channels first, a recurrence", "recurrence")
+@kind("channels first, a classifier of all of it", "flat")
+@kind("channels first, every second position backwards", "moved")
+@kind("channels first, a cumulative sum", "cumsum")
+@kind("channels first, written into a buffer", "buffer")
+class ChannelsFirst(Kind):
+    """(b, d, s) without a convolution: the layers that sum over the channels say so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, width = how, 7 if how == "wide" else H
+        self.a, self.b = linear(H, width), linear(width, H)
+        if how == "recurrence":
+            self.state = linear()
+        if how == "flat":
+            self.head = linear(S * H, 3)
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, H, S),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "recurrence":
+            h, made = torch.zeros(B, H), []
+            for t in range(S):
+                h = (self.a(x[:, :, t]) + self.state(h)).tanh()
+                made.append(h)
+            return self.b(torch.stack(made, 1)).mT
+        if self.how == "attention":
+            q = self.a(x.mT)
+            return self.b((q @ q.mT).softmax(-1) @ q).mT
+        x = x[:, :, ::2].flip(2) if self.how == "moved" else x
+        x = x.cumsum(2) if self.how == "cumsum" else x
+        rows = x.mT
+        if self.how == "buffer":
+            rows = torch.zeros(B, S, H)
+            for t in range(S):
+                rows[:, t] = x[:, :, t]
+        y = self.b(self.a(rows).relu())
+        return self.head(y.flatten(1)) if self.how == "flat" else y.mT
+
+    def rows(self, at: Places) -> Ids:
+        x = x_at(at)
+        if self.how == "recurrence":
+            return {"a": list(x.T), "state": list(x.T), "b": [x]}
+        x = x[:, ::2].flip(1) if self.how == "moved" else x
+        found = {"a": [x], "b": [x]}
+        return {**found, "head": [at("sample", B, 1)[:, 0]]} if self.how == "flat" else found
+
+
+@kind("positions mixed first", S)
+@kind("positions mixed first, by a wider layer", 9)
+class MixedFirst(Kind):
+    """(b, s, d): the first layer sums over positions, and the next one over features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.back, self.layer = linear(S, width), linear(width, S), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.back(self.into(x.mT).relu()).mT)
+
+    def rows(self, at: Places) -> Ids:
+        sample = at("sample", B, 1).expand(B, H)
+        return {"into": [sample], "back": [sample], "layer": [x_at(at)]}
+
+
+@kind("steps first, a sum of two layers", "sum")
+@kind("steps first, features side by side", "cat")
+@kind("steps first, gates", "gates")
+@kind("steps first, backwards into a buffer", "back")
+@kind("steps first, a decay", "decay")
+class StepsFirst(Kind):
+    """A recurrence over (s, b, d)."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.out = how, linear()
+        if how == "decay":
+            self.a = free(H)
+        elif how == "cat":
+            self.u = linear(2 * H, H)
+        else:
+            self.u, self.w = linear(), linear()
+        if how == "gates":
+            self.uz, self.wz = linear(), linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(S, B, H),)
+
+    def step(self, x: Tensor, h: Tensor) -> Tensor:
+        if self.how == "decay":
+            return self.a * h + x
+        if self.how == "cat":
+            return self.u(torch.cat([x, h], -1)).tanh()
+        if self.how == "gates":
+            z = (self.uz(x) + self.wz(h)).sigmoid()
+            return (1 - z) * h + z * (self.u(x) + self.w(z * h)).tanh()
+        return (self.u(x) + self.w(h)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, made = torch.zeros(B, H), torch.zeros(S, B, H)
+        for t in self.times():
+            h = self.step(x[t], h)
+            made[t] = h
+        return self.out(made).transpose(0, 1)
+
+    def times(self) -> list[int]:
+        return list(range(S))[:: -1 if self.how == "back" else 1]
+
+    def rows(self, at: Places) -> Ids:
+        ids = at("steps", S, B)
+        names = {"decay": ["a"], "cat": ["u"], "gates": ["u", "w", "uz", "wz"]}
+        several = names.get(self.how, ["u", "w"])
+        return {**{each: [ids[t] for t in self.times()] for each in several}, "out": [ids]}
+
+
+@kind("a recurrence of (b, 1, d)", "one")
+@kind("a recurrence sample by sample", "samples")
+@kind("a recurrence head by head", "heads")
+class StateShapes(Kind):
+    """A Linear returns a view of its product, unless what it reads has two axes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.out = how, linear()
+        width = H // 2 if how == "heads" else H
+        self.u, self.w = linear(width, width), linear(width, width)
+
+    def states(self, x: Tensor, h: Tensor) -> list[Tensor]:
+        made = []
+        for each in x:
+            h = (self.u(each) + self.w(h)).tanh()
+            made.append(h)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "samples":
+            return self.out(torch.stack([torch.stack(self.states(e, torch.zeros(H))) for e in x]))
+        if self.how == "heads":
+            y = x.view(B, S, 2, -1)
+            y = torch.stack(self.states(y.unbind(1), torch.zeros(B, 2, H // 2)), 1)  # type: ignore[arg-type]
+            return self.out(y.flatten(2))
+        return self.out(torch.cat(self.states(x.split(1, 1), torch.zeros(B, 1, H)), 1))  # type: ignore[arg-type]
+
+    def rows(self, at: Places) -> Ids:
+        x = x_at(at)
+        steps = list(x[..., None].unbind(1)) if self.how == "one" else list(x.flatten())
+        if self.how == "heads":
+            steps = list(x[..., None].expand(B, S, 2).unbind(1))
+        return {"u": steps, "w": steps, "out": [x]}
+
+
+@kind("a step that ends in a layer", "layer")
+@kind("a step that ends in a product", "product")
+@kind("a step that ends in a norm", "norm")
+@kind("a step that ends in lerp", "lerp")
+class StepEnds(Kind):
+    """A recurrence whose step returns what a parameter made, with nothing after it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how in ("product", "lerp"):
+            self.w = free(H)
+        else:
+            self.lin = linear() if how == "layer" else nn.LayerNorm(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, made = torch.zeros(B, H), []
+        for t in range(S):
+            if self.how == "product":
+                h = (h + x[:, t]) * self.w
+            elif self.how == "lerp":
+                h = torch.lerp(h, x[:, t], self.w)
+            else:
+                h = self.lin(h + x[:, t])
+            made.append(h)
+        return torch.stack(made, 1)
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(x_at(at).unbind(1))
+        return {"w" if self.how in ("product", "lerp") else "lin": steps}

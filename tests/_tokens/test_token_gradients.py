@@ -29,6 +29,9 @@ from torchfmri.exceptions import (
     UnsupportedLayerError,
 )
 
+# The fast tier keeps half of the cases of each test; the slow tier runs the others.
+pytestmark = pytest.mark.one_in(2)
+
 # Relative to the largest number of what is compared. float32: products of a few dozen numbers,
 # normed and multiplied again, up to three layers deep.
 SINGLE = 5e-4

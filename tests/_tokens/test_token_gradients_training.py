@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 import torchfmri
 from torchfmri._tokens.calls.gradients import TokenGradients
 
-pytestmark = pytest.mark.usefixtures("waiting")
+# The fast tier keeps half of the cases of each test; the slow tier runs the others.
+pytestmark = [pytest.mark.usefixtures("waiting"), pytest.mark.one_in(2)]
 
 KEEPS = ("factors", "norms")
 # Position embeddings outside of a checkpoint, shared layers, experts, a state space, two stacks.

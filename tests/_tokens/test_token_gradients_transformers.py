@@ -20,6 +20,9 @@ import torchfmri
 from torchfmri._tokens.calls.gradients import TokenGradients
 from torchfmri.exceptions import InspectionError
 
+# The fast tier keeps half of the cases of each test; the slow tier runs the others.
+pytestmark = pytest.mark.one_in(2)
+
 SEED = 11
 CASES = [(each.name, kind) for each in ARCHITECTURES.values() for kind in each.attention or (None,)]
 # The scale of CLIP's logits meets pairs of texts and images, and no token.

@@ -415,6 +415,15 @@ def test_memory_has_as_many_users_as_share_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("symbol", [True, False])
+def test_tensors_are_set_to_zero(symbol: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not symbol:
+        monkeypatch.delattr(torch, "_foreach_zero_")
+    tensors = [torch.ones(2), torch.full((3,), 7)]
+    private.set_to_zero(tensors)
+    assert [each.tolist() for each in tensors] == [[0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("symbol", [True, False])
 def test_copies_are_written(symbol: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not symbol:
         monkeypatch.delattr(torch, "_foreach_copy_")
@@ -583,7 +592,6 @@ def test_what_the_compiler_tells() -> None:
     before = private.compiled_graphs()
     doubled = torch.compile(lambda x: x * 2, backend="eager")
     tensor = torch.ones(2)
-    private.keep_address(tensor)
     assert doubled(tensor).tolist() == [2, 2]
     assert before is not None
     assert private.compiled_graphs() == before + 1
@@ -600,6 +608,5 @@ def test_what_the_compiler_tells() -> None:
 
 def test_without_the_compiler_s_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_dynamo", object())
-    private.keep_address(torch.ones(2))
     assert private.compiled_graphs() is None
     assert not private.is_compiler_error(RuntimeError("of anybody"))

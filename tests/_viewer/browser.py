@@ -83,6 +83,27 @@ class Page:
         for key in keys:
             self.page.keyboard.press(key)
 
+    @contextmanager
+    def frames(self) -> Iterator[list[float]]:
+        """Milliseconds of processor time of each animation frame inside the block."""
+        line = self.page.context.new_cdp_session(self.page)
+        events: list[dict[str, Any]] = []
+        done: list[Any] = []
+        found: list[float] = []
+        line.on("Tracing.dataCollected", lambda each: events.extend(each["value"]))
+        line.on("Tracing.tracingComplete", lambda each: done.append(each))
+        options = {"categories": "devtools.timeline", "transferMode": "ReportEvents"}
+        line.send("Tracing.start", options)
+        yield found
+        line.send("Tracing.end")
+        while not done:
+            self.page.wait_for_timeout(20)
+        found += [
+            each["tdur"] / 1000
+            for each in events
+            if each["name"] == "FireAnimationFrame" and "tdur" in each
+        ]
+
     def text(self, selector: str) -> str:
         """What an element says."""
         return str(self.page.locator(selector).first.inner_text())

@@ -245,24 +245,15 @@ def long_scan(tokens: int, layers: int) -> Scan:
 
 SWEEP = """async () => {
   const app = document.getElementById('viewer').viewer;
-  const frame = () => new Promise(r => requestAnimationFrame(r));
-  // The same work each time: how much slower than at its best this machine is just now.
-  const loops = [];
-  const loop = () => {
-    const started = performance.now();
-    let sum = 0;
-    for (let i = 0; i < 300000; i++) sum += Math.sqrt(i);
-    loops.push(performance.now() - started);
-    return sum;
-  };
-  app.stats.frames.length = 0;
+  // Not by animation frames: those that are measured are the page's own.
+  const wait = () => new Promise(r => setTimeout(r, 16));
   let blank = 0;
   const heat = app.ui.heat, c = heat.getContext('2d');
   for (let step = 0; step < 120; step++) {
     const span = step < 60 ? 400 : 4000;
     const first = (step % 60) * (100000 - span) / 60;
     app.set({ first, last: first + span, column: Math.floor(first), follow: false });
-    await frame(); await frame(); loop(); loop();
+    await wait(); await wait();
     const row = c.getImageData(0, 3 + 2 * app.scene.rowHeight, heat.width, 1).data;
     for (let x = 2; x < heat.width - 2; x += 7) {
       // A cell of the map is never grey; the hatching and the background are.
@@ -270,12 +261,7 @@ SWEEP = """async () => {
       if (Math.max(r, g, b) - Math.min(r, g, b) < 12) blank++;
     }
   }
-  const sorted = [...app.stats.frames].sort((a, b) => a - b);
-  loops.sort((a, b) => a - b);
-  const slow = loops[Math.floor(loops.length * 0.95)] / Math.max(loops[0], 0.1);
-  return { slow, median: sorted[sorted.length >> 1], frames: sorted.length, blank,
-           p95: sorted[Math.floor(sorted.length * 0.95)],
-           held: app.plane('layers').held, fetches: app.options.transport.fetches };
+  return { blank, held: app.plane('layers').held };
 }"""
 
 
@@ -283,35 +269,35 @@ SWEEP = """async () => {
 def test_a_hundred_thousand_tokens_by_three_hundred_layers(page: Page) -> None:
     board = long_scan(100_000, 300)._board()
     with served(board) as view:
-        page.page.goto(view.url)
-        page.page.wait_for_selector(".heat[data-state=drawn]")
-        page.settle()
-        tiles = [each for each in page.requests if "/tile?" in each and "plane=layers" in each]
-        assert len(tiles) >= 1
-        assert "level=9" in tiles[0], "the coarsest first: one tile holds all"
-        first_paint = page.page.evaluate(
-            "() => performance.now() - performance.getEntriesByType('navigation')[0].startTime"
-        )
-        print(f"drawn {first_paint:.0f} ms after the start (upper bound)")
-        found = page.page.evaluate(SWEEP)
-        print(found)
+        page.open(view.url)
+        with page.frames() as frames:
+            found = page.page.evaluate(SWEEP)
+        frames.sort()
+        p95 = frames[int(0.95 * len(frames))]
+        print(f"{found}; {len(frames)} frames, median {frames[len(frames) // 2]:.2f}, {p95:.2f} ms")
         assert found["blank"] == 0, "never a blank column"
         assert found["held"] <= 100, "tiles are let go of"
-        # On a machine that others use too, by as much more as a fixed loop takes there.
-        assert found["p95"] <= 4 * max(1, found["slow"])
+        assert len(frames) > 60
+        # Processor time, so that it holds on a machine that others use too.
+        assert p95 <= 4
 
 
 @pytest.mark.slow
 def test_first_paint_of_a_long_scan_needs_one_tile(page: Page) -> None:
     board = long_scan(100_000, 300)._board()
     with served(board) as view:
-        started = time.perf_counter()
+        started = time.process_time()
+        view.desk.answer("sequence", {"sequence": "0"})
         plane, _ = view.desk.plane(0, "activation", "layers")
         plane.tile(plane.levels - 1, 0)
-        took = time.perf_counter() - started
-        print(f"server: {took:.2f} s for header and first tile")
+        took = time.process_time() - started
         page.page.goto(view.url)
         page.page.wait_for_selector(".heat[data-state=drawn]")
+        drawn = page.js("performance.getEntriesByName('torchfmri-drawn')[0].startTime")
+        print(
+            f"server {took:.2f} s of processor time; drawn {drawn:.0f} ms after the page was asked"
+        )
+        assert took < 1.5, "0.3 s where nobody else computes"
         fetched = [each for each in page.requests if "/tile?" in each and "plane=layers" in each]
         assert "level=9" in fetched[0], "one tile holds all, and is drawn before finer ones come"
         assert len(fetched) <= 3
@@ -431,7 +417,8 @@ def test_an_address_that_makes_no_sense_opens_the_page(page: Page) -> None:
         state = page.js("app.state")
         assert (state["norm"], state["map"], state["pool"]) == ("row", "viridis", "max")
         assert (state["column"], state["sequence"]) == (8, 0)
-        page.js("app.hear({type: 'state', state: {toggled: null, voxels: 3, norm: null}})")
+        odd = "{type: 'state', state: {toggled: null, voxels: 3, norm: null}}"
+        page.js(f"app.connection.hear({odd})")
         assert page.js("app.state.toggled") == []
         page.settle()
 
@@ -504,10 +491,37 @@ def test_no_tokens_one_token_and_rows_without_values(page: Page, tmp_path: Path)
     patch = page.pixels()[y - 5 : y + 6, x - 6 : x + 7].reshape(-1, 3)
     assert np.ptp(patch, axis=1).max() < 25, "hatching is grey"
     assert len(np.unique(patch, axis=0)) > 1, "and has lines"
-    assert "1 layer with NaN or infinite activations" in page.text(".health")
+    assert "2 layers with NaN or infinite activations" in page.text(".health")
     page.press("f")
-    assert page.js("app.state.column") == 5
-    assert page.js("app.state.layer") == scan.layers[3]
+    assert page.js("app.state.column") == 0
+    assert page.js("app.state.layer") == scan.layers[2]
+    assert "NaN or infinite" in page.text(".bar")
+    assert "not measured" not in page.text(".bar")
+
+
+def test_what_was_not_measured_is_not_shown_as_nan(page: Page) -> None:
+    scan = make_scan(blocks=1, tokens=8, metrics=["activation"])
+    table = scan.only.layers["activation"]
+    table[-1] = np.nan  # the last token is written and never run
+    table[4, 3] = np.nan
+    with served(scan._board()) as view:
+        page.open(view.url)
+        page.set(depth="all", column=0)
+        names = [row["name"] for row in page.js("app.rows")]
+        pixels = page.pixels()
+
+        def patch(row: int, column: int) -> np.ndarray:
+            y, x = cell_centre(page, names.index(scan.layers[row]), column)
+            return np.unique(pixels[y - 5 : y + 6, x - 6 : x + 7].reshape(-1, 3), axis=0)
+
+        assert len(patch(3, 4)) > 1, "NaN is hatched"
+        assert len(patch(3, 7)) == 1, "what was not measured is plain"
+        assert "NaN or infinite" in page.text(".bar")
+        assert "not measured" in page.text(".bar")
+        assert "1 layer with NaN" in page.text(".health")
+        for column, said in ((4, "NaN"), (7, "not measured")):
+            page.js(f"app.goTo({json.dumps(scan.layers[3])}, {column})")
+            page.until(f"app.root.querySelector('.value b').textContent === '{said}'")
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def check_columns(page: Page, view: View, count: int) -> None:
         page.set(first=first, last=min(first + 500, count))
     plane, version = view.desk.plane(0, "activation", "layers")
     assert page.js("app.plane('layers').header.version") == version
-    expected = plane.encode(plane.values)[7]
+    expected = plane.coded(0, count)[7]
     assert page.page.evaluate(CODES) == expected.tolist()
     pieces = page.page.evaluate(
         f"() => Array.from({{length: {count}}}, (_, t) => {APP}.data.piece(t)?.text)"
@@ -142,7 +142,7 @@ def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
         codes = np.array(page.page.evaluate(CODES), float)
         scale, limit = header["scale"][7], header["limit"][7]
         expected = np.array([stream_column(t, 40)[7] for t in range(count)], np.float64)
-        wanted = np.arcsinh(expected / scale) / np.arcsinh(limit / scale) * 127
+        wanted = np.arcsinh(expected / scale) / np.arcsinh(limit / scale) * 126
         np.testing.assert_allclose(codes - 128, wanted, atol=0.51)
     finally:
         process.kill()
@@ -170,6 +170,7 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     def on_token(token: torchfmri.LiveToken) -> None:
         board.on_token(token)
         live["layers"] = board.values(0, "activation", "layers").copy()
+        live["missing"] = board.missing(0, "activation", "layers")
         live["pieces"] = board.columns(0, 0, 99)["pieces"]
 
     scan = scanner.scan("Once upon", 6, on_token=on_token, generate={"do_sample": False})
@@ -179,10 +180,37 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     assert seen.mean() > 0.5
     np.testing.assert_allclose(live["layers"][seen], known[seen], rtol=1e-3)
     assert live["pieces"] == scan.tokens.pieces
+    absent = live["missing"]
+    assert (np.isnan(live["layers"]) == absent).all(), "nothing of it is NaN that was computed"
+    assert absent.any(), "the head at the prompt, and the last token"
     board.finish(scan)
     assert not board.going
     np.testing.assert_array_equal(board.values(0, "activation", "layers"), known)
     assert "gradient" in [each.name for each in board.metrics(0)]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("tell_every", [100.0, 0.01, 0.0])
+def test_tokens_that_wait_to_be_told_are_the_same(scanner: Scanner, tell_every: float) -> None:
+    told: list[torchfmri.LiveToken] = []
+    scan = scanner.scan(
+        "Once upon", 8, on_token=told.append, tell_every=tell_every, generate={"do_sample": False}
+    )
+    assert [each.position for each in told] == list(range(len(scan[0])))
+    assert [each.id for each in told] == scan.tokens.ids.tolist()
+    values = scan.values("activation").values
+    for token in told[:-1]:
+        seen = np.isfinite(token.activation)  # the head is run where it is needed alone
+        known = values[token.position]
+        assert seen.mean() > 0.5
+        seen &= np.isfinite(known)
+        np.testing.assert_allclose(token.activation[seen], known[seen], rtol=1e-3)
+        if token.generated:  # of a prompt `generate` computes no logits
+            assert token.surprisal == pytest.approx(
+                float(scan.tokens.surprisal[token.position]), rel=1e-3, abs=1e-4
+            )
+    with pytest.raises(InspectionError, match="tell_every=-1"):
+        scanner.scan("Once upon", 2, on_token=told.append, tell_every=-1)
 
 
 def test_a_scan_that_fails_leaves_the_board_as_it_was(scanner: Scanner) -> None:
@@ -225,6 +253,46 @@ def test_a_chat_answers_and_keeps_its_scans(
     assert page.js("app.data.columns") == len(kept[1])
     with pytest.raises(InspectionError, match="empty"):
         answers.ask("  ")
+
+
+def test_a_chat_says_what_it_works_on_and_what_failed(
+    page: Page, chat: tuple[Chat, View], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, view = chat
+    said: set[str] = set()
+    real = answers._say
+    monkeypatch.setattr(answers, "_say", lambda now: (said.add(now), real(now)))
+    page.page.goto(view.url)
+    page.page.wait_for_selector(".cover h2:text('Ask something')")
+    page.page.locator(".prompt input").fill("Once upon")
+    page.press("Enter")
+    page.until("app.data.sequence?.metrics.length > 1", timeout=60_000)
+    assert "Answering" in said
+    assert any(each.startswith("Computing gradients") for each in said)
+    assert page.page.locator(".doing").is_hidden(), "nothing is worked on any more"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise InspectionError("the cat has unplugged the model")
+
+    monkeypatch.setattr(answers._scanner, "scan", fail)
+    page.page.locator(".prompt input").fill("What now?")
+    page.press("Enter")
+    page.page.wait_for_selector(".doing.problem")
+    assert "the cat has unplugged the model" in page.text(".doing")
+    assert "'What now?' failed" in page.text(".doing")
+    assert page.js("app.data.board.sequences") == 1, "what is there stays"
+
+
+def test_prompts_that_wait_are_counted(scanner: Scanner) -> None:
+    board = LiveBoard(*scanner.describe("Once upon", 400))
+    answers = Chat(scanner, board, 400, None, chat=False)
+    for prompt in ("Once upon", "a second", "a third"):
+        answers.ask(prompt)
+    while "Answering" not in board.doing()["now"]:
+        time.sleep(0.01)
+    assert board.doing()["now"] == "Answering, 2 prompts waiting"
+    answers.close()
+    assert board.doing()["now"] == ""
 
 
 def test_a_chat_that_is_closed_stops_at_the_next_token(

@@ -15,11 +15,11 @@ import torchfmri
 from torchfmri import Monitor
 from torchfmri._records import HistoryFolder
 from torchfmri._scan import board_of
-from torchfmri._viewer import LAYERS, TRACKS, Desk, RunBoard
+from torchfmri._viewer import LAYERS, TRACKS, Desk, Run, RunBoard, View
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 
-def train(steps: int, rate: float = 0.1, **options: Any) -> Monitor:
+def train(steps: int, rate: float = 0.1, detach: bool = True, **options: Any) -> Monitor:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     monitor = Monitor(model, optimizer, **options)
@@ -30,7 +30,8 @@ def train(steps: int, rate: float = 0.1, **options: Any) -> Monitor:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    monitor.detach()
+    if detach:
+        monitor.detach()
     return monitor
 
 
@@ -170,9 +171,11 @@ def test_what_cannot_be_viewed_is_said(tmp_path: Path) -> None:
 def test_not_finite_values_are_holes(tmp_path: Path) -> None:
     monitor = train(6, rate=1e30, folder=tmp_path / "run")
     table = board_of(tmp_path / "run").values(0, "activations", LAYERS)
-    assert math.isnan(table[-1, 0])
+    assert math.isinf(table[-1, 0]), "NaN is what was not watched"
     again = board_of(monitor.history).values(0, "activations", LAYERS)
-    np.testing.assert_array_equal(np.isnan(table), np.isnan(again))
+    np.testing.assert_array_equal(np.isinf(table), np.isinf(again))
+    plane, _ = Desk(board_of(tmp_path / "run")).plane(0, "activations", LAYERS)
+    assert plane.coded(5, 6)[0, 0] == 0
 
 
 def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
@@ -227,3 +230,37 @@ def test_a_page_that_is_open_before_the_first_step_shows_the_layers(
         assert page.js("app.rows.length") == 21
         assert page.page.locator(".cover").is_hidden()
         assert "layers.2.linear1" in page.js("app.rows.map((row) => row.name)")
+
+
+def test_a_run_that_is_over_is_not_live_and_shows_types(page: Page) -> None:
+    monitor = train(4, view=True, detach=False)
+    view = monitor.view
+    assert view is not None
+    with view:
+        page.open(view.url)
+        page.until("app.ui.live.textContent.startsWith('LIVE')")
+        types = page.js("app.data.board.types")
+        assert "Linear" in types
+        monitor.detach()
+        page.until("app.ui.live.textContent === 'ended'")
+
+
+def test_rows_without_the_metric_are_left_out(page: Page, tmp_path: Path) -> None:
+    train(6, folder=tmp_path / "run")
+    with torchfmri.view(tmp_path / "run", browser=False) as view:
+        page.open(view.url)
+        shown = {row["name"] for row in page.js("app.rows")}
+        assert shown
+        assert not any(name.endswith(("weight", "bias")) for name in shown)
+        page.set(metric="parameters")
+        page.until("app.rows.some(row => row.name.endsWith('weight'))")
+        page.settle()
+        names = [row["name"] for row in page.js("app.rows")]
+        assert all(name.endswith(("weight", "bias")) for name in names)
+        assert page.js("app.state.layer") in names
+
+
+def test_a_run_without_steps_waits(page: Page) -> None:
+    with View(RunBoard(run=Run("net")), token="0123456789abcdef") as view:
+        page.page.goto(view.url)
+        page.page.wait_for_selector(".cover h2:text('Waiting for the first step')")

@@ -11,8 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from boards import ArrayBoard, StreamBoard
+from scans import make_anatomy, make_sequence
 
-from torchfmri._viewer import View, serve
+import torchfmri
+from torchfmri import Scan
+from torchfmri._scan.store.manifest import SequenceEntry, describe, parse_description
+from torchfmri._viewer import Desk, View, serve
 from torchfmri.exceptions import InspectionError
 
 pytest.importorskip("starlette")
@@ -225,3 +229,30 @@ def test_the_server_writes_nothing(
     for path in ("", "viewer.js", "board", "sequences", "sequence", "columns", "plane", "tile"):
         assert ask(view, f"/{TOKEN}/{path}")[0] == 200, path
     assert not list(tmp_path.iterdir())
+
+
+def test_prompts_are_listed_and_found_by_their_text(tmp_path: Path) -> None:
+    anatomy = make_anatomy(1)
+    sequences = [
+        make_sequence(anatomy, 6, seed=at, spelling=[b"<s>", b"The ", animal, *[b" runs"] * 3])
+        for at, animal in enumerate((b"cat", b"dog\n", "été".encode()))
+    ]
+    scan = Scan(anatomy, sequences, {"model": "m"})
+    scan.save(tmp_path / "x.fmri")
+    for board in (scan._board(), torchfmri.load(tmp_path / "x.fmri")._board()):
+        desk = Desk(board)
+        listed = desk.answer("sequences", {})
+        assert isinstance(listed, dict)
+        texts = [each["text"] for each in listed["found"]]
+        assert texts == ["The cat", "The dog", "The été"], "the prompt, without special tokens"
+        found = desk.answer("sequences", {"search": "DOG the"})
+        assert isinstance(found, dict)
+        assert [each["index"] for each in found["found"]] == [1]
+
+
+def test_manifests_without_texts_are_as_they_were() -> None:
+    entry = SequenceEntry("a", 3, "c")
+    assert "text" not in entry.record()
+    assert "text" not in describe([entry]), "segments of earlier versions have the same description"
+    (again,) = parse_description(describe([SequenceEntry("a", 3, "c", text="The cat")]), "here")
+    assert again.text == "The cat"

@@ -1,5 +1,7 @@
 """The viewer as a widget: questions go through the kernel, and JupyterLab shows it."""
 
+import base64
+import io
 import json
 import os
 import socket
@@ -14,7 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Page
+from PIL import Image
 from scans import make_scan
+
+from torchfmri import Scan
+from torchfmri._viewer.page import bundle
 
 pytest.importorskip("anywidget")
 nbformat = pytest.importorskip("nbformat")
@@ -46,10 +52,62 @@ def test_questions_are_answered_through_the_kernel() -> None:
     assert "There is no question 'nothing'" in content["error"]
 
 
-def test_where_no_widget_can_be_shown_it_says_what_it_is() -> None:
-    data = make_scan(blocks=1).widget()._repr_mimebundle_()
+def test_where_no_widget_can_be_shown_there_is_a_picture() -> None:
+    scan = make_scan(blocks=1, tokens=9, metrics=["activation"])
+    data = scan.widget()._repr_mimebundle_()
     data = data[0] if isinstance(data, tuple) else data
     assert data["text/plain"] == "torchfmri viewer: test model"
+    picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")
+    pixels = np.asarray(picture).astype(int)
+    values = scan.values("activation").values
+    high, wide = pixels.shape[0] // values.shape[1], pixels.shape[1] // values.shape[0]
+    viridis = pytest.importorskip("matplotlib").colormaps["viridis"]
+    for row in range(values.shape[1]):
+        top = np.quantile(values[:, row], 0.995, method="lower")
+        for token in range(len(values)):
+            shown = pixels[row * high + high // 2, token * wide + wide // 2]
+            wanted = np.array(viridis(min(1.0, values[token, row] / top))[:3]) * 255
+            assert np.abs(shown - wanted).max() <= 16, (row, token)
+    empty = Scan(scan.anatomy, [], {}).widget()
+    assert empty.still == ""
+
+
+def test_an_exported_notebook_shows_the_picture(tmp_path: Path) -> None:
+    nbconvert = pytest.importorskip("nbconvert")
+    data = make_scan(blocks=1).widget()._repr_mimebundle_()
+    data = data[0] if isinstance(data, tuple) else data
+    cell = nbformat.v4.new_code_cell("scan.widget()")
+    cell.outputs = [nbformat.v4.new_output("execute_result", data=data, execution_count=1)]
+    page, _ = nbconvert.HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    assert f"data:image/png;base64,{data['image/png'][:200]}" in page
+
+
+WITHOUT_KERNEL = """
+import viewer from "./viewer.js";
+const values = {state: {}, height: 640, still: STILL};
+const model = {get: (name) => values[name], set() {}, save_changes() {}, send() {}, on() {}};
+viewer.render({model, el: document.getElementById("viewer")});
+"""
+
+
+def test_a_widget_without_a_kernel_shows_the_picture(page: Page) -> None:
+    pytest.importorskip("starlette")
+    widget = make_scan(blocks=1).widget()
+    script = WITHOUT_KERNEL.replace("STILL", json.dumps(widget.still))
+    html = f'<main id="viewer"></main><script type="module">{script}</script>'
+
+    def answer(route: Any) -> None:
+        if route.request.url.endswith("viewer.js"):
+            route.fulfill(body=bundle(), content_type="text/javascript")
+        else:
+            route.fulfill(body=html, content_type="text/html")
+
+    page.page.route("**/*", answer)
+    page.page.goto("http://127.0.0.1/widget")
+    page.page.wait_for_selector("img[alt*='heat map']", timeout=15_000)
+    assert page.page.evaluate(
+        "() => document.getElementById('viewer').shadowRoot.querySelector('img').naturalWidth"
+    ) > 100  # fmt: skip
 
 
 CELL = """

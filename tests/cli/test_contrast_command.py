@@ -37,7 +37,9 @@ def test_a_table_and_its_files(folder: Path, capsys: pytest.CaptureFixture[str])
     assert (folder / "x.png").stat().st_size > 10_000
     assert "<h2>Peaks</h2>" in (folder / "x.html").read_text()
     assert len(json.loads((folder / "x.json").read_text())) == 289
-    assert load_contrast(folder / "x.contrast").calibration == (5, 0)
+    kept = load_contrast(folder / "x.contrast")
+    assert kept.calibration == ("Welch t by voxel, fdr", 5, 0, 0.05)
+    assert kept.scans == ("x.fmri",)
 
 
 def test_json_and_other_questions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,3 +101,18 @@ def test_advise_refuses_an_unknown_optimizer(
 ) -> None:
     assert cli.main(["advise", subject, "--optimizer", "Adamm"]) == 2
     assert "There is no torch.optim.Adamm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["cost", "advise", "verify"])
+@pytest.mark.parametrize("data", ["(x, y)", "[x, y]", "x"])
+def test_a_target_in_the_wrong_place_is_told_what_a_factory_returns(
+    command: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "subject.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "x, y = torch.randn(4, 8), torch.zeros(4).long()\n"
+        f"def model():\n    return nn.Linear(8, 3), {data}, nn.CrossEntropyLoss()\n"
+    )
+    assert cli.main([command, f"{path}:model"]) != 0
+    assert "(model, x, lambda output: loss(output, y))" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -467,8 +468,9 @@ def test_demo_without_smollm2_says_so_and_takes_the_small_model(
     assert "live activations against those of the pass: at most" in output.out
     page = (out / "scan.html").resolve().as_uri()
     assert lines[-3] == f"Open {page} in a browser, or look at {out / 'scan.png'}"
-    assert lines[-2] == f"Look around in it with: torchfmri view {out / 'scan.fmri'}"
-    assert lines[-1] == f"Read it with torchfmri.load({str(out / 'scan.fmri')!r})"
+    assert lines[-1].startswith("Look around in it with: ")
+    assert lines[-1].endswith(f"torchfmri view {out / 'scan.fmri'}")
+    assert lines[-2] == f"Read it with torchfmri.load({str(out / 'scan.fmri')!r})"
     assert sorted(each.name for each in out.iterdir()) == ["scan.fmri", "scan.html", "scan.png"]
     found = load(out / "scan.fmri")
     assert found.metrics == ("activation", "gradient", "learning_cost", "delta_sc")
@@ -532,3 +534,21 @@ def test_demo_scans_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert picture.width > 1000
     assert (tmp_path / "scan.png").stat().st_size < 400_000
     assert load(tmp_path / "scan.fmri").problems == ()
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_demo_names_a_command_that_works_as_printed(
+    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tmp_path / "a clone" / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    script = scripts / "torchfmri"
+    script.write_text("#!/bin/sh\necho ran $1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", f"{scripts}:/usr/bin:/bin" if found else "/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path / "a clone")
+    said = demo.command()
+    assert said == ("torchfmri" if found else ".venv/bin/torchfmri")
+    done = subprocess.run(f"{said} view", shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout == "ran view\n"

@@ -1,7 +1,9 @@
 """A Monitor inside other people's loops and loggers."""
 
 import importlib
+import json
 import math
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +107,18 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
 
 def test_hugging_face_callback_after_an_exception(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from torchfmri.integrations.huggingface import MonitorCallback
 
-    callback = MonitorCallback(watch="lm_head")
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = (arguments, TrainerState(), TrainerControl())
+    callback = MonitorCallback()
     model = nn.Sequential(nn.Linear(2, 2))
-    callback._options = {}
-    callback.on_train_begin(None, None, None, model=model)
-    callback.on_step_begin(None, None, None)
+    callback.on_train_begin(*trainer, model=model)
+    callback.on_step_begin(*trainer)
     assert model[0]._forward_hooks
-    callback.on_train_begin(None, None, None, model=model)  # the loop raised and begins anew
+    callback.on_train_begin(*trainer, model=model)  # the loop raised and begins anew
     assert not model[0]._forward_hooks
     assert callback.monitor is not None
     assert len(callback.monitor.history) == 0
@@ -200,6 +205,11 @@ class Run:
         self.rows: list[dict[str, Any]] = []
 
         self.alerts: list[dict[str, Any]] = []
+        self.axes: dict[str, str | None] = {"*": "train/global_step"}
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        assert "*" not in name, "wandb refuses it, or takes it for a pattern"
+        self.axes[name] = step_metric
 
     def log(self, row: dict[str, Any], step: int | None = None) -> None:
         self.rows.append(row if step is None else {**row, "its step": step})
@@ -218,6 +228,8 @@ def test_wandb_writer_with_a_stand_in() -> None:
     assert np.allclose(rms, monitor.history.values("0", "gradients", "rms"))
     assert run.rows[0]["activations/1/nan"] == 0.0
     assert "updates/0.weight" in run.rows[0]
+    numbers = {name for row in run.rows for name in row} - {"torchfmri/step"}
+    assert {run.axes.get(name) for name in numbers} == {"torchfmri/step"}, "by name, not by pattern"
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +292,9 @@ def test_a_summary_does_not_grow_with_the_model() -> None:
         train(monitor, model)
         found.append(tags(run))
     assert found[0] == found[1]
-    assert "torchfmri/gradients/*.*" in found[0]
+    assert "torchfmri/gradients/N.N" in found[0]
     assert all(name.startswith("torchfmri/") for name in found[0])
-    rows = [run.rows[-1]["torchfmri/activations/*.*"]]
+    rows = [run.rows[-1]["torchfmri/activations/N.N"]]
     names = [f"{number}.0" for number in range(1, 13)]
     values = [monitor.history.values(name, field="rms")[-1] for name in names]
     assert rows[0] == pytest.approx(max(values)), "the largest of its kind"
@@ -331,6 +343,98 @@ def test_trackio_with_a_stand_in() -> None:
     train(monitor, model, 4)
     assert [row["its step"] for row in run.rows] == [0, 2]
     assert "torchfmri/updates/*.*.weight" in run.rows[0]
+
+
+def test_trackio_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    model = deep(2)
+    monitor = Monitor(model)
+    run = trackio.init(project="test", embed=False)
+    monitor.add_writer(TrackioWriter(run))
+    broken_run(monitor, model)
+    trackio.finish()
+    (database,) = tmp_path.glob("*.db")
+    with sqlite3.connect(database) as tables:
+        rows = tables.execute("select step, metrics from metrics order by step").fetchall()
+        alerts = tables.execute("select title, step from alerts").fetchall()
+    numbers = {step: json.loads(row) for step, row in rows}
+    assert list(numbers) == list(range(12))
+    assert math.isnan(float(numbers[10]["torchfmri/loss"]))
+    assert "torchfmri/map/gradients" in numbers[9]
+    assert len(list(tmp_path.rglob("*.png"))) == 3
+    assert ("torchfmri: nonfinite_loss, step 10", 10) in alerts
+
+
+# -- the runs that a trainer has opened ----------------------------------------------------------
+
+
+def scalars(folder: Path) -> dict[str, list[int]]:
+    """Tag -> its steps, of all that was written below a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, list[int]] = {}
+    files = list(folder.rglob("*tfevents*"))
+    assert len(files) == 1, "the run that the trainer opened, and no other"
+    events = EventAccumulator(str(files[0]))
+    events.Reload()
+    for tag in events.Tags()["scalars"]:
+        found[tag] = [event.step for event in events.Scalars(tag)]
+    return found
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_trainers_own_run_gets_a_summary(tmp_path: Path, wanted: bool) -> None:
+    pytest.importorskip("tensorboard")
+    transformers = pytest.importorskip("transformers")
+    from torchfmri.integrations.huggingface import MonitorCallback
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.layer(x).square().mean()}
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, use_cpu=True, report_to="tensorboard", save_strategy="no",
+        logging_steps=1, disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    data = [{"x": torch.randn(4)} for _ in range(24)]
+    callback = MonitorCallback(dashboards=wanted)
+    transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[callback]).train()
+    found = scalars(tmp_path)
+    assert "train/loss" in found
+    assert found.get("torchfmri/loss") == ([0, 1, 2] if wanted else None)
+
+
+def test_the_run_of_a_lightning_logger_gets_a_summary(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from torchfmri.integrations.lightning import MonitorCallback
+
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            loss: Tensor = self.layer(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    trainer = lightning.Trainer(
+        max_steps=3, logger=TensorBoardLogger(tmp_path), callbacks=[MonitorCallback()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=4))
+    assert scalars(tmp_path)["torchfmri/loss"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning"])

@@ -53,18 +53,22 @@ export interface Header {
   scale: number[];
   limit: number[];
   tops: number[];
-  nonfinite: number[];
+  nonfinite: number[]; // of each row, how many values are NaN or infinite
+  missing: number[]; // and how many were not measured
   low: number;
   high: number;
   version: number;
   names: string[];
 }
 
-/** The value of a byte of a tile; NaN for 0. */
+/** Bytes that are no values; those of values begin above, and 128 is zero. */
+export const [NOT_FINITE, NOT_MEASURED] = [0, 1];
+
+/** The value of a byte of a tile; NaN where there is none. */
 export function decode(header: Header, row: number, code: number): number {
-  if (!code) return NaN;
+  if (code <= NOT_MEASURED) return NaN;
   const scale = header.scale[row];
-  return scale * Math.sinh(((code - 128) / 127) * Math.asinh(header.limit[row] / scale));
+  return scale * Math.sinh(((code - 128) / 126) * Math.asinh(header.limit[row] / scale));
 }
 
 /** What the colours run over: from `low` to `high`, of the value or of its logarithm. */
@@ -103,12 +107,15 @@ export function shareOf(scale: Scale, value: number): number {
 }
 
 /** For each row 256 colours as little-endian RGBA; what is not finite is transparent. */
-export function lookup(header: Header, rows: number[], norm: string, map: string): Uint32Array {
+export function lookup(header: Header, rows: number[], norm: string, map: string, none: string): Uint32Array {
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(none.slice(at, at + 2), 16));
+  const blank = (0xff000000 | (b << 16) | (g << 8) | r) >>> 0;
   const table = mapTable(header.signed ? SIGNED_MAPS[map] : map);
   const found = new Uint32Array(256 * rows.length);
   rows.forEach((row, place) => {
     const scale = scaleOf(header, norm, row);
-    for (let code = 1; code < 256; code++) {
+    found[256 * place + NOT_MEASURED] = blank;
+    for (let code = NOT_MEASURED + 1; code < 256; code++) {
       const i = 3 * Math.round(shareOf(scale, decode(header, row, code)) * 255);
       found[256 * place + code] =
         (0xff000000 | (table[i + 2] << 16) | (table[i + 1] << 8) | table[i]) >>> 0;

@@ -15,6 +15,12 @@ export interface Metric {
   meaning: string;
   unit: string;
   signed: boolean;
+  shown: boolean; // has a button
+}
+export interface Overlay {
+  opacity: string; // metrics
+  outline: string;
+  meaning: string;
 }
 export interface Board {
   id: string;
@@ -30,6 +36,9 @@ export interface Board {
   model: string;
   notes: string[];
   python: string;
+  ends?: [string, string]; // what values below and above 0 mean, where things are compared
+  rows?: string; // what the rows are, where they are no layers in model order
+  panels?: boolean; // whether there is more to say about a cell
   prompts?: boolean;
   changes?: number; // how often the server said that it is another
   state?: Record<string, unknown>;
@@ -44,7 +53,9 @@ export interface Health {
 export interface Sequence {
   name: string;
   condition: string;
+  text: string; // how it begins
   columns: number;
+  overlay: Overlay | null;
   metrics: Metric[];
   tracks: Metric[];
   health: Health[];
@@ -77,6 +88,7 @@ export class Data {
     if (index !== this.index) this.chunks.clear();
     [this.sequence, this.index, this.columns] = [sequence, index, sequence.columns];
     this.rows.clear();
+    this.wholes.clear();
     this.planes.clear();
     this.changed();
   }
@@ -127,6 +139,21 @@ export class Data {
       chunk[(first + i) % CHUNK] = { text, id: said.ids[i], generated: !!said.generated[i], special: !!said.special[i] };
     });
   }
+
+  /** All exact values of a small plane, row by row; null while they are on their way. */
+  whole(metric: string, plane: string): Float32Array | null {
+    const key = `${metric} ${plane} ${this.columns}`;
+    const found = this.wholes.get(key);
+    if (found === undefined) {
+      this.wholes.set(key, null);
+      void this.values({ metric, plane }).then((values) => {
+        this.wholes.set(key, values);
+        this.changed();
+      }, () => undefined);
+    }
+    return found ?? null;
+  }
+  private wholes = new Map<string, Float32Array | null>();
 
   /** The exact values of a row, all its columns. */
   row(metric: string, plane: string, row: number): Promise<Float32Array> {

@@ -1,81 +1,105 @@
-// What is known of one cell: its exact value, the row that it is in, and the voxels behind it.
+// The details at the crosshair: the exact value, the row that it is in, and the panels about it.
 
-import { h, say, svg } from "./dom";
+import type { App } from "./app";
+import { count, exact, h, say, short, visible } from "./dom";
+import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
+import { Panel, drawPanel } from "./panels";
+import { Row } from "./rows";
 
-export interface RowFacts {
-  count: number;
-  nonfinite: number;
-  zeros: number;
-  mean: number;
-  std: number;
-  min: number;
-  median: number;
-  max: number;
-  sorted: Float32Array;
+export function renderDetails(app: App): void {
+  const at = app.hover && app.hover.row >= 0 ? app.hover : { row: app.rowIndex, column: app.state.column };
+  const row = app.rows[at.row];
+  if (!row) return;
+  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.data.board.id, app.plane(row.plane)?.header?.version]);
+  if (!app.screen.once("details", key)) return;
+  void fill(app, row, at.column, key).catch((error: Error) => app.ui.details.replaceChildren(h("p", {}, error.message)));
 }
 
-/** The statistics of a row's finite values; the standard deviation is that of the population. */
-export function factsOf(values: Float32Array): RowFacts {
-  const sorted = values.filter((x) => Number.isFinite(x)).sort();
-  const n = sorted.length;
-  let [sum, zeros] = [0, 0];
-  for (const x of sorted) {
-    sum += x;
-    if (x === 0) zeros++;
-  }
-  const mean = n ? sum / n : NaN;
-  let squares = 0;
-  for (const x of sorted) squares += (x - mean) ** 2;
-  const at = (n - 1) / 2;
-  const median = n ? (sorted[Math.floor(at)] + sorted[Math.ceil(at)]) / 2 : NaN;
-  return {
-    count: n, nonfinite: values.length - n, zeros, mean, median, std: n ? Math.sqrt(squares / n) : NaN,
-    min: n ? sorted[0] : NaN, max: n ? sorted[n - 1] : NaN, sorted,
-  };
+async function fill(app: App, row: Row, column: number, key: string): Promise<void> {
+  const { data, state } = app;
+  const values = await data.row(state.metric, row.plane, row.index);
+  const tracks = await Promise.all(data.sequence.tracks.map((_, i) => data.row("tracks", "tracks", i)));
+  if (!app.screen.is("details", key)) return; // the crosshair is elsewhere by now
+  const value = values[column];
+  const facts = factsOf(values);
+  const word = data.board.axis;
+  const header = app.plane(row.plane)?.header;
+  const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === 1;
+  const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));
+  const [parts, panels] = [h("div", {}), h("div", {})];
+  app.ui.details.replaceChildren(
+    ...heading(app, row, column),
+    h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
+    h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
+    histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
+    h("dl", {}, ...data.sequence.tracks.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column])))),
+    parts, panels,
+    ...data.sequence.panels.map((each) => panel(app, each)),
+    h("h3", {}, "This row"),
+    h("dl", {}, fact("mean", say(facts.mean)), fact("std", say(facts.std)), fact("min", say(facts.min)), fact("median", say(facts.median)), fact("max", say(facts.max)),
+      facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
+    h("div", { class: "buttons" },
+      h("button", { onclick: () => app.copy(row.name, "The name") }, "Copy name"),
+      h("button", { onclick: () => app.copy(app.python(), "Python") }, "Copy Python"),
+      h("button", { onclick: () => app.copy(app.link(), "The link") }, "Copy link")));
+  if (!app.screen.told) app.ui.status.textContent = reading(app, row, column, say(value, missing));
+  app.screen.told = false;
+  await fillPanels(app, row, column, key, panels);
+  await fillParts(app, row, column, key, parts);
 }
 
-/** How many of the sorted values are at most x, in percent. */
-export function percentile(sorted: Float32Array, x: number): number {
-  let [low, high] = [0, sorted.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] <= x) low = middle + 1;
-    else high = middle;
-  }
-  return sorted.length ? (100 * low) / sorted.length : NaN;
+function heading(app: App, row: Row, column: number): HTMLElement[] {
+  const { data } = app;
+  const word = data.board.axis;
+  const piece = data.piece(column);
+  const type = row.plane === "layers" ? data.board.types[row.index] : "voxel";
+  const written = piece?.generated ? ", written by the model" : piece?.special ? ", special" : "";
+  const place = h("div", { class: "place" }, h("code", { title: row.name }, row.name || "model"), h("span", {}, type));
+  const text = visible(piece?.text ?? "…");
+  // The text of a step is its number.
+  return [place, word === "token"
+    ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}`))
+    : h("div", { class: "token" }, h("b", {}, named(word, text)))];
 }
 
-/** The row's values as a histogram with the cell's own marked. */
-export function histogram(facts: RowFacts, value: number, logarithmic: boolean): SVGElement {
-  const [bins, wide, tall] = [32, 256, 56];
-  const root = svg("svg", { viewBox: `0 0 ${wide} ${tall + 2}`, class: "histogram", role: "img", "aria-label": "Histogram of this row" });
-  const positive = facts.sorted.find((x) => x > 0) ?? 1;
-  const f = (x: number) => (logarithmic ? Math.log(Math.max(x, positive)) : x);
-  const [low, high] = [f(facts.min), f(facts.max)];
-  if (!(high > low)) return root;
-  const counts = new Array(bins).fill(0);
-  for (const x of facts.sorted) counts[Math.min(bins - 1, Math.floor(((f(x) - low) / (high - low)) * bins))]++;
-  const most = Math.max(...counts);
-  counts.forEach((each, i) => {
-    const height = each ? Math.max(1.5, (each / most) * tall) : 0;
-    root.append(svg("rect", { x: (i * wide) / bins + 0.5, y: tall - height, width: wide / bins - 1, height, rx: 1 }));
-  });
-  if (Number.isFinite(value)) {
-    const x = ((f(value) - low) / (high - low)) * wide;
-    root.append(svg("path", { d: `M${x} 0V${tall + 2}`, class: "now" }));
-  }
-  return root;
+/** A column that is no token, by its number or by what it is. */
+const named = (word: string, text: string) => (/^\d/.test(text) ? `${word} ${short(text.trim(), 40)}` : short(text, 40));
+
+function reading(app: App, row: Row, column: number, value: string): string {
+  const piece = app.data.piece(column);
+  const { axis } = app.data.board;
+  const text = visible(piece?.text ?? "");
+  const place = axis === "token" ? `${axis} ${column}${piece ? ` “${short(text, 30)}”` : ""}` : named(axis, text);
+  return `${row.name || "model"}, ${place}: ${value}`;
 }
 
-/** Names with values as bars, the largest first. */
-export function bars(names: string[], values: Float32Array, most: number, go: (name: string) => void): HTMLElement {
-  const order = [...values.keys()].filter((i) => Number.isFinite(values[i]));
-  order.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]));
-  const top = Math.abs(values[order[0]]) || 1;
-  return h("ul", { class: "bars" }, ...order.slice(0, most).map((i) =>
-    h("li", {}, h("button", { onclick: () => go(names[i]), title: names[i] },
-      h("span", { class: "bar-name" }, names[i].replace(/^.*\[/, "[")),
-      h("span", { class: "bar-box" }, h("i", { style: { width: `${(100 * Math.abs(values[i])) / top}%` } })),
-      h("span", { class: "bar-value" }, say(values[i])),
-    ))));
+const panel = (app: App, each: Panel) =>
+  drawPanel(each, { layers: new Set(app.data.board.layers), goTo: (layer, column) => app.goTo(layer, column) });
+
+/** What other results say about this cell: attention, lenses. */
+async function fillPanels(app: App, row: Row, column: number, key: string, box: HTMLElement): Promise<void> {
+  if (!app.data.board.panels) return;
+  const given = { sequence: app.state.sequence, row: row.name, column };
+  const answer = await app.data.transport.ask("panels", given).catch((error: Error) => ({ panels: [], error }));
+  if (app.screen.is("details", key)) box.replaceChildren(...answer.panels.map((each: Panel) => panel(app, each)));
+}
+
+/** The strongest voxels of a layer. */
+async function fillParts(app: App, row: Row, column: number, key: string, box: HTMLElement): Promise<void> {
+  const { data, state: { metric, sequence } } = app;
+  if (row.plane !== "layers" || row.parts < 2 || data.sequence.voxels === false) return;
+  const names = (await data.transport.ask("plane", { sequence, metric, plane: row.name }).catch(() => null))?.names;
+  const at = names && (await data.values({ metric, plane: row.name, first: column, last: column + 1 }).catch(() => null));
+  if (!names || !at || !at.some(Number.isFinite) || !app.screen.is("details", key)) return;
+  box.replaceChildren(h("h3", {}, `Strongest of ${row.parts} parts here`), bars(names, at, 5, (name) => app.goTo(name, column)));
+}
+
+function sentence(value: number, facts: RowFacts, word: string, missing: boolean): string {
+  if (missing) return "Nothing was measured here.";
+  if (!Number.isFinite(value)) return "The value is NaN or infinite.";
+  const z = (value - facts.mean) / facts.std;
+  if (!Number.isFinite(z) || facts.count < 3) return `One of ${count(facts.count, "value")} in this row.`;
+  const share = percentile(facts.sorted, value);
+  const words = share >= 99.99 ? "the highest" : share > 50 ? `higher than ${Math.floor(share)} %` : `lower than ${Math.floor(100 - share)} %`;
+  return `${words} of the ${word}s in this row (z ${z < 0 ? "−" : "+"}${Math.abs(z).toFixed(1)}).`;
 }

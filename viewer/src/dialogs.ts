@@ -2,6 +2,8 @@
 
 import type { App } from "./app";
 import { count, exact, h, say, short, visible } from "./dom";
+import { closePopup, openPopup } from "./popup";
+import { finding, findings, nextMap } from "./toolbar";
 
 interface Key {
   keys: string[];
@@ -13,30 +15,30 @@ const many = (event: KeyboardEvent) => (event.shiftKey ? 10 : 1);
 
 /** Every action has a key; the help lists this table. */
 export const KEYS: Key[] = [
-  { keys: ["ArrowRight"], name: "→", does: "next column (Shift: ten)", act: (app, e) => app.move(many(e), 0) },
-  { keys: ["ArrowLeft"], name: "←", does: "previous column", act: (app, e) => app.move(-many(e), 0) },
-  { keys: ["ArrowDown"], name: "↓", does: "next row", act: (app, e) => app.move(0, many(e)) },
-  { keys: ["ArrowUp"], name: "↑", does: "previous row", act: (app, e) => app.move(0, -many(e)) },
-  { keys: ["Home"], name: "Home", does: "first column", act: (app) => app.move(-1e9, 0) },
-  { keys: ["End"], name: "End", does: "last column", act: (app) => app.move(1e9, 0) },
-  { keys: ["+", "="], name: "+", does: "zoom in", act: (app) => app.zoom(1 / 1.5, app.state.column + 0.5) },
-  { keys: ["-", "_"], name: "−", does: "zoom out", act: (app) => app.zoom(1.5, app.state.column + 0.5) },
+  { keys: ["ArrowRight"], name: "→", does: "next column (Shift: ten)", act: (app, e) => app.viewport.move(many(e), 0) },
+  { keys: ["ArrowLeft"], name: "←", does: "previous column", act: (app, e) => app.viewport.move(-many(e), 0) },
+  { keys: ["ArrowDown"], name: "↓", does: "next row", act: (app, e) => app.viewport.move(0, many(e)) },
+  { keys: ["ArrowUp"], name: "↑", does: "previous row", act: (app, e) => app.viewport.move(0, -many(e)) },
+  { keys: ["Home"], name: "Home", does: "first column", act: (app) => app.viewport.move(-1e9, 0) },
+  { keys: ["End"], name: "End", does: "last column", act: (app) => app.viewport.move(1e9, 0) },
+  { keys: ["+", "="], name: "+", does: "zoom in", act: (app) => app.viewport.zoom(1 / 1.5, app.state.column + 0.5) },
+  { keys: ["-", "_"], name: "−", does: "zoom out", act: (app) => app.viewport.zoom(1.5, app.state.column + 0.5) },
   { keys: ["0"], name: "0", does: "fit all columns", act: (app) => app.set({ first: 0, last: 0, top: 0 }) },
   { keys: ["1", "2", "3", "4", "5"], name: "1–5", does: "what to show", act: (app, e) => app.showMetric(+e.key - 1) },
   { keys: ["n"], name: "n", does: "colours by row or over all rows", act: (app) => app.set({ norm: app.state.norm === "row" ? "global" : "row" }) },
-  { keys: ["m"], name: "m", does: "another colour map", act: (app) => app.nextMap() },
+  { keys: ["m"], name: "m", does: "another colour map", act: (app) => nextMap(app) },
   { keys: ["a"], name: "a", does: "zoomed out: largest or mean value", act: (app) => app.set({ pool: app.state.pool === "max" ? "mean" : "max" }) },
   { keys: ["l"], name: "l", does: "blocks, parts, all layers", act: (app) => {
     const all = ["blocks", "parts", "all"] as const;
     app.set({ depth: all[(all.indexOf(app.state.depth) + 1) % 3], toggled: [], top: 0 });
   } },
-  { keys: ["Enter", "o"], name: "Enter", does: "unfold or fold the layer", act: (app) => app.fold() },
-  { keys: ["x"], name: "x", does: "expand the layer to its heads and voxels (double click)", act: (app) => app.expand() },
+  { keys: ["Enter", "o"], name: "Enter", does: "unfold or fold the layer", act: (app) => app.viewport.fold() },
+  { keys: ["x"], name: "x", does: "expand the layer to its heads and voxels (double click)", act: (app) => app.viewport.expand() },
   { keys: ["/"], name: "/", does: "find text or a layer", act: (app) => app.ui.search.focus() },
   { keys: ["f"], name: "f", does: "next finding", act: (app) => app.nextFinding() },
   { keys: ["s"], name: "s", does: "choose a sequence", act: (app) => openPicker(app) },
-  { keys: [" "], name: "Space", does: "pause or follow", act: (app) => app.follow() },
-  { keys: ["e"], name: "e", does: "export and copy", act: (app) => app.menu() },
+  { keys: [" "], name: "Space", does: "pause or follow", act: (app) => app.viewport.follow() },
+  { keys: ["e"], name: "e", does: "export and copy", act: (app) => openMenu(app) },
   { keys: ["t"], name: "t", does: "the same as a table", act: (app) => openTable(app) },
   { keys: ["d"], name: "d", does: "dark or light", act: (app) => app.theme() },
   { keys: ["?"], name: "?", does: "this help", act: (app) => openHelp(app) },
@@ -44,21 +46,39 @@ export const KEYS: Key[] = [
 
 export function openHelp(app: App): void {
   const { board } = app.data;
-  app.popup(
+  openPopup(app,
     h("div", { class: "help" },
       h("h2", {}, "What you see"),
-      h("p", {}, `Each column is a ${board.axis}, each row a layer of the model, from its input at the top to its output at the bottom. The brighter a cell, the stronger the layer at that ${board.axis}. Hatched cells have no value. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
+      h("p", {}, `Each column is a ${board.axis}, each row a layer of the model, from its input at the top to its output at the bottom. The brighter a cell, the stronger the layer at that ${board.axis}. Hatched cells are NaN or infinite, plain grey ones were not measured. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
       h("dl", {}, ...app.data.sequence.metrics.flatMap((each) => [h("dt", {}, each.title), h("dd", {}, `${each.meaning} (${each.unit})`)])),
       h("h2", {}, "Keys"),
       h("dl", { class: "keys" }, ...KEYS.flatMap((each) => [h("dt", {}, h("kbd", {}, each.name)), h("dd", {}, each.does)]))),
     "Help");
 }
 
-export function openMenu(app: App, items: [string, () => void][]): void {
-  app.popup(
+export function openMenu(app: App): void {
+  const items: [string, () => void][] = [
+    ["PNG picture", () => void app.save("png")],
+    ["SVG drawing", () => void app.save("svg")],
+    ["CSV table", () => void app.save("csv")],
+    ["Copy Python", () => app.copy(app.python(), "Python")],
+    ["Copy link", () => app.copy(app.link(), "The link")],
+  ];
+  openPopup(app,
     h("div", { class: "menu" }, h("h2", {}, "Export what is in view"),
-      ...items.map(([name, act]) => h("button", { onclick: () => { app.closePopup(); act(); } }, name))),
+      ...items.map(([name, act]) => h("button", { onclick: () => { closePopup(app); act(); } }, name))),
     "Export");
+}
+
+/** All findings and notes in full, with what to do about them. */
+export function openFindings(app: App): void {
+  const { sequence, board } = app.data;
+  const all = findings(sequence.health, board.notes).map((each) => {
+    const item = finding(app, each);
+    item.addEventListener("click", () => closePopup(app));
+    return h("li", {}, item, each.advice && h("p", { class: "soft" }, each.advice));
+  });
+  openPopup(app, h("div", { class: "all-findings" }, h("h2", {}, "Findings and notes"), h("ul", {}, ...all)), "Findings");
 }
 
 export function openPicker(app: App): void {
@@ -71,15 +91,15 @@ export function openPicker(app: App): void {
     if (number !== latest) return;
     said.textContent = `${count(answer.total, "sequence")}${answer.total > answer.found.length ? `, the first ${answer.found.length} are listed` : ""}`;
     list.replaceChildren(...answer.found.map((each: any) =>
-      h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { app.closePopup(); app.set({ sequence: each.index, follow: false }); } },
-        h("b", {}, short(each.name, 60)), each.condition && h("span", { class: "tag" }, short(each.condition, 30)), h("span", { class: "soft" }, count(each.columns, app.data.board.axis))))));
+      h("li", {}, h("button", { "aria-current": each.index === app.state.sequence ? "true" : undefined, onclick: () => { closePopup(app); app.set({ sequence: each.index, follow: false }); } },
+        h("b", { dir: "auto" }, short(visible(each.text || each.name), 70)), each.condition && h("span", { class: "tag" }, short(each.condition, 30)), h("span", { class: "soft" }, count(each.columns, app.data.board.axis))))));
   };
-  const input = h("input", { type: "search", placeholder: "Search names and conditions", "aria-label": "Search sequences" });
+  const input = h("input", { type: "search", placeholder: "Search texts, names and conditions", "aria-label": "Search sequences" });
   input.addEventListener("input", () => void search(input.value));
   input.addEventListener("keydown", (event) => {
     if (event.key === "Enter") list.querySelector("button")?.click();
   });
-  app.popup(h("div", {}, h("h2", {}, "Sequences"), input, said, list), "Sequences");
+  openPopup(app, h("div", {}, h("h2", {}, "Sequences"), input, said, list), "Sequences");
   void search("");
 }
 
@@ -94,7 +114,7 @@ export function openTable(app: App): void {
   const body = h("tbody", {});
   const columns = Array.from({ length: Math.max(0, last - first) }, (_, i) => first + i);
   const head = h("tr", {}, h("th", { scope: "col" }, "layer"), ...columns.map((t) => h("th", { scope: "col" }, `${t} ${short(visible(app.data.piece(t)?.text ?? ""), 12)}`)));
-  app.popup(
+  openPopup(app,
     h("div", { class: "table" }, h("h2", {}, app.metric?.title ?? ""),
       h("p", { class: "soft" }, `${app.metric?.unit ?? ""}; columns ${first} to ${last - 1} and ${count(rows.length, "row")} in view`),
       h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Values" }, h("table", {}, h("thead", {}, head), body))),

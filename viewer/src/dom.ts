@@ -25,8 +25,9 @@ export function svg(tag: string, options: Options = {}, ...children: Node[]): SV
 }
 
 /** A number for people: four significant digits. */
-export function say(x: number): string {
-  if (!Number.isFinite(x)) return "no value";
+export function say(x: number, missing = false): string {
+  if (missing) return "not measured";
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "infinite" : "−infinite";
   if (x === 0) return "0";
   const size = Math.abs(x);
   return size >= 1e-3 && size < 1e5 ? String(+x.toPrecision(4)) : x.toExponential(2);

@@ -1,9 +1,10 @@
 // The heat map with its axis, the tracks above it and the overview below: canvases over one x axis.
 
-import { Header, decode } from "./colour";
-import { say, short, visible } from "./dom";
+import { Header, NOT_MEASURED, decode } from "./colour";
+import { short, visible } from "./dom";
 import { Look, Plane } from "./planes";
 import { Row } from "./rows";
+import { WIDEST } from "./viewport";
 
 /** Where things are, in CSS pixels. */
 export interface Scene {
@@ -28,6 +29,8 @@ export interface Inks {
 
 /** Pixels per column from which texts are written under them. */
 export const READABLE = 9;
+/** Pixels per column from which they are level. */
+const LEVEL = 40;
 
 export interface Drawn {
   missing: number; // tiles that a coarser one stood in for
@@ -119,6 +122,36 @@ export function drawCells(
   return { missing };
 }
 
+/** Over the cells: what is weak fades, what survives is outlined. Only for planes of few columns. */
+export function drawOverlay(
+  c: CanvasRenderingContext2D, scene: Scene, values: (metric: string, plane: string) => Float32Array | null,
+  overlay: { opacity: string; outline: string }, inks: Inks,
+): void {
+  const from = Math.max(0, Math.floor(scene.top));
+  const to = Math.min(scene.rows.length, Math.ceil(scene.top + scene.height / scene.rowHeight));
+  const [first, last] = [Math.max(0, Math.floor(scene.first)), Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell))];
+  const lines: [number, number][] = [];
+  c.fillStyle = inks.back;
+  for (let r = from; r < to; r++) {
+    const { plane, index } = scene.rows[r];
+    const [faint, kept] = [values(overlay.opacity, plane), values(overlay.outline, plane)];
+    if (!faint || !kept) continue;
+    for (let t = first; t < last; t++) {
+      const [x, y] = [(t - scene.first) * scene.cell, (r - scene.top) * scene.rowHeight];
+      const opacity = faint[index * scene.columns + t];
+      if (opacity < 1) {
+        c.globalAlpha = 1 - opacity;
+        c.fillRect(x, y, scene.cell, scene.rowHeight);
+      }
+      if (kept[index * scene.columns + t] > 0) lines.push([x, y]);
+    }
+  }
+  c.globalAlpha = 1;
+  c.strokeStyle = inks.ink;
+  c.lineWidth = scene.rowHeight > 8 ? 2 : 1;
+  for (const [x, y] of lines) c.strokeRect(x + 1, y + 1, scene.cell - 2, Math.max(1, scene.rowHeight - 2));
+}
+
 /** Lines between blocks, markers for rows with holes, and the crosshair. */
 export function drawMarks(
   c: CanvasRenderingContext2D, scene: Scene, header: Header | null, row: number, column: number, inks: Inks,
@@ -126,15 +159,13 @@ export function drawMarks(
 ): void {
   const right = Math.min((scene.columns - scene.first) * scene.cell, scene.width);
   if (header) {
-    // What all rows lack (the gradient of the last token) is no news.
-    const usual = header.nonfinite.reduce((a, b) => Math.min(a, b), Infinity);
     c.fillStyle = inks.mark;
     const from = Math.max(0, Math.floor(scene.top));
     const to = Math.ceil(scene.top + scene.height / scene.rowHeight);
     scene.rows.slice(from, to).forEach((each, i) => {
       const y = (from + i - scene.top) * scene.rowHeight;
       if (each.plane !== "layers") return;
-      if (header.nonfinite[each.index] > usual && header.nonfinite[each.index] < header.columns) {
+      if (header.nonfinite[each.index]) {
         const middle = y + scene.rowHeight / 2;
         const size = Math.min(4, scene.rowHeight / 2 + 1);
         c.beginPath();
@@ -174,28 +205,31 @@ export function drawMarks(
   }
 }
 
-/** The texts of the tokens under their columns, or numbers where there is no room for them. */
+/** The texts of the columns below them, or numbers where texts are not wanted or have no room. */
 export function drawAxis(
   c: CanvasRenderingContext2D, scene: Scene, piece: (column: number) => Piece | null, column: number, inks: Inks,
-  height: number,
+  height: number, texts: boolean,
 ): void {
   c.textBaseline = "middle";
   const from = Math.max(0, Math.floor(scene.first));
   const to = Math.min(scene.columns, Math.ceil(scene.first + scene.width / scene.cell));
-  if (scene.cell >= READABLE) {
+  if (texts && scene.cell >= READABLE) {
     c.font = `${Math.min(12, Math.max(9.5, scene.cell - 3))}px system-ui, sans-serif`;
+    const label = (t: number) => short(visible(piece(t)?.text.trim() || piece(t)?.text || ""), 14);
+    let level = scene.cell >= LEVEL; // all of them, or none
+    for (let t = from; t < to && level; t++) level = c.measureText(label(t)).width < scene.cell - 4;
     for (let t = from; t < to; t++) {
       const each = piece(t);
       if (!each) continue;
-      c.save();
-      c.translate((t + 0.5 - scene.first) * scene.cell, 6);
-      c.rotate(-Math.PI / 2);
-      c.textAlign = "right";
-      c.fillStyle = t === column ? inks.mark : each.special ? inks.soft : inks.ink;
-      c.fillText(short(visible(each.text.trim() || each.text), 14), 0, 0, height - 8);
-      c.restore();
       c.fillStyle = each.generated ? inks.mark : inks.line;
       c.fillRect((t - scene.first) * scene.cell, 0, Math.max(1, scene.cell - 1), 3);
+      c.save();
+      c.translate((t + 0.5 - scene.first) * scene.cell, 6);
+      c.fillStyle = t === column ? inks.mark : each.special ? inks.soft : inks.ink;
+      if (!level) c.rotate(-Math.PI / 2);
+      c.textAlign = level ? "center" : "right";
+      c.fillText(label(t), 0, level ? 8 : 0, level ? scene.cell : height - 8);
+      c.restore();
     }
     return;
   }
@@ -208,7 +242,7 @@ export function drawAxis(
   for (let t = Math.ceil(from / step) * step; t < to; t += step) {
     const x = (t + 0.5 - scene.first) * scene.cell;
     c.fillRect(x, 0, 1, 4);
-    c.fillText(t.toLocaleString("en"), x, 13);
+    c.fillText(texts ? t.toLocaleString("en") : (piece(t)?.text.trim() ?? ""), x, 13);
   }
 }
 export interface Piece {
@@ -220,7 +254,7 @@ export interface Piece {
 
 /** One band of bars per track, each up to its largest value. */
 export function drawTracks(
-  c: CanvasRenderingContext2D, scene: Scene, plane: Plane, names: string[], column: number, inks: Inks, band: number,
+  c: CanvasRenderingContext2D, scene: Scene, plane: Plane, count: number, column: number, inks: Inks, band: number,
 ): void {
   const header = plane.header;
   if (!header) return;
@@ -228,7 +262,7 @@ export function drawTracks(
   const wide = scene.cell * 2 ** level;
   const from = Math.max(0, Math.floor(scene.first / 2 ** level));
   const to = Math.ceil(Math.min(scene.columns, scene.first + scene.width / scene.cell) / 2 ** level);
-  names.forEach((_, row) => {
+  for (let row = 0; row < count; row++) {
     const top = header.tops[row] || 1;
     const bottom = (row + 1) * band - 4;
     c.fillStyle = inks.line;
@@ -236,14 +270,14 @@ export function drawTracks(
     c.fillStyle = inks.soft;
     const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
     plane.walk(row, level, from, to, (code, at) => {
-      if (!code) return;
+      if (code <= NOT_MEASURED) return;
       const tall = Math.max(1, Math.min(1, values[code]) * (band - 10));
       const now = at === column >> level;
       if (now) c.fillStyle = inks.mark;
       c.fillRect((at * 2 ** level - scene.first) * scene.cell, bottom - tall, Math.max(1, wide - (wide > 4 ? 1 : 0)), tall);
       if (now) c.fillStyle = inks.soft;
     });
-  });
+  }
 }
 
 /** The whole sequence, small, with the part in view framed. */
@@ -252,9 +286,9 @@ export function drawOverview(
 ): void {
   const header = plane.header;
   if (!header || !scene.columns) return;
-  const list = overviewRows(header.rows);
-  c.imageSmoothingEnabled = true;
-  const cell = scene.width / scene.columns;
+  const list = overviewRows(header);
+  const cell = Math.min(WIDEST, scene.width / scene.columns); // as wide as in the map where all is in view
+  c.imageSmoothingEnabled = cell < 2;
   plane.draw(c, list, 0, list.length, look, false, {
     first: 0, width: cell * ratio, y: 0, height: height * ratio, right: scene.width * ratio,
   });
@@ -264,21 +298,21 @@ export function drawOverview(
   c.fillStyle = inks.back;
   c.globalAlpha = 0.55;
   c.fillRect(0, 0, left, height);
-  c.fillRect(right, 0, scene.width - right, height);
+  c.fillRect(right, 0, scene.columns * cell - right, height);
   c.globalAlpha = 1;
   c.strokeStyle = inks.mark;
   c.lineWidth = 2;
   c.strokeRect(left + 1, 1, Math.max(3, right - left - 2), height - 2);
 }
-const lists = new Map<number, number[]>();
-function overviewRows(rows: number): number[] {
-  let list = lists.get(rows);
+const lists = new WeakMap<Header, number[]>();
+/** Some of the rows that have values, always the same list for the same plane. */
+function overviewRows(header: Header): number[] {
+  let list = lists.get(header);
   if (!list) {
-    const step = Math.max(1, Math.ceil(rows / 48));
-    lists.set(rows, (list = Array.from({ length: Math.ceil(rows / step) }, (_, i) => i * step)));
+    const all = Array.from({ length: header.rows }, (_, i) => i);
+    const known = all.filter((row) => header.missing[row] < header.columns);
+    const step = Math.max(1, Math.ceil(known.length / 48));
+    lists.set(header, (list = (known.length ? known : all).filter((_, i) => i % step === 0)));
   }
   return list;
 }
-
-export const rangeText = (low: number, high: number, logarithmic: boolean) =>
-  `${say(low)} to ${say(high)}${logarithmic ? ", logarithmic" : ""}`;

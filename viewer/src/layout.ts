@@ -2,14 +2,14 @@
 
 import { h } from "./dom";
 
-export function layout(axis: string) {
+export function layout() {
   const canvas = (name: string, label: string, options: Record<string, unknown> = {}) =>
     h("canvas", { class: name, role: "img", "aria-label": label, ...options });
   const parts = {
     title: h("h1", {}),
     live: h("span", { class: "live", hidden: true }),
     sequence: h("button", { class: "chip", hidden: true, title: "Choose a sequence (s)" }),
-    search: h("input", { type: "search", placeholder: `Find ${axis}s or layers  /`, "aria-label": `Find ${axis}s or layers`, spellcheck: "false" }),
+    search: h("input", { type: "search", "aria-label": "Find", spellcheck: "false" }),
     exportButton: h("button", { title: "Export (e)", "aria-haspopup": "menu" }, "Export"),
     tableButton: h("button", { title: "The same as a table (t)" }, "Table"),
     theme: h("button", { title: "Dark or light (d)", "aria-label": "Dark or light" }, "◐"),
@@ -17,13 +17,17 @@ export function layout(axis: string) {
     metrics: h("div", { class: "segments", role: "group", "aria-label": "What to show" }),
     meaning: h("p", { class: "meaning" }),
     norms: h("div", { class: "segments small", role: "group", "aria-label": "Colours relative to" }),
+    depthLabel: h("span", { class: "label" }, "layers"),
     depths: h("div", { class: "segments small", role: "group", "aria-label": "Layers" }),
-    health: h("div", { class: "health", role: "region", "aria-label": "Health", hidden: true }),
+    allFindings: h("button", { class: "all", title: "All of them, with what to do (f goes to the next)" }),
+    findings: h("div", { class: "findings" }),
+    doing: h("div", { class: "doing", role: "status", "aria-live": "polite", hidden: true }),
     banner: h("div", { class: "banner", role: "alert", hidden: true }),
     strip: h("div", { class: "strip", role: "group", "aria-label": "Text", tabindex: 0, dir: "auto" }),
     tree: h("div", { class: "tree", role: "tree", "aria-label": "Layers" }),
     heat: canvas("heat", "Heat map", { tabindex: 0, role: "application", "aria-roledescription": "heat map" }),
-    axis: canvas("axis", `${axis} labels`),
+    axis: canvas("axis", "Labels of the columns"),
+    axisTitle: h("div", { class: "corner axis-title" }),
     tracks: canvas("tracks", "Curves over the same columns"),
     trackNames: h("div", { class: "track-names" }),
     overview: canvas("overview", "Overview of the whole sequence; drag to move", {}),
@@ -35,10 +39,11 @@ export function layout(axis: string) {
     popup: h("div", { class: "popup", hidden: true }),
     hint: h("div", { class: "hint", hidden: true }),
   };
+  const health = h("div", { class: "health", role: "region", "aria-label": "Health", hidden: true }, parts.allFindings, parts.findings);
   const map = h("div", { class: "map" }, parts.heat, parts.hint);
   const stage = h("div", { class: "stage" },
     parts.tree, map, parts.details,
-    h("div", { class: "corner" }), parts.axis,
+    parts.axisTitle, parts.axis,
     parts.trackNames, parts.tracks,
     h("div", { class: "corner overview-name" }, "Overview"), parts.overview,
   );
@@ -48,13 +53,13 @@ export function layout(axis: string) {
       parts.title, parts.live, parts.sequence, h("span", { class: "space" }),
       parts.search, parts.tableButton, parts.exportButton, parts.theme, parts.help),
     parts.banner,
-    parts.prompt,
-    h("div", { class: "work" }, parts.health,
+    parts.prompt, parts.doing,
+    h("div", { class: "work" }, health,
     h("div", { class: "toolbar" }, parts.metrics, parts.meaning, h("span", { class: "space" }),
-      h("span", { class: "label" }, "layers"), parts.depths, h("span", { class: "label" }, "colours"), parts.norms),
+      parts.depthLabel, parts.depths, h("span", { class: "label" }, "colours"), parts.norms),
     parts.strip, stage,
     h("footer", {}, parts.bar, parts.status), parts.cover),
     parts.popup);
-  return { ...parts, stage, map, body };
+  return { ...parts, health, stage, map, body };
 }
 export type Layout = ReturnType<typeof layout>;

@@ -20,9 +20,20 @@ function open(host: HTMLElement, data: HTMLElement): App {
   return keep(host, new App(host, { transport, state: { sequence }, owns: true }));
 }
 
+const SILENCE = 4000; // milliseconds after which a kernel is taken to be gone
+
 function render({ model, el }: { model: KernelModel; el: HTMLElement }): void {
   const transport = new KernelTransport(model);
   const state = clean(model.get("state") ?? {});
+  // A notebook that was exported has nobody to answer: then the picture stands in.
+  window.setTimeout(() => {
+    if (transport.answered || !model.get("still")) return;
+    const picture = document.createElement("img");
+    picture.src = `data:image/png;base64,${model.get("still")}`;
+    picture.alt = "The heat map of the scan: columns are tokens, rows are layers";
+    picture.style.maxWidth = "100%";
+    (el.shadowRoot ?? el).replaceChildren(picture);
+  }, SILENCE);
   const app = keep(el, new App(el, {
     transport, state, owns: false, height: model.get("height"),
     changed: (now) => {

@@ -1,7 +1,7 @@
 // Panels: what other results bring along. A kind of panel is a function in this table.
 
 import { cssColour } from "./colour";
-import { h, say, svg } from "./dom";
+import { h, say, short, svg, visible } from "./dom";
 
 export interface Panel {
   name: string;
@@ -11,7 +11,7 @@ export interface Panel {
 }
 export interface PanelHost {
   layers: Set<string>;
-  goTo(layer: string): void;
+  goTo(layer: string | null, column: number | null): void;
 }
 type Draw = (data: any, host: PanelHost) => Element;
 
@@ -31,14 +31,27 @@ export function drawPanel(panel: Panel, host: PanelHost): HTMLElement {
 registerPanel("text", (data) => h("p", {}, String(data.text)));
 
 registerPanel("table", (data, host) => {
-  const cell = (value: unknown) =>
+  const link = (text: string, act: () => void) => h("td", {}, h("button", { class: "link", onclick: act }, text));
+  const cell = (value: any) =>
     typeof value === "string" && host.layers.has(value)
-      ? h("td", {}, h("button", { class: "link", onclick: () => host.goTo(value) }, value))
+      ? link(value, () => host.goTo(value, null))
+      : value && typeof value === "object"
+      ? link(String(value.text), () => host.goTo(value.layer ?? null, value.column ?? null))
       : h("td", { class: typeof value === "number" ? "number" : "" }, typeof value === "number" ? say(value) : String(value ?? "–"));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" },
     h("table", {},
       h("thead", {}, h("tr", {}, ...data.columns.map((each: string) => h("th", { scope: "col" }, each)))),
       h("tbody", {}, ...data.rows.map((row: unknown[]) => h("tr", {}, ...row.map(cell))))));
+});
+
+registerPanel("bars", (data, host) => {
+  const values: number[] = data.values;
+  const top = Math.max(...values.map(Math.abs), 1e-30);
+  return h("ul", { class: "bars" }, ...values.map((value, i) =>
+    h("li", {}, h("button", { onclick: () => host.goTo(null, data.columns[i]), title: data.names[i] },
+      h("span", { class: "bar-name", dir: "auto" }, short(visible(data.names[i]), 24)),
+      h("span", { class: "bar-box" }, h("i", { style: { width: `${(100 * Math.abs(value)) / top}%` } })),
+      h("span", { class: "bar-value" }, say(value))))));
 });
 
 registerPanel("lines", (data) => {
@@ -54,7 +67,7 @@ registerPanel("lines", (data) => {
   return h("figure", {}, root, h("figcaption", {}, `${series.map(([name]) => name).join(" · ")}; ${say(low)} to ${say(high)}`));
 });
 
-registerPanel("matrix", (data) => {
+registerPanel("matrix", (data, host) => {
   const values: number[][] = data.values;
   const top = Math.max(...values.flat().map(Math.abs).filter(Number.isFinite), 1e-30);
   const size = Math.max(2, Math.min(16, Math.floor(256 / Math.max(1, data.columns.length))));
@@ -65,5 +78,15 @@ registerPanel("matrix", (data) => {
     c.fillStyle = data.signed ? cssColour("vik", 0.5 + value / top / 2) : cssColour("viridis", value / top);
     c.fillRect(x * size, y * size, size, size);
   }));
+  if (data.row !== undefined) {
+    c.strokeStyle = "#ff7ad9";
+    c.lineWidth = 1.5;
+    c.strokeRect(0.75, data.row * size + 0.75, canvas.width - 1.5, size - 1.5);
+  }
+  canvas.addEventListener("mousemove", (event) => {
+    const [x, y] = [Math.floor(event.offsetX / size), Math.floor(event.offsetY / size)];
+    canvas.title = values[y]?.[x] === undefined ? "" : `${visible(data.rows[y])} → ${visible(data.columns[x])}: ${say(values[y][x])}`;
+  });
+  canvas.addEventListener("click", (event) => host.goTo(null, Math.floor(event.offsetY / size)));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Matrix" }, canvas);
 });

@@ -1,6 +1,6 @@
 // Planes: headers and tiles of tables, fetched when they are needed and painted when they are drawn.
 
-import { Header, decode, lookup } from "./colour";
+import { Header, NOT_FINITE, NOT_MEASURED, decode, lookup } from "./colour";
 import { Transport } from "./transport";
 
 export const WIDTH = 256;
@@ -11,6 +11,7 @@ const LISTS = 3; // lists of rows that are painted: the tree, the overview, and 
 export interface Look {
   norm: string;
   map: string;
+  none: string; // the colour of what was not measured, as #rrggbb
 }
 
 class Tile {
@@ -138,6 +139,9 @@ export class Plane {
     }
     header.columns = Math.max(header.columns, first + count);
     header.levels = 1 + Math.max(0, Math.ceil(Math.log2(header.columns / WIDTH)));
+    codes.forEach((code, i) => {
+      if (code <= NOT_MEASURED) (code === NOT_FINITE ? header.nonfinite : header.missing)[Math.floor(i / count)]++;
+    });
     if (this.place.plane === "tracks") this.raise(header, count, codes);
     for (let level = 0; level < header.levels; level++) {
       const [from, to] = [first >> level, (first + count - 1) >> level];
@@ -168,7 +172,7 @@ export class Plane {
 
   /** How the pictures of a look are known: they are painted anew where anything of it changes. */
   private keyOf(look: Look): string {
-    return `${look.norm} ${look.map} ${this.header!.version} ${this.raised}`;
+    return `${look.norm} ${look.map} ${look.none} ${this.header!.version} ${this.raised}`;
   }
 
   /** Draw rows `from` to `to` of the list `rows` of this plane; returns the pieces not painted. */
@@ -233,7 +237,7 @@ export class Plane {
     if (known?.key === key) return known.canvas;
     let colours = this.colours.get(rows);
     if (colours?.key !== key) {
-      colours = { key, table: lookup(this.header!, rows, look.norm, look.map) };
+      colours = { key, table: lookup(this.header!, rows, look.norm, look.map, look.none) };
       remember(this.colours, rows, colours, LISTS);
     }
     budget.paints--;
@@ -283,7 +287,13 @@ function remember<K, V>(map: Map<K, V>, key: K, value: V, most: number): void {
   if (map.size > most) map.delete(map.keys().next().value!);
 }
 
-/** A tile with further columns; at coarser levels the byte of the largest size wins, 0 over all. */
+/** Whether a byte stands for both: what is not finite wins, what was not measured loses. */
+function wins(code: number, other: number): boolean {
+  if (other === NOT_FINITE || code === NOT_MEASURED) return false;
+  return code === NOT_FINITE || other === NOT_MEASURED || Math.abs(code - 128) > Math.abs(other - 128);
+}
+
+/** A tile with further columns; at coarser levels the byte of the largest size wins. */
 function extend(
   tile: Tile, rows: number, level: number, x: number, first: number, count: number, codes: Uint8Array,
 ): Tile {
@@ -304,7 +314,7 @@ function extend(
       const place = row * columns + at;
       if (fresh[at] && at !== seen) data[place] = code;
       else if (level === 0) data[place] = code;
-      else if (data[place] && (!code || Math.abs(code - 128) > Math.abs(data[place] - 128))) data[place] = code;
+      else if (wins(code, data[place])) data[place] = code;
       seen = at;
     }
   }

@@ -49,6 +49,11 @@ export class Tree {
     this.hasBlocks = layers.some((name) => beneathBlock(name) === 0);
   }
 
+  /** Whether there is anything to fold, and blocks to fold it to. */
+  get folds(): boolean {
+    return this.hasBlocks && this.children.some(Boolean);
+  }
+
   /** The depth to start with: what fits on a screen and still tells something. */
   startDepth(): State["depth"] {
     return this.hasBlocks && this.layers.length > 24 ? "blocks" : "all";

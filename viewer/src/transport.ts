@@ -105,10 +105,12 @@ export interface KernelModel {
 export class KernelTransport implements Transport {
   fetches = 0;
   name = "kernel";
+  answered = false;
   private waiting = new Map<number, { resolve: (v: any) => void; reject: (e: Error) => void }>();
 
   constructor(private model: KernelModel) {
     model.on("msg:custom", (content: any, buffers: DataView[]) => {
+      this.answered = true;
       const asked = this.waiting.get(content?.number);
       if (!asked) return;
       this.waiting.delete(content.number);

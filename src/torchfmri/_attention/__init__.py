@@ -1,8 +1,9 @@
 """Attention patterns: read where they are computed, scored per token and head.
 
 `reader` sees every attention that runs while its block is open, and says which layer called it;
-`fused` recomputes a pattern that a fused kernel never writes down; `head_scores` reduces patterns
-to entropy, distance, and the shares of the first, the previous and the repeated token.
+`fused` recomputes a pattern that a fused kernel never writes down, `flash` reads what kernels of
+flash-attention were handed; `head_scores` reduces patterns to entropy, distance, and the shares of
+the first, the previous and the repeated token.
 """
 
 from torchfmri._attention.fused import FusedAttention, masked_logits

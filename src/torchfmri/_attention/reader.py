@@ -1,8 +1,9 @@
 """Reads attention where it is called, and says which layer called it.
 
 A `TorchFunctionMode` that only reads: what it sees is handed on as it came, so outputs are
-bit-equal, and nothing is drawn from the random generators. Three kinds of attention are seen:
-`F.scaled_dot_product_attention`, whose pattern is recomputed from queries, keys and mask;
+bit-equal, and nothing is drawn from the random generators. Four kinds of attention are seen:
+`F.scaled_dot_product_attention` and flash-attention kernels, whose patterns are recomputed from
+queries, keys and mask;
 `F.multi_head_attention_forward` (`nn.MultiheadAttention`), asked once more for its weights; and
 attention written out, a softmax whose result is multiplied with the values.
 """
@@ -13,7 +14,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,10 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchfmri._attention.flash import is_flash, read_flash
 from torchfmri._attention.fused import FusedAttention
 from torchfmri._capture import RunningLayers
 from torchfmri._model import named_layers
-from torchfmri._torch import NO_BACKWARD, current_backward, is_transformed
+from torchfmri._torch import (
+    NO_BACKWARD,
+    Attached,
+    current_backward,
+    is_transformed,
+    operator_schema,
+)
 
 CHUNK_BYTES = 64 << 20
 """How many bytes of a pattern are recomputed at once."""
@@ -104,7 +111,7 @@ def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return (before[0] if before else 1, math.prod(before[1:]), queries, keys)
 
 
-class AttentionReader:
+class AttentionReader(Attached):
     """Hands over every attention of a model while its block runs; see the top of this file.
 
     Args:
@@ -114,6 +121,7 @@ class AttentionReader:
 
     Attributes:
         layers: The layers that were seen to compute attention.
+        unread: Layers that were seen to compute attention that cannot be read, and why.
         running: The layers that run now, and how often each was called.
     """
 
@@ -124,28 +132,16 @@ class AttentionReader:
         failed: Callable[[str, Exception], None] | None = None,
     ) -> None:
         self.layers: dict[str, None] = {}
+        self.unread: dict[str, str] = {}
         self.running = RunningLayers(model, lambda _: None)
         self._found, self._failed = found, failed
         self._layers = named_layers(model)
-        self._mode = _Reading(self._see)
-        self._stack: ExitStack | None = None
+        self._mode = _Reading(self._see, self._miss)
 
-    def __enter__(self) -> AttentionReader:
-        with ExitStack() as stack:
-            stack.enter_context(self.running)
-            stack.enter_context(self._mode)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stack is not None:
-            self._stack.close()
-        self._mode.forget()
+    def _attach(self, stack: ExitStack) -> None:
+        stack.callback(self._mode.forget)
+        stack.enter_context(self.running)
+        stack.enter_context(self._mode)
 
     def _by_head(
         self, stack: tuple[str, ...], source: FusedAttention | Tensor
@@ -157,6 +153,10 @@ class AttentionReader:
         counts = (getattr(module, name, None) for name in _HEAD_COUNTS)
         heads = next((each for each in counts if isinstance(each, int) and each > 0), 1)
         return source.unflatten(0, (-1, heads)) if len(source) % heads == 0 else source  # type: ignore[no-untyped-call]
+
+    def _miss(self, reason: str) -> None:
+        if current_backward() == NO_BACKWARD:
+            self.unread.setdefault(self.running.stack[-1] if self.running.stack else "", reason)
 
     def _see(self, source: FusedAttention | Tensor, dropout: bool) -> None:
         # A checkpoint that runs its part again repeats a call that was seen.
@@ -178,9 +178,11 @@ class AttentionReader:
 class _Reading(TorchFunctionMode):
     """Sees the functions that attention is made of; inside its handler it is switched off."""
 
-    def __init__(self, see: Callable[[FusedAttention | Tensor, bool], None]) -> None:
+    def __init__(
+        self, see: Callable[[FusedAttention | Tensor, bool], None], miss: Callable[[str], None]
+    ) -> None:
         super().__init__()
-        self._see = see
+        self._see, self._miss = see, miss
         self._weights: dict[int, _Weights] = {}
 
     def forget(self) -> None:
@@ -198,6 +200,9 @@ class _Reading(TorchFunctionMode):
                 self._see(FusedAttention.of_call(args, kwargs), bool(dropout))
         elif func is F.multi_head_attention_forward:
             self._ask_again(args, kwargs)
+        elif (schema := operator_schema(func)) is not None:
+            if is_flash(schema):
+                self._take_flash(schema, args, kwargs)
         elif func in _SOFTMAX:
             self._start(args, kwargs, result)
         elif self._weights:
@@ -206,6 +211,13 @@ class _Reading(TorchFunctionMode):
             elif func in _BETWEEN and args and isinstance(result, Tensor):
                 self._follow(func, args, result)
         return result
+
+    def _take_flash(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = read_flash(schema, args, kwargs)
+        if isinstance(found, str):
+            self._miss(found)
+        else:
+            self._see(*found)
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         """Keep what a softmax over the last axis made; only the latest one."""

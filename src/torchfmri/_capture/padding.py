@@ -235,7 +235,7 @@ def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> in
 
 
 def masked_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that are handed an `attention_mask`, each once."""
+    """Return the modules that are handed an `attention_mask`, each once."""
     return list({id(each): each for each in modules if _takes_mask(each)}.values())
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
 
 from torchfmri._model import named_layers
-from torchfmri._torch import NO_BACKWARD, Hook, current_backward
+from torchfmri._torch import NO_BACKWARD, Attached, Hook, current_backward
 
 
-class RunningLayers:
+class RunningLayers(Attached):
     """The stack of layers that are running; a context manager that attaches and removes.
 
     Args:
@@ -33,38 +32,18 @@ class RunningLayers:
         self.was_entered = False
         self.calls: Counter[str] = Counter()
         self._model, self._returned = model, returned
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> RunningLayers:
+    def _attach(self, stack: ExitStack) -> None:
+        stack.callback(self.stack.clear)
         seen: set[int] = set()
-        try:
-            for name, module in named_layers(self._model).items():
-                if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
-                    continue
-                seen.add(id(module))
-                before = Hook(partial(self._before, name), module)
-                after = Hook(self._after, module)
-                self._handles += [
-                    module.register_forward_pre_hook(before, prepend=True),
-                    module.register_forward_hook(after, always_call=True),
-                ]
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        self.stack.clear()
+        for name, module in named_layers(self._model).items():
+            if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
+                continue
+            seen.add(id(module))
+            before = Hook(partial(self._before, name), module)
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            after = Hook(self._after, module)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def _before(self, name: str, *_: object) -> None:
         self.was_entered = True

@@ -1,4 +1,4 @@
-"""Why a layer differs: what stands in the module of a and not in that of b.
+"""The cause of a difference: what the modules of the two sides do not have in common.
 
 Only two live models can tell. Parameters and buffers come first, then the numbers and words that a
 module keeps as attributes (eps, scaling, sliding_window), then those of its configuration.
@@ -13,35 +13,75 @@ from torch import Tensor, nn
 
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.kinds import parameter_kind
+from torchfmri._model import named_layers
+from torchfmri._text import apart
 
 _PLAIN = (bool, int, float, str, type(None))
 _IGNORED = frozenset(
     {"training", "name_or_path", "_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 )
+_SPELLED = ("eps", "scal")
+"""Parts of names by which an attribute is found that two implementations call differently."""
 _MOST = 4
 
 
 def causes_of(a: nn.Module, b: nn.Module) -> list[Kind]:
-    """What differs between two modules, the surest first; empty where nothing is seen."""
+    """Return what differs between two modules, the surest cause first; empty if nothing does."""
+    other_class = class_kind(a, b)
+    if other_class is not None:
+        return [other_class]
+    found = [*(kind for _, kind in tensor_kinds(a, b)), *attribute_kinds(a, b)]
+    return found[:_MOST] or setting_kinds(a, b)[:_MOST]
+
+
+def class_kind(a: nn.Module, b: nn.Module) -> Kind | None:
+    """Return the kind `class` if the two modules compute with different classes, else None.
+
+    A port has other classes throughout. A module with parameters, or with layers inside it, is
+    compared by these instead.
+    """
     one, two = type(a), type(b)
-    if one is not two and (one.__name__ == two.__name__ or not _own_tensors(a)):
-        names = [f"{each.__module__}.{each.__name__}" for each in (one, two)]
-        return [Kind("class", f"it is a {names[0]} in a and a {names[1]} in b")]
-    found = [*_tensors(a, b), *_attributes(a, b)]
-    return found[:_MOST] or _settings(a, b)[:_MOST]
+    has_parts = bool(own_tensors(a)) or next(a.children(), None) is not None
+    if one is two or (one.__name__ != two.__name__ and has_parts):
+        return None
+    names = [f"{each.__module__}.{each.__name__}" for each in (one, two)]
+    return Kind("class", f"it is a {names[0]} in a and a {names[1]} in b")
 
 
-def _tensors(a: nn.Module, b: nn.Module) -> Iterator[Kind]:
-    one, two = _own_tensors(a), _own_tensors(b)
-    for name in dict.fromkeys((*one, *two)):
-        if name not in one or name not in two:
-            side = "a" if name in one else "b"
-            yield Kind("missing_parameter", f"only {side} has {name}")
-        elif (kind := parameter_kind(name, one[name], two[name])) is not None:
-            yield kind
+def tensor_kinds(a: nn.Module, b: nn.Module) -> Iterator[tuple[str, Kind]]:
+    """Yield each parameter or buffer of two modules that differs, and how."""
+    one, two = own_tensors(a), own_tensors(b)
+    names = partner_names(
+        {n: x.shape for n, x in one.items()}, {n: x.shape for n, x in two.items()}
+    )
+    for name, other in names.items():
+        if (kind := parameter_kind(name, one[name], two[other])) is not None:
+            yield name, kind
+    for side, only in (("a", one.keys() - names.keys()), ("b", two.keys() - set(names.values()))):
+        for name in sorted(only):
+            yield name, Kind("missing_parameter", f"only {side} has {name}")
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def partner_names(
+    one: Mapping[str, tuple[int, ...]], two: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Match the parameters of two layers: by name, or by a shape that only one of them has.
+
+    Args:
+        one: The shapes of the parameters of a by name.
+        two: Those of b.
+    """
+    found = {name: name for name in one if name in two}
+    rest = [{n: tuple(sorted(side[n])) for n in side if n not in found} for side in (one, two)]
+    shapes = [list(each.values()) for each in rest]
+    for name, shape in rest[0].items():
+        if shapes[0].count(shape) == shapes[1].count(shape) == 1:
+            found[name] = next(other for other in rest[1] if rest[1][other] == shape)
+    return found
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module itself, by name."""
     found = {
         **dict(module.named_parameters(recurse=False)),
         **dict(module.named_buffers(recurse=False)),
@@ -53,18 +93,62 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _attributes(a: nn.Module, b: nn.Module) -> Iterator[Kind]:
+def attribute_kinds(a: nn.Module, b: nn.Module) -> Iterator[Kind]:
+    """Yield the numbers and words that two modules keep as attributes and that differ."""
     one, two = _plain_values(vars(a)), _plain_values(vars(b))
-    for name in one.keys() & two.keys():
-        if one[name] == two[name]:
+    names = {name: name for name in one if name in two}
+    for word in _SPELLED:  # `variance_epsilon` in one implementation is `eps` in another
+        found = [[name for name in side if word in name.lower()] for side in (one, two)]
+        if all(len(each) == 1 for each in found):
+            names[found[0][0]] = found[1][0]
+    for name, other in names.items():
+        if one[name] == two[other]:
             continue
-        said = f"{name} is {one[name]!r} in a and {two[name]!r} in b"
+        said = name if name == other else f"{name} ({other} in b)"
+        text = f"{said} {_both(one[name], two[other])}"
         is_epsilon = "eps" in name and isinstance(one[name], float)
-        yield Kind("epsilon" if is_epsilon else "attribute", said)
+        yield Kind("epsilon" if is_epsilon else "attribute", text)
+
+
+def tied_kinds(a: nn.Module, b: nn.Module, names: Mapping[str, str]) -> dict[str, Kind]:
+    """Return the layers that share a weight with another layer on one side only.
+
+    Their gradients are sums over the layers that share them.
+
+    Args:
+        a: One model.
+        b: The other.
+        names: Layer of a -> layer of b.
+    """
+    back = {other: one for one, other in names.items()}
+    shared = [_shared_layers(a, {each: each for each in names}), _shared_layers(b, back)]
+    found: dict[str, Kind] = {}
+    for side, ours, theirs in (("a", shared[0], shared[1]), ("b", shared[1], shared[0])):
+        for group in ours - theirs:
+            text = f"{' and '.join(map(repr, sorted(group)))} share a weight in {side} only"
+            found |= {layer: Kind("tied", text) for layer in group}
+    return found
+
+
+def _shared_layers(model: nn.Module, names: Mapping[str, str]) -> set[frozenset[str]]:
+    """Return the groups of layers that share a parameter, by the names they have in a."""
+    owners: dict[int, set[str]] = {}
+    for layer, module in named_layers(model).items():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(names.get(layer, layer))
+    return {frozenset(each) for each in owners.values() if len(each) > 1}
+
+
+def _both(one: Any, two: Any) -> str:
+    """Write the values of both sides in words."""
+    said = [repr(one), repr(two)]
+    if isinstance(one, float) and isinstance(two, float):
+        said = list(apart(one, two, 6))
+    return f"is {said[0]} in a and {said[1]} in b"
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and words by name, also those in dicts (the scaling of LoRA) and tuples."""
+    """Return the numbers and words by name, also those in dicts (LoRA's scaling) and tuples."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith("_") or name in _IGNORED:
@@ -77,11 +161,11 @@ def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _settings(a: nn.Module, b: nn.Module) -> list[Kind]:
-    """How the configurations differ, where the modules themselves do not."""
+def setting_kinds(a: nn.Module, b: nn.Module) -> list[Kind]:
+    """Return how the configurations of two modules differ."""
     one, two = (_plain_config(getattr(each, "config", None)) for each in (a, b))
     return [
-        Kind("setting", f"config.{name} is {one[name]!r} in a and {two[name]!r} in b")
+        Kind("setting", f"config.{name} {_both(one[name], two[name])}")
         for name in one
         if name in two and one[name] != two[name]
     ]

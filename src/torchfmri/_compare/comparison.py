@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torchfmri._compare import pictures
+from torchfmri._compare.changes import Change
 from torchfmri._compare.difference import Difference, Pair, spread_text
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SAID = {FORWARD: "forward", BACKWARD: "backward", PARAMETERS: "parameter gradients"}
-_MOST_LINES = 40
+_WHERE = {FORWARD: "forward pass", BACKWARD: "backward pass", PARAMETERS: "parameter gradients"}
+_MOST_LINES, _MOST_CHANGES = 40, 8
+_EXPECTED = frozenset({"dtype", "autocast"})
+"""Changes that people make on purpose before they compare: agreement needs no remark."""
 
 
 class Comparison:
-    """Where two runs part, or that they do not.
+    """The result of `compare`: where two runs part, or that they agree.
 
     Attributes:
         first: The first difference beyond the noise of both sides; None where they agree.
@@ -30,6 +34,8 @@ class Comparison:
         pairs: Every tensor of both sides with its distance, in order.
         only_a: Layers of a without a partner.
         only_b: Layers of b without a partner.
+        changes: What differs between the two models before they run: settings, attributes,
+            parameters. It is listed also where its effect is within noise.
         notes: What to know about the comparison: doubts, what was not compared and why.
 
     Example:
@@ -45,12 +51,13 @@ class Comparison:
         pairs: Sequence[Pair],
         differences: dict[str, Difference],
         matching: Matching,
+        changes: Sequence[Change],
         notes: Sequence[str],
         tokens: Sequence[str],
     ) -> None:
         self.pairs, self.differences = list(pairs), differences
         self.only_a, self.only_b = matching.only_a, matching.only_b
-        self.notes = list(notes)
+        self.changes, self.notes = list(changes), list(notes)
         self._tokens = list(tokens)
 
     @property
@@ -71,8 +78,10 @@ class Comparison:
         count = plural(len(self.pairs), "tensor")
         directions = [_SAID[each] for each in dict.fromkeys(pair.direction for pair in self.pairs)]
         if self.first is None:
-            return f"no difference beyond rounding in {count} ({', '.join(directions)})"
-        return f"they part in the {_SAID[self.first.direction]} pass: {self.first}"
+            said = f"no difference beyond noise in {count} ({', '.join(directions)})"
+            told = [each for each in self.changes if each.name not in _EXPECTED]
+            return f"{said}, though the models differ: {told[0]}" if told else said
+        return f"they part in the {_WHERE[self.first.direction]}: {self.first}"
 
     def text(self, *, lines: int = _MOST_LINES) -> str:
         """The result for a terminal: what was found, and a table of the tensors around it.
@@ -91,7 +100,11 @@ class Comparison:
         return self.text()
 
     def _remarks(self) -> list[str]:
-        said = list(self.notes)
+        effect = "within noise" if self.agree else "the models differ"
+        said = [f"{effect}: {each}" for each in self.changes[:_MOST_CHANGES]]
+        left = len(self.changes) - _MOST_CHANGES
+        said += [f"{plural(left, 'more change')} in comparison.changes"] if left > 0 else []
+        said += self.notes
         for side, layers in (("a", self.only_a), ("b", self.only_b)):
             if layers:
                 said.append(f"{plural(len(layers), 'layer')} only in {side}: {listed(layers, 6)}")
@@ -153,6 +166,7 @@ class Comparison:
             ],
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
+            "changes": [each._asdict() for each in self.changes],
             "notes": self.notes,
         }
 

@@ -13,6 +13,9 @@ from torchfmri._compare.grid import Grid
 from torchfmri._compare.recording import Place
 
 Floats = NDArray[np.float64]
+FACTOR = 8.0
+"""How many times its own spread a side may differ from the other: the spread is the largest of a
+few draws, and implementations add up in other orders."""
 
 
 class Kind(NamedTuple):
@@ -64,6 +67,17 @@ class Pair:
     def differs(self) -> bool:
         """Whether some row differs by more than both sides differ from themselves."""
         return self.worst > self.threshold
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it counts though it is within noise, because it repeats under new rounding."""
+        return self.differs and self.worst <= self.noise
+
+    @property
+    def noise(self) -> float:
+        """The difference that noise explains in one row; `threshold` if it was not measured."""
+        spreads = [each for each in (self.spread_a, self.spread_b) if not math.isnan(each)]
+        return max([self.threshold, *(FACTOR * each for each in spreads)])
 
     @property
     def beyond(self) -> Floats:
@@ -136,13 +150,13 @@ class Difference:
         name = {"activations": "output", "gradients": "dL/d output"}.get(self.what)
         element = f" ({self.element})" if self.element and name else ""
         subject = f"the {name}{element}" if name else f"dL/d {self.element}"
-        where = f"{subject} of {self.seen_at or 'the model'!r}"
+        where = f"{subject} of {_named(self.seen_at)}"
         where += f", call {self.call}" if self.call else ""
         if self.token is not None:
             said = f" {self.text!r}" if self.text else ""
             where += f", token {self.token}{said}" + (f" of row {self.row}" if self.row else "")
         if self.layer != self.seen_at:
-            where += f"; it comes from {self.layer or 'the model'!r}"
+            where += f"; it comes from {_named(self.layer)}"
         return where
 
     def kind_text(self) -> str:
@@ -153,6 +167,10 @@ class Difference:
         """The difference as plain data, for JSON."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**found, "kinds": [{"name": k.name, "text": k.text} for k in self.kinds]}
+
+
+def _named(layer: str) -> str:
+    return repr(layer) if layer else "the model"
 
 
 def spread_text(value: float) -> str:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from torchfmri._arguments import check_real, require
-from torchfmri._compare.causes import causes_of
+from torchfmri._compare.causes import causes_of, tied_kinds
+from torchfmri._compare.changes import changes_of
+from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.comparison import Comparison
 from torchfmri._compare.difference import Difference, Kind, Pair
 from torchfmri._compare.histories import compare_histories, histories_of
@@ -20,7 +22,7 @@ from torchfmri._compare.kinds import kinds_of
 from torchfmri._compare.matching import Matching, match_layers
 from torchfmri._compare.origin import origin_of
 from torchfmri._compare.pairing import pair_up
-from torchfmri._compare.recording import FORWARD, WHAT, relative
+from torchfmri._compare.recording import FORWARD, PARAMETERS, WHAT, relative
 from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
 from torchfmri._compare.sources import opened, side_of
@@ -43,7 +45,7 @@ def compare(
     tokenizer: Any = None,
     max_bytes: int | None = None,
 ) -> Any:
-    """Where two runs part: the first layer, token and direction beyond the noise of both.
+    """Find where two runs part: the first layer, token and direction beyond the noise of both.
 
     Each side that can be run is run again: as it was, with the rows of its batch and the number of
     threads arranged otherwise, and with every layer rounding anew. What it then differs from
@@ -109,7 +111,7 @@ def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[l
 
 
 def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any:
-    """A model as a run: on the data given, or on the tokens that the other side recorded."""
+    """Make a run of a model: on the data given, or on the tokens that the other side recorded."""
     if not isinstance(side, nn.Module):
         return side
     if data is None and isinstance(other, Run):
@@ -140,10 +142,10 @@ def _recorded_data(other: Any) -> Any:
 
 
 def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
-    """Fill the spreads of the sides that can be run; a recording has the rounding of its dtype."""
+    """Measure the noise of each side that can be run again."""
     for side, other in ((one, two), (two, one)):
         if side.run is not None:
-            coarsest = other.coarsest() if other.run is None else None
+            coarsest = other.coarsest if other.run is None else None
             measure_spread(side, coarsest, max_bytes)
     if one.run is None and two.run is None and not (one.spread or two.spread):
         one.notes.append(
@@ -153,7 +155,7 @@ def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
 
 
 def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
-    """Raise where two sides were given other tokens: nothing could be compared."""
+    """Raise an error if the two sides were given different tokens."""
     grids = [side.recording.grids[0] for side in (one, two) if side.recording.grids]
     if len(grids) < 2 or not all(grid.token_ids for grid in grids):
         return
@@ -179,7 +181,7 @@ def _check_tokens(one: Side, two: Side, tokenizer: Any) -> None:
 
 
 def _other_padding(one: Side, two: Side) -> bool:
-    """Whether only the padding differs: positions are then compared that are tokens in both."""
+    """Whether only the padding differs; then keep the positions that are tokens on both sides."""
     a, b = one.recording.grids[0], two.recording.grids[0]
     if a.ids is None or b.ids is None or not torch.equal(a.ids, b.ids):
         return False
@@ -196,7 +198,7 @@ def _other_padding(one: Side, two: Side) -> bool:
 def _compared(
     one: Side, two: Side, names: Mapping[str, str] | None, tolerance: float | None, tokenizer: Any
 ) -> Comparison:
-    matching = match_layers(one.recording, two.recording, names)
+    matching = match_layers(one, two, names)
     pairs = pair_up(one, two, matching, tolerance)
     if not pairs:
         raise InspectionError(
@@ -217,12 +219,16 @@ def _compared(
     unknown = [pair.place.layer for pair in pairs if pair.threshold == math.inf]
     if unknown:
         notes.append(
-            f"{plural(len(unknown), 'tensor')} could not be judged, because its noise was not "
-            f"measured: of {listed(list(dict.fromkeys(unknown)))}"
+            f"{plural(len(unknown), 'tensor')} could not be judged, because noise was not measured "
+            f"there: of {listed(list(dict.fromkeys(unknown)))}"
         )
     if not differences and one.run is not None and two.run is not None:
         notes += _padded_notes(pairs, one, two)
-    return Comparison(pairs, differences, matching, notes, texts)
+    changes = changes_of(one.run, two.run, matching.pairs)
+    return Comparison(
+        pairs=pairs, differences=differences, matching=matching, changes=changes, notes=notes,
+        tokens=texts,
+    )  # fmt: skip
 
 
 def _texts(one: Side, two: Side, tokenizer: Any) -> list[str]:
@@ -252,6 +258,8 @@ def _difference(
     reason = pair.reason or (
         f"differs by {relative_gap:.2e} (allowed {pair.threshold:.1e}), at most {pair.largest:.3e}"
     )
+    if pair.repeats:
+        reason += ", no more than noise, but the same way when both sides round anew"
     return Difference(
         direction=direction,
         layer=layer,
@@ -275,7 +283,7 @@ def _difference(
 
 
 def _first_row(pair: Pair) -> int:
-    """The first differing token: the earliest position of any row."""
+    """Return the first differing token: the earliest position in any row of the batch."""
     differing = [index for index, gap in enumerate(pair.gaps) if gap > pair.threshold]
     if pair.grid is None:
         return differing[0]
@@ -287,17 +295,24 @@ def _kinds(pair: Pair, layer: str, matching: Matching, one: Side, two: Side) -> 
     found: list[Kind] = []
     modules_a, modules_b = one.modules, two.modules
     partner = matching.pairs.get(layer, layer)
+    if one.run is not None and two.run is not None and pair.direction == PARAMETERS:
+        tied = tied_kinds(one.run.model, two.run.model, matching.pairs)
+        found += [tied[layer]] if layer in tied else []
+    seen = pair.place.layer if pair.direction == FORWARD else None
+    routing = routing_kind(one.recording, two.recording, matching.pairs, seen)
+    found += [routing] if routing is not None else []
     if layer in modules_a and partner in modules_b:
         found += causes_of(modules_a[layer], modules_b[partner])
     if pair.partner is not None:
         a, b = one.recording.rows(pair.place), two.recording.rows(pair.partner)
         if a is not None and b is not None:
-            found += kinds_of(a, b, pair.threshold)
+            dtypes = {one.recording.dtype(pair.place), two.recording.dtype(pair.partner)}
+            found += kinds_of(a, b, pair.threshold, same_dtype=len(dtypes) == 1)
     return tuple(dict.fromkeys(found))
 
 
 def _padded_notes(pairs: Sequence[Pair], one: Side, two: Side) -> list[str]:
-    """A remark where tokens agree and padded positions do not."""
+    """Return a note if only padded positions differ."""
     for pair in pairs:
         if pair.partner is None or pair.grid is None:
             continue
@@ -315,7 +330,7 @@ def _explain_autocast(
     found: Comparison, one: Side, two: Side, names: Mapping[str, str] | None,
     tolerance: float | None, max_bytes: int | None,
 ) -> None:  # fmt: skip
-    """Say so where the difference is gone without autocast."""
+    """Add the kind `autocast` if the two sides agree without autocast."""
     runs = (one.run, two.run)
     if None in runs or not any(run.autocast for run in runs if run is not None):
         return

@@ -76,7 +76,7 @@ class Grid:
 
 
 def grids_of(data: Any) -> list[Grid]:
-    """The grids of what a model is given: one for each length, such as encoder's and decoder's."""
+    """Return the grids of a batch: one for each length, such as the encoder's and the decoder's."""
     elements = flatten(data)
     by_name = {element.path.rpartition(".")[2]: element.tensor for element in elements}
     masks = [by_name[name] for name in _MASKS if name in by_name and by_name[name].ndim == 2]
@@ -96,7 +96,7 @@ def grids_of(data: Any) -> list[Grid]:
 
 
 def grids_seen(inspection: Inspection, rows: int) -> list[Grid]:
-    """The grid that most outputs (b, s, w) have, of a model that is given no token numbers."""
+    """Return the grid that most outputs (b, s, w) have, for a model that reads no token ids."""
     counts = Counter(
         value.shape[:2]
         for call in inspection.calls()

@@ -38,7 +38,7 @@ def import_hidden_states(
     *,
     layers: Sequence[int | str] | None = None,
 ) -> Inspection:
-    """Hidden states that vLLM or another engine exported, as an inspection: activations only.
+    """Read hidden states that vLLM or another engine exported, as an inspection (activations).
 
     `torchfmri.compare(model, import_hidden_states(...))` runs the model on the same tokens.
 
@@ -116,7 +116,12 @@ def _read(path: Path) -> _Request:
         raise FileFormatError(
             path.name, f"it has no {absent[0]!r}, only {', '.join(map(repr, tensors)) or 'nothing'}"
         )
-    states, ids = (tensor_of(tensors[name], tensors[name].values.shape) for name in (_STATES, _IDS))
+    try:
+        states, ids = (
+            tensor_of(tensors[name], tensors[name].values.shape) for name in (_STATES, _IDS)
+        )
+    except ValueError as error:
+        raise FileFormatError(path.name, f"its tensors cannot be read: {error}") from error
     if states.ndim != 3 or ids.ndim != 1 or not states.is_floating_point():
         raise FileFormatError(
             path.name,

@@ -18,7 +18,7 @@ from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
 from torchfmri._monitor import Monitor
 from torchfmri._records import COUNTS, STORED, UPDATES, Floats, History, Series
-from torchfmri._text import listed
+from torchfmri._text import apart, listed
 from torchfmri.exceptions import InspectionError
 
 LOSS = Series("", "loss")
@@ -26,12 +26,13 @@ _ORDER = ("parameters", "activations", "loss", "gradients", "parameter_gradients
 """The order in which the numbers of a step come about."""
 _FLOOR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """What rounding may do to the statistics of a layer, relative to its rms."""
+_SHOWN = ("mean", "std", "min", "max")
 _JUMP, _FACTOR = 10.0, 4.0
 """How many times the largest difference so far, and the spread of repeated runs, is a jump."""
 
 
 def histories_of(given: Any) -> list[History]:
-    """The training runs of a side, several if it was repeated; empty where it is something else."""
+    """Return the training runs of a side; empty if the side is no training run."""
     several = list(given) if is_list(given) and given else [given]
     found = [each.history if isinstance(each, Monitor) else each for each in several]
     if not all(isinstance(each, History) for each in found):
@@ -52,7 +53,7 @@ class _Table:
 
 
 class _Common(NamedTuple):
-    """What both sides have."""
+    """The steps and series that both sides have."""
 
     steps: list[int]
     series: list[Series]
@@ -60,7 +61,7 @@ class _Common(NamedTuple):
 
 
 def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComparison:
-    """Where two training runs part.
+    """Find the first step and layer where two training runs part.
 
     Args:
         a: The reference, and repetitions of it.
@@ -234,19 +235,24 @@ def _rank(series: Series, column: int) -> tuple[int, int]:
 
 
 def _reason(a: History, b: History, step: int, series: Series) -> str:
-    said = []
-    for history in (a, b):
-        at = history.steps.tolist().index(step)
-        record = history[at]
-        if series.what == "loss":
-            said.append(f"{record.loss:.6g}")
-        elif series.what == UPDATES:
-            said.append(f"update / weight {record.update_ratios[series.layer]:.4g}")
-        else:
-            found = history.statistics(*series, at)
-            bad = f", {found.nan:,} NaN" if found.nan else ""
-            said.append(f"mean {found.mean:.5g}, std {found.std:.5g} of {found.count:,}{bad}")
-    return f"{said[0]} against {said[1]}"
+    """Describe both sides in words, by the statistic that differs most."""
+    ours, theirs = (history[history.steps.tolist().index(step)] for history in (a, b))
+    if series.what == "loss":
+        return " against ".join(apart(ours.loss, theirs.loss, 6))
+    if series.what == UPDATES:
+        one_ratio, other = (each.update_ratios[series.layer] for each in (ours, theirs))
+        return "update / weight " + " against ".join(apart(one_ratio, other))
+    one, two = (
+        history.statistics(*series, history.steps.tolist().index(step)) for history in (a, b)
+    )
+    if one.count != two.count:
+        return f"{one.count:,} against {two.count:,} values"
+    bad = [each.nan + each.inf for each in (one, two)]
+    if bad[0] != bad[1]:
+        return f"{bad[0]:,} against {bad[1]:,} NaN or infinite values of {one.count:,}"
+    worst = max(_SHOWN, key=lambda name: abs(float(one[name]) - float(two[name])))
+    values = " against ".join(apart(float(one[worst]), float(two[worst]), 5))
+    return f"{worst} {values} of {one.count:,} values"
 
 
 def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchfmri._records import Finding, Floats, History, Series
 from torchfmri._scan import layer_bands, outline_of
-from torchfmri._text import Column, Grid
+from torchfmri._text import Column, Grid, plural
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import (
     Brain,
@@ -43,19 +43,11 @@ class StepDifference:
         reason: Both sides in words.
 
     Example:
-        >>> import torch, torchfmri
-        >>> def train(rate):
-        ...     torch.manual_seed(0)
-        ...     model = torch.nn.Linear(4, 1)
-        ...     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        ...     with torchfmri.Monitor(model, optimizer) as monitor:
-        ...         for _ in range(3):
-        ...             model(torch.ones(2, 4)).square().mean().backward()
-        ...             optimizer.step()
-        ...             optimizer.zero_grad()
-        ...     return monitor.history
-        >>> torchfmri.compare(train(0.01), train(0.05)).first.step
-        0
+        >>> import torchfmri
+        >>> found = torchfmri.StepDifference(step=37, layer="0", what="activations", relative=0.2,
+        ...     allowed=1e-5, before=0.0, reason="mean 0.1 against 0.3")
+        >>> str(found).split(" (")[0]
+        "step 37: activations of '0': mean 0.1 against 0.3"
     """
 
     step: int
@@ -76,7 +68,7 @@ class StepDifference:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HistoryComparison:
-    """Where two training runs part, or that they do not.
+    """The result of comparing two training runs: where they part, or that they agree.
 
     Attributes:
         a: The reference.
@@ -125,7 +117,9 @@ class HistoryComparison:
         known = self.gaps[np.isfinite(self.gaps)]
         worst = float(known.max(initial=0.0))
         size = "equal to the last bit" if worst == 0 else f"at most {worst:.1e} apart"
-        return f"no step parts beyond noise in {len(self.steps)} steps: {size}"
+        count, most = len(self.steps), max(len(self.a), len(self.b))
+        of = plural(count, "step") if count == most else f"the {count} of {most} steps in common"
+        return f"no step parts beyond noise in {of}: {size}"
 
     def __repr__(self) -> str:
         return f"<HistoryComparison: {self.summary()}>"

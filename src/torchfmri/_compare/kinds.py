@@ -13,17 +13,29 @@ from torch import Tensor
 
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.recording import Rows, relative
+from torchfmri._text import apart
 
 _EXPLAINED = 0.02
 """A change explains a difference if it leaves no more than this share of it."""
 _MOST_POSITIONS = 4
 _TOKENS = 2
 """Fewer rows cannot tell a rule from a coincidence."""
-_MOST_NOISE = 0.1
+_MOST_UNITS = 16.0
+"""More units in the last place than this are not explained by rounding alone."""
+_LEAST_VALUES = 32
+"""Fewer different values can have few bits by chance."""
+_LEVELS = 256
 
 
-def kinds_of(a: Rows, b: Rows, threshold: float) -> list[Kind]:
-    """What kind of difference it is, as far as the values tell; the simplest explanation alone."""
+def kinds_of(a: Rows, b: Rows, threshold: float, *, same_dtype: bool = True) -> list[Kind]:
+    """Return the simplest kinds of difference that explain the values; empty if none does.
+
+    Args:
+        a: The values of one side.
+        b: Those of the other.
+        threshold: What relative difference of a row counts.
+        same_dtype: Whether both were computed in one dtype; else fewer bits explain nothing.
+    """
     one, two = a.values, b.values
     if one.shape != two.shape:
         turned = _is_turned(one, two)
@@ -37,7 +49,8 @@ def kinds_of(a: Rows, b: Rows, threshold: float) -> list[Kind]:
     found = _position_kinds(a, gaps > threshold)
     differing = gaps > threshold
     tests: tuple[Callable[[Tensor, Tensor], Kind | None], ...] = (
-        _factor, _permutation, _shift, _factor_per_unit, _factor_per_token, _precision,
+        _factor, _permutation, _shift, _factor_per_unit, _factor_per_token,
+        *((_precision,) if same_dtype else ()),
     )  # fmt: skip
     shifted = _shifted_positions(a, b, threshold)
     if shifted is not None:
@@ -51,7 +64,7 @@ def kinds_of(a: Rows, b: Rows, threshold: float) -> list[Kind]:
 
 
 def _left(one: Tensor, two: Tensor, explained: Tensor) -> float:
-    """Which share of the difference a change of `one` leaves unexplained."""
+    """Return the share of the difference that `explained` does not account for."""
     return float((two - explained).norm() / (two - one).norm().clamp_min(1e-300))
 
 
@@ -59,7 +72,7 @@ def _factor(one: Tensor, two: Tensor) -> Kind | None:
     factor = float((one * two).sum() / one.square().sum().clamp_min(1e-300))
     if one.numel() < _TOKENS or not factor or _left(one, two, factor * one) > _EXPLAINED:
         return None
-    return Kind("factor", f"b is a times {factor:.4g}")
+    return Kind("factor", f"b is a times {apart(factor, 1.0)[0]}")
 
 
 def _shift(one: Tensor, two: Tensor) -> Kind | None:
@@ -81,10 +94,10 @@ def _factor_per_unit(one: Tensor, two: Tensor) -> Kind | None:
     factors = (one * two).sum(0) / one.square().sum(0).clamp_min(1e-300)
     if _left(one, two, one * factors) > _EXPLAINED:
         return None
-    low, high = float(factors.min()), float(factors.max())
+    low, high = apart(float(factors.min()), float(factors.max()))
     return Kind(
         "factor_per_unit",
-        f"each unit has a factor of its own, {low:.3g} to {high:.3g}, as of the weight of a norm",
+        f"each unit has a factor of its own, {low} to {high}, as of the weight of a norm",
     )
 
 
@@ -94,10 +107,10 @@ def _factor_per_token(one: Tensor, two: Tensor) -> Kind | None:
     factors = (one * two).sum(1) / one.square().sum(1).clamp_min(1e-300)
     if _left(one, two, one * factors[:, None]) > _EXPLAINED:
         return None
-    low, high = float(factors.min()), float(factors.max())
+    low, high = apart(float(factors.min()), float(factors.max()))
     return Kind(
         "factor_per_token",
-        f"each token has a factor of its own, {low:.4g} to {high:.4g}, "
+        f"each token has a factor of its own, {low} to {high}, "
         "as of another epsilon in a norm or another normalisation",
     )
 
@@ -132,21 +145,21 @@ def _moves_blocks(source: Tensor, size: int) -> bool:
 
 
 def _precision(one: Tensor, two: Tensor) -> Kind | None:
-    """Noise of one size everywhere that has nothing to do with the values: fewer bits."""
-    gap = two - one
-    size, noise = float(one.norm()), float(gap.norm())
-    if not size or one.numel() < 32 or abs(float((one * gap).sum())) > 0.1 * size * noise:
-        return None
-    each = gap.norm(dim=1) / one.norm(dim=1).clamp_min(1e-300)
-    if float(each.max()) > 8 * float(each.median()):
-        return None
-    if noise > _MOST_NOISE * size:
-        return None
-    return Kind(
-        "precision",
-        f"noise without a pattern, {noise / size:.0e} of the size, as of "
-        "values in a lower precision",
-    )
+    """Return `precision` if one side alone was rounded to fewer bits than its dtype has.
+
+    A small difference without a pattern is no evidence of that: many mistakes look like it.
+    """
+    gap = float((two - one).norm() / one.norm().clamp_min(1e-300))
+    for dtype in (torch.bfloat16, torch.float16):  # the coarser first
+        rounded = [bool(torch.equal(each.to(dtype).double(), each)) for each in (one, two)]
+        if rounded[0] == rounded[1] or gap > _MOST_UNITS * torch.finfo(dtype).eps:
+            continue
+        side, values = ("a", one) if rounded[0] else ("b", two)
+        if len(set(values.flatten().tolist())) < _LEAST_VALUES:
+            return None
+        name = str(dtype).removeprefix("torch.")
+        return Kind("precision", f"{side} was rounded to {name}: its values have no more bits")
+    return None
 
 
 def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:
@@ -162,7 +175,7 @@ def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:
 
 
 def _shifted_positions(a: Rows, b: Rows, threshold: float) -> Kind | None:
-    """What a has at one position, b has at a neighbouring one."""
+    """Return `shifted_positions` if b has at each position what a has at a neighbouring one."""
     if a.grid is None or b.grid is None:
         return None
     rows = torch.tensor([row for row, _ in a.grid.places])
@@ -190,8 +203,8 @@ def _is_turned(one: Tensor, two: Tensor) -> bool:
 
 
 def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
-    """How a parameter or buffer of b differs from that of a; None where they are equal."""
-    if one.shape == two.shape and torch.equal(one, two.to(one.dtype)):
+    """Return how a parameter or buffer of b differs from that of a; None if they are equal."""
+    if one.shape == two.shape and _is_same(one, two):
         return None
     x, y = one.detach().double().cpu(), two.detach().double().cpu()
     turned = x.ndim == 2 and x.shape == y.T.shape and torch.allclose(x, y.T, rtol=1e-2)
@@ -199,11 +212,13 @@ def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
         return Kind("transposed", f"{name} is transposed")
     if x.shape != y.shape:
         return Kind("shape", f"{name} is {tuple(x.shape)} in a and {tuple(y.shape)} in b")
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return _nonfinite(name, x, y)
     if "inv_freq" in name and x.ndim == 1 and len(x) > 1:
         return _rope_base(x, y)
+    if x.shape == y.shape and (levels := _levels(x, y)):
+        return Kind("precision", f"{name} {levels}, and differs by {_distance(x, y):.1e}")
     if torch.allclose(x, y, rtol=1e-2, atol=float(x.abs().max()) * 1e-2 + 1e-12):
-        if one.dtype != two.dtype:
-            return None  # the same weights in another precision
         return Kind("parameter", f"{name} differs by {_distance(x, y):.1e}")
     for present, other in ((x, y), (y, x)):
         if not other.any() and present.any():
@@ -218,12 +233,47 @@ def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
     return Kind("parameter", f"{name} differs by {_distance(x, y):.1e}")
 
 
+def _nonfinite(name: str, x: Tensor, y: Tensor) -> Kind | None:
+    """Return how two parameters with NaN or infinite values differ; None if they are equal."""
+    if torch.allclose(x, y, rtol=0, atol=0, equal_nan=True):
+        return None
+    counts = [int((~each.isfinite()).sum()) for each in (x, y)]
+    if counts[0] == counts[1]:
+        return Kind("parameter", f"{name} differs, and has {counts[0]:,} NaN or infinite values")
+    return Kind(
+        "nonfinite",
+        f"{name} has {counts[0]:,} NaN or infinite values in a and {counts[1]:,} in b",
+    )
+
+
+def _levels(x: Tensor, y: Tensor) -> str:
+    """Describe a weight that has at most 256 different values on one side only; else empty."""
+    if x.numel() < 4 * _LEVELS or float((x - y).norm()) > 0.5 * float(x.norm()):
+        return ""
+    counts = [len(set(each.flatten().tolist())) for each in (x, y)]
+    if not (min(counts) <= _LEVELS < max(counts) / 2):
+        return ""
+    return f"has {counts[0]:,} different values in a and {counts[1]:,} in b, as if quantised"
+
+
+def _is_same(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors hold the same values, or the same values in another precision."""
+    if one.dtype == two.dtype:
+        return torch.equal(one, two.to(one.device))
+    coarser = max((one.dtype, two.dtype), key=_unit)
+    return torch.equal(one.to(coarser), two.to(one.device, coarser))
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 1.0
+
+
 def _distance(x: Tensor, y: Tensor) -> float:
     return float((x - y).norm() / x.norm().clamp_min(1e-300))
 
 
 def _rope_base(x: Tensor, y: Tensor) -> Kind | None:
-    """inv_freq[i] = base ** (-i / n): the second one tells the base, if the others agree."""
+    """Return the kind of two rope frequencies: inv_freq[i] = base ** (-i / n) tells the base."""
     if torch.allclose(x, y, rtol=1e-5, atol=0):
         return None
     bases = [float(each[1]) ** -len(each) if each[1] > 0 else math.nan for each in (x, y)]
@@ -232,8 +282,12 @@ def _rope_base(x: Tensor, y: Tensor) -> Kind | None:
         torch.allclose(each, base**-steps, rtol=1e-4, atol=0)
         for each, base in zip((x, y), bases, strict=True)
     ):
-        return Kind("rope_base", f"the rope base is {bases[0]:.6g} in a and {bases[1]:.6g} in b")
+        base, other = apart(bases[0], bases[1], 6)
+        return Kind("rope_base", f"the rope base is {base} in a and {other} in b")
     factors = y / x
     if torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-4, atol=0):
-        return Kind("rope_factor", f"the rope frequencies are {factors[0]:.6g} times those of a")
+        return Kind(
+            "rope_factor",
+            f"the rope frequencies are {apart(float(factors[0]), 1.0)[0]} times those of a",
+        )
     return Kind("parameter", f"the rope frequencies differ by {_distance(x, y):.1e}")

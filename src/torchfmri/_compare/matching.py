@@ -8,6 +8,8 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from torchfmri._compare.recording import Recording
+from torchfmri._compare.side import Side
+from torchfmri._compare.weights import match_by_weights
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
@@ -32,12 +34,13 @@ class Matching:
     doubt: str = ""
 
 
-def match_layers(a: Recording, b: Recording, names: Mapping[str, str] | None) -> Matching:
-    """Match by the user's mapping, then by name, by the end of the name, or by order and shape.
+def match_layers(one: Side, two: Side, names: Mapping[str, str] | None) -> Matching:
+    """Match by the user's mapping, by name, by the end of the name, by weights, by order and shape.
 
     Raises:
         InspectionError: The mapping names layers that are not there, or nothing matches.
     """
+    a, b = one.recording, two.recording
     layers_a, layers_b = a.layers, b.layers
     pairs = _given(names or {}, layers_a, layers_b)
     taken = set(pairs.values())
@@ -48,22 +51,21 @@ def match_layers(a: Recording, b: Recording, names: Mapping[str, str] | None) ->
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
     by_ending = _by_ending(rest_a, rest_b)
     if by_ending:
-        one, other = next(iter(by_ending.items()))
-        doubts.append(
-            f"{plural(len(by_ending), 'layer')} matched by the end of the name, such as {one!r} "
-            f"with {other!r}"
-        )
+        doubts.append(_doubt(by_ending, "by the end of the name"))
         pairs |= by_ending
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
-    if 2 * len(pairs) < min(len(layers_a), len(layers_b)):
+    if _are_few(pairs, layers_a, layers_b):
+        by_weights = match_by_weights(one.modules, two.modules, (rest_a, rest_b), pairs)
+        if by_weights:
+            doubts.append(_doubt(by_weights, "by their weights"))
+            pairs |= by_weights
+    rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
+    if _are_few(pairs, layers_a, layers_b):
         by_order = _by_order(a, b, rest_a, rest_b)
         pairs |= by_order
         if by_order:
-            one, other = next(iter(by_order.items()))
-            doubts.append(
-                f"{plural(len(by_order), 'layer')} matched by order and shape alone, such as "
-                f"{one!r} with {other!r}: give names={{layer of a: layer of b}} where that is wrong"
-            )
+            wrong = "give names={layer of a: layer of b} where that is wrong"
+            doubts.append(f"{_doubt(by_order, 'by order and shape alone')}: {wrong}")
     nothing = set(pairs) <= {""} and min(len(layers_a), len(layers_b)) > 1  # models as a whole
     if not pairs or nothing:
         raise InspectionError(
@@ -72,6 +74,16 @@ def match_layers(a: Recording, b: Recording, names: Mapping[str, str] | None) ->
         )
     rest_a, rest_b = _without(layers_a, pairs), _without(layers_b, pairs.values())
     return Matching(pairs, tuple(rest_a), tuple(rest_b), "; ".join(doubts))
+
+
+def _are_few(pairs: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> bool:
+    """Whether less than half of the smaller side has a partner."""
+    return 2 * len(pairs) < min(len(a), len(b))
+
+
+def _doubt(pairs: Mapping[str, str], how: str) -> str:
+    one, other = next(iter(pairs.items()))
+    return f"{plural(len(pairs), 'layer')} matched {how}, such as {one!r} with {other!r}"
 
 
 def _given(names: Mapping[str, str], a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
@@ -91,7 +103,7 @@ def _without(layers: Iterable[str], taken: Iterable[str]) -> list[str]:
 
 
 def _by_ending(a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
-    """Pairs of which one name ends with the whole other name, where that is unique."""
+    """Return pairs of layers where one name ends with the whole other name, if only one does."""
     found: dict[str, str] = {}
     last: dict[str, tuple[list[str], list[str]]] = {}
     for side, layers in enumerate((a, b)):
@@ -110,7 +122,7 @@ def _ends(one: str, other: str) -> bool:
 
 
 def _by_order(a: Recording, b: Recording, rest_a: Sequence[str], rest_b: Sequence[str]) -> Any:
-    """Pairs in the order of execution whose tensors have the same shapes."""
+    """Return pairs of layers that run in the same order and return the same shapes."""
     if rest_b and all(each.startswith(f"{EXPORTED}.") for each in rest_b):
         return _blocks(rest_a, rest_b)
     shapes_a, shapes_b = (
@@ -140,7 +152,7 @@ def _blocks(a: Sequence[str], b: Sequence[str]) -> dict[str, str]:
 
 
 def _shapes(side: Recording, layer: str) -> tuple[Any, ...]:
-    """The number of units of what a layer returns; the rows depend on padding."""
+    """Return the number of units of each tensor a layer returns; rows depend on padding."""
     record = side.inspection[layer]
     values = record.calls[0].values("activations") if record.calls else []
     return tuple(value.shape[-1:] for value in values if value is not None)

@@ -1,4 +1,4 @@
-"""Where a difference comes from: the innermost layer that is given the same and does another thing.
+"""The origin of a difference: the innermost layer with equal inputs and different outputs.
 
 The first tensor that differs is that of a layer with a name. If the layer was given something that
 differs already, though all layers before it agree, the code of a layer around it did it.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from torchfmri._compare.difference import Pair
 from torchfmri._compare.recording import BACKWARD, FORWARD, Recording, relative
 from torchfmri._compare.run import record
 from torchfmri._compare.side import Side
+from torchfmri._records import Call, Value
 
 _LATER_LAYERS = 12
 
 
 def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[str, str]) -> str:
-    """The layer that a difference comes from; that of the pair itself where it cannot be told.
+    """Return the layer that a difference comes from; the pair's own layer if that is not known.
 
     Args:
         pair: The first that differs.
@@ -43,7 +46,7 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
 
 
 def _around(layer: str) -> list[str]:
-    """The layer, what it is in, and so on up to the model."""
+    """Return the layer and every module around it, up to the model itself."""
     parts = layer.split(".") if layer else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
@@ -51,7 +54,7 @@ def _around(layer: str) -> list[str]:
 def _agreeing(
     pair: Pair, layers: Sequence[str], a: Side, b: Side, names: dict[str, str], what: str
 ) -> dict[str, bool]:
-    """Whether what goes into layers (or their gradients with respect to it) agrees."""
+    """Return for each layer whether its inputs, or the gradients of its inputs, agree."""
     if not layers:
         return {}
     assert a.run is not None
@@ -64,31 +67,50 @@ def _agreeing(
     for layer in layers:
         gaps = _gaps(layer, names[layer], pair.place.call, sides, what)
         if gaps is not None:  # a layer that is given whole numbers alone is an origin itself
-            found[layer] = max(gaps, default=0.0) <= pair.threshold
+            found[layer] = all(_size(each, pair) <= pair.threshold for each in gaps)
     return found
+
+
+def _size(gaps: Tensor, pair: Pair) -> float:
+    """Return the distance of rows, measured as for the pair itself: the worst row, or the rms."""
+    if not len(gaps):
+        return 0.0
+    return float(gaps.square().mean().sqrt() if pair.repeats else gaps.max())
 
 
 def _gaps(
     layer: str, partner: str, call: int, sides: tuple[Recording, Recording], what: str
-) -> list[float] | None:
+) -> list[Tensor] | None:
+    """Return the relative differences of a layer's inputs, row by row; None without calls."""
     calls = [
         side.inspection[name].calls for side, name in zip(sides, (layer, partner), strict=True)
     ]
     if not all(calls):
         return None
     ours, theirs = (each[min(call, len(each) - 1)] for each in calls)
-    values = dict(zip(theirs.elements(what), theirs.values(what), strict=False))
     found = []
-    for path, value in zip(ours.elements(what), ours.values(what), strict=False):
-        other = values.get(path)
-        if value is None or other is None or "mask" in path:
-            continue
-        if not value.dtype.is_floating_point:
-            continue
+    for value, other in _matched_values(ours, theirs, what):
         rows = [
             side.as_rows(each.tensor, what)
             for side, each in zip(sides, (value, other), strict=True)
         ]
         if rows[0].values.shape == rows[1].values.shape:
-            found.append(float(relative(rows[0].values, rows[1].values).max()))
+            found.append(relative(rows[0].values, rows[1].values))
     return found
+
+
+def _matched_values(ours: Call, theirs: Call, what: str) -> list[tuple[Value, Value]]:
+    """Match the tensors of two calls by path, or by order if a port renamed its arguments."""
+    one, two = _inputs(ours, what), _inputs(theirs, what)
+    if common := [path for path in one if path in two]:
+        return [(one[path], two[path]) for path in common]
+    return list(zip(one.values(), two.values(), strict=False))
+
+
+def _inputs(call: Call, what: str) -> dict[str, Value]:
+    """Return the floating-point inputs of a layer by path, without masks."""
+    return {
+        path: value
+        for path, value in zip(call.elements(what), call.values(what), strict=False)
+        if value is not None and "mask" not in path and value.dtype.is_floating_point
+    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,11 +13,12 @@ from torch import Tensor
 
 from torchfmri._compare.grid import Grid
 from torchfmri._compare.run import Pass
-from torchfmri._records import Value
+from torchfmri._records import Record, Value
 
 FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
 WHAT = {FORWARD: "activations", BACKWARD: "gradients", PARAMETERS: "parameter_gradients"}
 """Direction -> what of each layer is compared, in the order in which they come about."""
+_FIRST = ("activations", None)
 _SMALL = 0.1
 """A token whose values are smaller than this share of the median token's is compared with that:
 what is left of a sum that cancels is all rounding."""
@@ -50,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Recording:
-    """What a pass left, in the order in which it came about.
+    """The tensors of one pass, in the order in which they were computed.
 
     Args:
         passed: The tensors, or the statistics, of the layers, and where the tokens are.
@@ -60,8 +63,9 @@ class Recording:
 
     def __init__(self, passed: Pass, reduced: str = "") -> None:
         self.inspection, self.grids, self.reduced = passed.inspection, list(passed.grids), reduced
-        self._batch, self._turned = passed.batch, passed.turned
+        self.batch, self._turned = passed.batch, passed.turned
         self._joined: dict[Place, Tensor] = {}
+        self._grows = False
         self._values: dict[Place, Value] = {}
         self._order: dict[str, list[Place]] = {direction: [] for direction in WHAT}
         self._list_calls()
@@ -73,22 +77,22 @@ class Recording:
         return self._order[direction]
 
     def value(self, place: Place) -> Value | None:
-        """What was captured there; None where nothing was."""
+        """Return the value captured at a place; None if there is none."""
         return self._values.get(place)
 
     def dtype(self, place: Place) -> torch.dtype:
-        """The precision in which it was computed."""
+        """Return the dtype in which the tensor was computed."""
         return self._values[place].dtype
 
     def rows(self, place: Place) -> Rows | None:
-        """The tensor as rows; None if only statistics were kept."""
+        """Return the tensor as rows; None if only statistics were kept."""
         value = self._values[place]
         if not value.has_tensor:
             return None
         return self.as_rows(self._joined.get(place, value.tensor), place.what)
 
     def as_rows(self, tensor: Tensor, what: str) -> Rows:
-        """A tensor of this pass as rows: of tokens, of samples, or all in one."""
+        """Return a tensor as rows: one per token, one per sample, or a single row."""
         if tensor.is_nested or tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         tensor = tensor.detach().to("cpu")
@@ -102,6 +106,23 @@ class Recording:
         if order is not None and "parameter" not in what:
             return Rows(tensor[order].flatten(1).double(), None)
         return Rows(tensor.reshape(1, -1).double(), None)
+
+    def choices(self) -> dict[tuple[str, int, str], Tensor]:
+        """Return the whole numbers that layers returned for each token, (token, numbers), in order.
+
+        Such as the experts that a router chose; by layer, call and path.
+        """
+        found = {}
+        for call in self.inspection.calls():
+            what = WHAT[FORWARD]
+            for path, value in zip(call.elements(what), call.values(what), strict=False):
+                whole = value is not None and value.has_tensor and not value.dtype.is_floating_point
+                if value is None or not whole or value.dtype == torch.bool:
+                    continue
+                rows = self.as_rows(value.tensor, what)
+                if rows.grid is not None:
+                    found[call.layer, call.index, path] = rows.values
+        return found
 
     def padded(self, place: Place) -> Tensor | None:
         """The values at padded positions, (position, unit); None where there are none."""
@@ -128,7 +149,7 @@ class Recording:
 
     def _row_order(self, tensor: Tensor) -> list[int] | None:
         """How to order the rows of a tensor with one for each sample; None without such rows."""
-        if tensor.ndim < 2 or (self._batch and tensor.shape[0] != self._batch):
+        if tensor.ndim < 2 or (self.batch and tensor.shape[0] != self.batch):
             return None
         order = range(tensor.shape[0])
         return list(reversed(order)) if self._turned else list(order)
@@ -154,50 +175,67 @@ class Recording:
                     self._order[direction].append(place)
 
     def _find_parts(self) -> list[int]:
-        """How many tokens each call runs on, of a model that is called part by part with a cache.
+        """Return how many tokens each call reads, for a model that is called part by part.
 
-        Empty where every call runs on all tokens.
+        Also of one that generates: its tokens are more than it was given, and without a cache every
+        call runs on all tokens so far. Empty where every call runs on all tokens.
         """
         for record in self.inspection.values():
-            if len(record.calls) < 2:
+            lengths = _call_lengths(record)
+            known = [grid.kept.shape[1] for grid in self.grids]
+            if len(lengths) < 2 or not known:
                 continue
-            shapes = [call.values("activations")[:1] for call in record.calls]
-            lengths = [
-                value[0].shape[1]
-                for value in shapes
-                if value and value[0] is not None and len(value[0].shape) == 3
-            ]
-            known = {grid.kept.shape[1] for grid in self.grids}
-            if len(lengths) == len(record.calls) and sum(lengths) in known:
+            if sum(lengths) in known:
+                return lengths
+            steps = [later - one for one, later in itertools.pairwise(lengths)]
+            self._grows = min(steps) > 0
+            if lengths[0] == known[0] and (self._grows or set(lengths[1:]) == {1}):
+                self._extend(lengths[-1] if self._grows else sum(lengths))
                 return lengths
         return []
 
+    def _extend(self, length: int) -> None:
+        """Count the tokens that the model generated; their numbers are not known."""
+        kept = self.grids[0].kept
+        more = kept.new_ones(kept.shape[0], length - kept.shape[1])
+        self.grids[0] = replace(self.grids[0], kept=torch.cat([kept, more], 1), ids=None)
+
     def _joined_layers(self) -> set[str]:
+        """The layers that are called part by part, and whose parts can be put together."""
         parts = len(self._parts)
-        return {
-            each.layer for each in self.inspection.values() if parts and len(each.calls) == parts
-        }
+        found = (each for each in self.inspection.values() if parts and len(each.calls) == parts)
+        return {each.layer for each in found if self._parts_of(each.layer, *_FIRST) is not None}
 
     def _join(self, place: Place) -> bool:
         """Put the parts of a tensor together along its tokens; False where it has none."""
-        calls = self.inspection[place.layer].calls
+        parts = self._parts_of(place.layer, place.what, place.element)
+        if parts is not None:
+            self._joined[place] = parts[-1] if self._grows else torch.cat(parts, 1)
+        return parts is not None
+
+    def _parts_of(self, layer: str, what: str, element: str | None) -> list[Tensor] | None:
+        """Return the tensor of each call of a layer, (b, s, ...); None if one has no token axis."""
         rows = self.grids[0].kept.shape[0]
         found = []
-        for call, length in zip(calls, self._parts, strict=True):
-            value = call.value(place.what, place.element)
+        for call, length in zip(self.inspection[layer].calls, self._parts, strict=True):
+            path = next(iter(call.elements(what)), "") if element is None else element
+            value = call.value(what, path)
             if value is None or not value.has_tensor:
-                return False
+                return None
             grid = Grid(kept=torch.ones(rows, length, dtype=torch.bool), order=tuple(range(rows)))
-            part = grid.aligned(value.tensor.detach().cpu())
+            tensor = value.tensor.detach().cpu()
+            if tensor.ndim == 2 and len(tensor) == rows * length:
+                # A router returns (b * s, w), which a grid of one token takes for (b, w).
+                tensor = tensor.view(rows, length, -1)
+            part = grid.aligned(tensor)
             if part is None:
-                return False
+                return None
             found.append(part)
-        self._joined[place] = torch.cat(found, 1)
-        return True
+        return found
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What the order of values without a token axis depends on, such as those of experts."""
+        """The layout of the batch, on which the order of values without a token axis depends."""
         grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
         return (tuple(self._parts), self._turned, str(grids))
 
@@ -211,6 +249,15 @@ class Recording:
                 place = Place(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
+
+
+def _call_lengths(record: Record) -> list[int]:
+    """Return how many tokens each call of a layer returns, (b, s, w); empty for other shapes."""
+    values = [call.values("activations")[:1] for call in record.calls]
+    shapes = [each[0].shape for each in values if each and each[0] is not None]
+    if len(shapes) < len(record.calls) or any(len(shape) != 3 for shape in shapes):
+        return []
+    return [shape[1] for shape in shapes]
 
 
 def relative(one: Tensor, two: Tensor) -> Tensor:

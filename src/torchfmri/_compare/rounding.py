@@ -35,19 +35,34 @@ def rounding_redrawn(model: nn.Module, coarsest: torch.dtype | None) -> Iterator
                 module, torch.jit.ScriptModule
             ):
                 continue
+            hooks = _Hooks(draw, max(map(_unit, _held_dtypes(module)), default=0.0))
             if next(module.parameters(recurse=False), None) is not None:
-                handle = module.register_forward_pre_hook(draw.before, with_kwargs=True)
+                handle = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 stack.callback(handle.remove)
-            stack.callback(module.register_forward_hook(draw.after).remove)
+            stack.callback(module.register_forward_hook(hooks.after).remove)
         yield
 
 
-class _Draw:
-    """The hooks, and the random numbers they use: the program's own generators are not touched."""
+def _held_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The precision of what a layer holds: it may compute in float32 with bfloat16 frequencies."""
+    held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return {each.dtype for each in held if each.is_floating_point()}
 
-    def __init__(self, coarsest: torch.dtype | None) -> None:
-        self._coarsest = coarsest
-        self._generators: dict[torch.device, torch.Generator] = {}
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+class _Hooks:
+    """The hooks of one layer.
+
+    Args:
+        draw: How to round.
+        unit: The rounding of the numbers that the layer holds itself, relative to their size.
+    """
+
+    def __init__(self, draw: _Draw, unit: float) -> None:
+        self._draw, self._unit = draw, unit
 
     def before(self, _: nn.Module, arguments: Any, keywords: Any) -> tuple[Any, Any]:
         return map_tensors(arguments, self._round), map_tensors(keywords, self._round)
@@ -56,15 +71,27 @@ class _Draw:
         return map_tensors(output, self._round)
 
     def _round(self, x: Tensor) -> Tensor:
+        return self._draw.round(x, self._unit)
+
+
+class _Draw:
+    """The random numbers of a pass: the program's own generators are not touched."""
+
+    def __init__(self, coarsest: torch.dtype | None) -> None:
+        self._coarsest = coarsest
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def round(self, x: Tensor, least: float) -> Tensor:
+        """Return the tensor with new rounding errors, of at least `least` of its size."""
         if not x.is_floating_point() or x.is_nested or x.layout != torch.strided or not x.numel():
             return x
         generator = self._generators.get(x.device)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(_SEED)
             self._generators[x.device] = generator
-        unit = torch.finfo(x.dtype).eps / 2
+        unit = max(_unit(x.dtype), least)
         if self._coarsest is not None:
-            unit = max(unit, torch.finfo(self._coarsest).eps / 2)
+            unit = max(unit, _unit(self._coarsest))
         wide = x.detach().float() if x.dtype.itemsize < 4 else x.detach()
         sign = torch.randint(0, 2, x.shape, generator=generator, device=x.device).mul_(2).sub_(1)
         # A sum that cancels keeps the rounding of its terms: the size of the neighbours counts too.

@@ -174,7 +174,7 @@ def batch_size(run: Run) -> int:
 
 
 def _differentiate(run: Run, output: Any, notes: list[str] | None, found: Inspection) -> None:
-    """The backward pass of a run, where its output has a loss; `notes` is None for none."""
+    """Run the backward pass if the output has a loss; `notes` is None to add no notes."""
     value = loss_of(output, run.target, run.loss, False)
     if value is not None:
         found.loss = float(value.detach())
@@ -196,7 +196,7 @@ def _written(name: str) -> str:
 
 
 def record_outside(run: Run) -> Pass:
-    """Run compiled code as it is: its output and the gradients of its parameters are all one sees.
+    """Run compiled code and keep its output and the gradients of its parameters.
 
     They stand in an inspection as the activations of the model and parameter gradients of its
     layers.
@@ -220,7 +220,7 @@ def record_outside(run: Run) -> Pass:
 
 
 def _plain(output: Any) -> Any:
-    """The output without what no comparison reads, such as a cache."""
+    """Return the output without entries that are not compared, such as a cache."""
     return {element.path: element.tensor for element in flatten(output)}
 
 

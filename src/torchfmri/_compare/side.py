@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfmri._compare.recording import FORWARD, WHAT, Place, Recording, relative
 from torchfmri._compare.run import (
@@ -25,6 +27,22 @@ _MOST_ROUNDING = 100.0
 """... or by this many times what redrawn rounding does."""
 
 
+class Spread(NamedTuple):
+    """How far a side differs from itself in one tensor, relative to the size of its rows.
+
+    Attributes:
+        worst: The largest difference of a row.
+        typical: The root of the mean square over rows.
+    """
+
+    worst: float
+    typical: float
+
+    def larger(self, other: Spread) -> Spread:
+        """The larger of two spreads."""
+        return Spread(max(self.worst, other.worst), max(self.typical, other.typical))
+
+
 @dataclass(eq=False)
 class Side:
     """A recording with its own noise.
@@ -32,15 +50,17 @@ class Side:
     Attributes:
         recording: What is compared.
         run: What it was recorded of; None for a recording of old.
-        spread: Place -> the largest relative difference, over rows, between the recording and
-            another run of the same side. Empty where it was not measured.
+        spread: Place -> how far the recording differs from other runs of the same side. Empty
+            where it was not measured.
+        rounded: A recording with every layer rounding anew; None where there is none.
         notes: What to know about this side.
         tokens: Texts of the tokens, where they are known.
     """
 
     recording: Recording
     run: Run | None = None
-    spread: dict[Place, float] = field(default_factory=dict)
+    spread: dict[Place, Spread] = field(default_factory=dict)
+    rounded: Recording | None = None
     notes: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
 
@@ -49,6 +69,7 @@ class Side:
         """The layers of a live model; empty without one."""
         return {} if self.run is None else named_layers(self.run.model)
 
+    @cached_property
     def coarsest(self) -> torch.dtype | None:
         """The least precise dtype that the forward pass computed in."""
         places = self.recording.places(FORWARD)
@@ -56,6 +77,7 @@ class Side:
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
+_NO_SPREAD = Spread(worst=0.0, typical=0.0)
 _PRECISION = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
 
@@ -72,7 +94,7 @@ def live_side(run: Run, max_bytes: int | None) -> Side:
 
 
 def measure_spread(side: Side, coarsest: torch.dtype | None, max_bytes: int | None) -> None:
-    """Run a side again: as it was, with its rows and threads arranged otherwise, rounding anew.
+    """Run a side again: unchanged, with rows and threads rearranged, and with new rounding.
 
     Args:
         side: A live side; its `spread` is filled.
@@ -87,29 +109,34 @@ def measure_spread(side: Side, coarsest: torch.dtype | None, max_bytes: int | No
         plain = record(run, max_bytes=max_bytes)
         _add(side, record_rounded(run, coarsest, max_bytes=max_bytes), plain)
         return
-    rounded = _spread(side.recording, record_rounded(run, coarsest, max_bytes=max_bytes))
+    anew = _beside(side.recording, record_rounded(run, coarsest, max_bytes=max_bytes))
+    if not run.has_dropout:  # the same units are dropped again, so that would come back too
+        side.rounded = anew
+    rounded = _spread(side.recording, anew)
     again = record(run, max_bytes=max_bytes, other_seed=run.has_dropout)
-    _merge(rounded, _spread(side.recording, again), known=rounded)
+    _merge(rounded, _spread(side.recording, _beside(side.recording, again)), known=rounded)
     if not run.has_dropout:
-        moved = _spread(side.recording, record_rearranged(run, max_bytes=max_bytes))
-        _merge(rounded, _independent(side, moved, rounded), known=rounded)
+        other = _beside(side.recording, record_rearranged(run, max_bytes=max_bytes))
+        moved = _independent(side, _spread(side.recording, other), rounded)
+        _merge(rounded, moved, known=rounded)
     side.spread = rounded
 
 
 def _independent(
-    side: Side, moved: dict[Place, float], rounded: Mapping[Place, float]
-) -> dict[Place, float]:
-    """The tensors that a change of the rows' order moves by rounding only."""
-    found = {
-        place: value
-        for place, value in moved.items()
-        if value <= max(_NO_ARRANGEMENT, _MOST_ROUNDING * rounded.get(place, 0.0))
-    }
+    side: Side, moved: dict[Place, Spread], rounded: Mapping[Place, Spread]
+) -> dict[Place, Spread]:
+    """Return the spreads of tensors that change only by rounding when rows change places."""
+
+    def most(place: Place) -> float:
+        known = rounded.get(place, _NO_SPREAD)
+        return max(_NO_ARRANGEMENT, _MOST_ROUNDING * known.worst)
+
+    found = {place: value for place, value in moved.items() if value.worst <= most(place)}
     last = next(reversed(side.recording.places(FORWARD)), None)
     if last in moved and last not in found:
         side.notes.append(
-            f"the output depends on the order of the rows (it moves by {moved[last]:.1g}): that "
-            "arrangement does not count as noise"
+            f"the output depends on the order of the rows (it moves by {moved[last].worst:.1g}): "
+            "that arrangement does not count as noise"
         )
     return found
 
@@ -123,12 +150,12 @@ def _add(side: Side, other: Pass, reference: Pass | None = None) -> None:
     base = side.recording
     if reference is not None:
         base = Recording(reference)
-    _merge(side.spread, _spread(base, other))
+    _merge(side.spread, _spread(base, _beside(base, other)))
 
 
 def _merge(
-    spread: dict[Place, float], more: Mapping[Place, float],
-    known: Mapping[Place, float] | None = None,
+    spread: dict[Place, Spread], more: Mapping[Place, Spread],
+    known: Mapping[Place, Spread] | None = None,
 ) -> None:  # fmt: skip
     """Keep the larger of two spreads; only those of `known` places, if these are given.
 
@@ -137,11 +164,11 @@ def _merge(
     """
     for place, value in more.items():
         if known is None or place in known:
-            spread[place] = max(spread.get(place, 0.0), value)
+            spread[place] = spread.get(place, _NO_SPREAD).larger(value)
 
 
-def _spread(reference: Recording, other: Pass) -> dict[Place, float]:
-    """The largest relative difference of each tensor between two passes of one side."""
+def _beside(reference: Recording, other: Pass) -> Recording:
+    """Return another pass of the same side, with rows in the order of the first."""
     again = Recording(other, reference.reduced)
     # What counts as a token may have been agreed on with the other side.
     again.grids = [
@@ -150,15 +177,25 @@ def _spread(reference: Recording, other: Pass) -> dict[Place, float]:
         else grid
         for grid in reference.grids
     ]
+    return again
+
+
+def _spread(reference: Recording, again: Recording) -> dict[Place, Spread]:
+    """The relative difference of each tensor between two passes of one side."""
     found = {}
     for direction in WHAT:
         for place in reference.places(direction):
             one = reference.rows(place)
             two = again.rows(place) if again.value(place) is not None else None
             if one is not None and two is not None and one.values.shape == two.values.shape:
-                gap = relative(one.values, two.values)
-                found[place] = float(gap.max()) if len(gap) else 0.0
+                found[place] = _spread_of(relative(one.values, two.values))
     return found
+
+
+def _spread_of(gaps: Tensor) -> Spread:
+    if not len(gaps):
+        return _NO_SPREAD
+    return Spread(worst=float(gaps.max()), typical=float(gaps.square().mean().sqrt()))
 
 
 def without_autocast(run: Run) -> Run:

@@ -1,4 +1,4 @@
-"""What can be a side: a run, recordings of one, a scan, or the path of something saved."""
+"""Sides of a comparison, made of runs, recordings, scans or paths of saved ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHOICES = (
 
 
 def opened(given: Any) -> Any:
-    """What a path leads to: a saved inspection, history or scan, or hidden states.
+    """Open a path: a saved inspection, history or scan, or exported hidden states.
 
     Raises:
         FileFormatError: There is nothing that can be read.

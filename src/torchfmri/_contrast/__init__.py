@@ -3,22 +3,33 @@
 Works on tables with a row per prompt, which `_scan` makes of its scans. `weights` reads a contrast
 such as "true - false"; `group_tests` and `permutations` test it, `corrections` for many columns at
 once; `comparison` puts them together into a `Contrast`, the record that users hold, with its
-`picture`, its `report` and its file. `linear_model` and `classification` ask in other ways.
+`picture`, its `report`, its page (`contrast_board`) and its file. `linear_model` (with its
+`second_level`) and `classification` ask in other ways; `calibration` says how often any of them
+finds something in nothing.
 """
 
+from torchfmri._contrast.calibration import Calibration
 from torchfmri._contrast.classification import Classification, LayerAccuracy, classify
 from torchfmri._contrast.comparison import TestOptions, compare
-from torchfmri._contrast.linear_model import GLM, Level, first_level
+from torchfmri._contrast.contrast_board import ContrastBoard
+from torchfmri._contrast.direction import Direction
+from torchfmri._contrast.distributions import t_quantile, t_tail
+from torchfmri._contrast.linear_model import GLM, first_level
 from torchfmri._contrast.loading import load_contrast
+from torchfmri._contrast.peak import Peak
 from torchfmri._contrast.prompt_table import Columns, PromptTable
-from torchfmri._contrast.record import Contrast, Direction, Peak
+from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.report import ContrastReport
+from torchfmri._contrast.second_level import Level
+from torchfmri._contrast.weights import difference
 
 __all__ = [
     "GLM",
+    "Calibration",
     "Classification",
     "Columns",
     "Contrast",
+    "ContrastBoard",
     "ContrastReport",
     "Direction",
     "LayerAccuracy",
@@ -28,6 +39,9 @@ __all__ = [
     "TestOptions",
     "classify",
     "compare",
+    "difference",
     "first_level",
     "load_contrast",
+    "t_quantile",
+    "t_tail",
 ]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchfmri._arguments import check_flag, check_number, require
 from torchfmri._contrast.corrections import HEIGHT_CONTROLS, adjust_bonferroni, adjust_fdr
 from torchfmri._contrast.distributions import Doubles
-from torchfmri._contrast.group_tests import Tested, f_test, paired, welch
+from torchfmri._contrast.group_tests import Tested, f_test, paired, rounding_of, welch
 from torchfmri._contrast.permutations import (
     Permuted,
     f_statistic,
@@ -124,16 +124,17 @@ def compare(
         g=tested.g,
         ci_low=tested.ci_low,
         ci_high=tested.ci_high,
-        t=tested.t,
+        statistic=tested.statistic,
         dof=tested.dof,
-        dof_above=trial.above,
+        dof_num=trial.dof_num,
         p=p,
         q=q,
         p_max=None if permuted is None else permuted.p_max,
         survives=survives,
         permutations=0 if permuted is None else permuted.number,
-        notes=tuple(remarks_of(table, conditions, tested, permuted, options.alpha, is_paired)),
+        notes=tuple(remarks_of(trial, tested, permuted)),
         trial=trial,
+        scans=table.scans,
     )
 
 
@@ -155,7 +156,6 @@ def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Tr
     used = [k for k in range(len(conditions)) if weights[:, k].any()]
     used.sort(key=lambda k: weights[0, k] <= 0)  # what is compared first, then with what
     conditions, weights = [conditions[k] for k in used], weights[:, used]
-    weights = weights / np.where(weights > 0, weights, 0.0).sum(1)[:, None]
     rows = np.flatnonzero(np.isin(table.groups.astype(str), conditions))
     table = table.rows(rows) if len(rows) < len(table.names) else table
     if is_paired:
@@ -177,9 +177,10 @@ def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
             "Nothing says which prompts are pairs: name a field, paired='pair_id'."
         )
     sides: list[dict[str, int]] = []
+    has_pair = np.array([each is not None for each in table.pairs], bool)
     for condition in conditions:
         side: dict[str, int] = {}
-        for row in np.flatnonzero(table.groups.astype(str) == condition):
+        for row in np.flatnonzero((table.groups.astype(str) == condition) & has_pair):
             key = str(table.pairs[row])
             if key in side:
                 names = f"{table.names[side[key]]!r} and {table.names[int(row)]!r}"
@@ -191,10 +192,11 @@ def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
         sides.append(side)
     shared = [key for key in sides[0] if key in sides[1]]
     alone = [table.names[row] for side in sides for key, row in side.items() if key not in shared]
+    alone += [name for name, has in zip(table.names, has_pair, strict=True) if not has]
     if not shared:
         raise InspectionError(
             f"No prompt of {conditions[0]!r} has a partner in {conditions[1]!r}: their pairs are "
-            f"{', '.join(list(sides[0])[:3])} and {', '.join(list(sides[1])[:3])}. Name another "
+            f"{' and '.join(', '.join(list(side)[:3]) or 'none' for side in sides)}. Name another "
             "field, or leave paired= out."
         )
     found = table.rows(np.array([side[key] for side in sides for key in shared]))
@@ -215,7 +217,7 @@ class Trial:
         weights: (q, k).
         options: How to test.
         is_paired: Whether the second half are the partners of the first.
-        above: The degrees of freedom above, of an F-test.
+        dof_num: The degrees of freedom of the numerator, of an F-test.
     """
 
     table: PromptTable
@@ -224,59 +226,90 @@ class Trial:
     weights: Doubles
     options: TestOptions
     is_paired: bool
-    above: int | None = None
+    dof_num: int | None = None
 
     @property
     def name(self) -> str:
-        """Which test it is, in a word."""
-        return "F" if len(self.weights) > 1 else "paired t" if self.is_paired else "Welch t"
+        """Which test it is, in a few words."""
+        name = "F" if len(self.weights) > 1 else "paired t" if self.is_paired else "Welch t"
+        return f"permutation {name}" if self.options.test == "permutation" else name
 
     def run(self) -> tuple[Tested, Permuted | None]:
         """Test the table with these labels."""
         counts = np.bincount(self.labels, minlength=self.weights.shape[1])
         values = self._values()
-        tested = _joined([self._test(values[:, part]) for part in blocks(values)])
+        rounding = self._rounding()
+        tested = _joined(
+            [
+                self._test(values[:, part], None if rounding is None else rounding[part])
+                for part in blocks(values)
+            ]
+        )
         if counts.min() < 2:  # one prompt has no spread, so nothing can be tested
             nothing = np.full(len(tested.p), np.nan)
-            return replace(tested, t=nothing, dof=nothing, p=nothing), None
+            return replace(tested, statistic=nothing, dof=nothing, p=nothing), None
         number = self.options.relabellings
         return tested, self._permute(values, tested, number) if number else None
 
     def _values(self) -> NDArray[np.floating]:
-        """(n, v), or the differences within pairs; a pair whose labels are exchanged is turned."""
+        """(n, v), or the weighted differences of pairs; exchanged labels turn a pair around."""
         if not self.is_paired:
             return self.table.values
         half = len(self.labels) // 2
-        signs = np.where(self.labels[:half] == 0, 1.0, -1.0)[:, None]
+        signs: Doubles = self.weights[0][self.labels[:half]][:, None]
         first, second = self.table.values[:half], self.table.values[half:]
-        return signs * (np.asarray(first, np.float64) - second)
+        found: Doubles = signs * (np.asarray(first, np.float64) - second)
+        return found
 
-    def _test(self, values: NDArray[np.floating]) -> Tested:
+    def _rounding(self) -> Doubles | None:
+        """(v,) what values may differ by through rounding; None leaves it to the groups' means.
+
+        The difference of a pair is rounded as its two values are. A unit near 0 is rounded as the
+        units of its layer are that it was computed with.
+        """
+        if not self.is_paired and self.table.level != "unit":
+            return None
+        size = np.zeros(self.table.values.shape[1])
+        for part in blocks(self.table.values):
+            values = np.abs(np.asarray(self.table.values[:, part], np.float64))
+            known = np.isfinite(values)
+            total = np.where(known, values, 0.0).sum(0)
+            size[part] = total / np.maximum(known.sum(0), 1)
+        if self.table.level == "unit":
+            _, layer = np.unique(self.table.columns.layer.astype(str), return_inverse=True)
+            mean = np.bincount(layer, size) / np.bincount(layer)
+            size = np.maximum(size, mean[layer])
+        return rounding_of(size * np.abs(self.weights).max())
+
+    def _test(self, values: NDArray[np.floating], rounding: Doubles | None) -> Tested:
         alpha, two_sided = self.options.alpha, self.options.two_sided
         if self.is_paired:
-            return paired(values, alpha=alpha, two_sided=two_sided)
+            return paired(values, alpha=alpha, two_sided=two_sided, rounding=rounding)
         members = self.labels == np.arange(self.weights.shape[1])[:, None]
         if len(self.weights) > 1:
-            found, self.above = f_test(values, members, self.weights)
+            found, self.dof_num = f_test(values, members, self.weights, rounding)
             return found
-        return welch(values, members, self.weights[0], alpha=alpha, two_sided=two_sided)
+        return welch(
+            values, members, self.weights[0], alpha=alpha, two_sided=two_sided, rounding=rounding
+        )
 
     def _permute(self, values: NDArray[np.floating], tested: Tested, number: int) -> Permuted:
         random = np.random.default_rng(self.options.seed)
-        seen, count = tested.t, 0
         if self.is_paired:
             signs, exact = flip(len(values), number, random)
             statistic, count = paired_statistic(signs), len(signs)
         else:
             drawn, exact = relabel(self.labels, number, random)
             statistic, count = welch_statistic(drawn, self.weights[0]), len(drawn)
-            if self.above is not None:  # F: what is explained over what is left orders as F does
+            if self.dof_num is not None:  # F: what is explained over what is left orders as F does
                 statistic = f_statistic(drawn, self.weights)
-                seen = tested.t * self.above / tested.dof
-        two_sided = self.options.two_sided or self.above is not None
+        two_sided = self.options.two_sided or self.dof_num is not None
+        # Exchanging all labels of groups of one size, or of all pairs, gives -t.
+        sizes = np.bincount(self.labels)
         return permute(
-            values, seen, statistic, relabellings=count, exact=exact, two_sided=two_sided
-        )
+            values, ~np.isnan(tested.statistic), statistic, relabellings=count, exact=exact,
+            two_sided=two_sided, mirrored=len(sizes) == 2 and sizes[0] == sizes[1],
+        )  # fmt: skip
 
     def differences(self) -> dict[str, Doubles]:
         """Layer -> (w,) the weighted sum of the groups' mean vectors.

@@ -28,8 +28,8 @@ class Tested:
         g: Hedges g.
         ci_low: The ends of its interval.
         ci_high: The same.
-        t: The statistic: t, or F.
-        dof: Its degrees of freedom (of F, those below).
+        statistic: t, or F.
+        dof: Its degrees of freedom; of F, those of the denominator.
         p: Its p-value; nan where nothing was tested.
     """
 
@@ -39,9 +39,14 @@ class Tested:
     g: Doubles
     ci_low: Doubles
     ci_high: Doubles
-    t: Doubles
+    statistic: Doubles
     dof: Doubles
     p: Doubles
+
+
+def rounding_of(size: Doubles) -> Doubles:
+    """What values of this size may differ by through rounding alone."""
+    return _SAME * size
 
 
 class Moments:
@@ -50,9 +55,16 @@ class Moments:
     Args:
         values: (n, v).
         members: (k, n) which prompts each group has.
+        rounding: (v,) what the values may differ by without being different; None takes it from
+            the size of the groups' means.
     """
 
-    def __init__(self, values: NDArray[np.floating], members: NDArray[np.bool_]) -> None:
+    def __init__(
+        self,
+        values: NDArray[np.floating],
+        members: NDArray[np.bool_],
+        rounding: Doubles | None = None,
+    ) -> None:
         finite = np.isfinite(values)
         known = np.where(finite, values, 0.0).astype(np.float64)
         weight = members.astype(np.float64)
@@ -64,8 +76,9 @@ class Moments:
                 gap = np.where(finite[own], known[own] - self.mean[k], 0.0)
                 self.square[k] = (gap * gap).sum(0)
             self.variance: Doubles = self.square / (self.count - 1)
-        size = np.abs(self.mean)
-        same = np.sqrt(self.square / np.maximum(self.count, 1)) <= _SAME * size
+        least = _SAME * np.abs(self.mean)
+        least = least if rounding is None else np.fmax(least, rounding)
+        same = np.sqrt(self.square / np.maximum(self.count, 1)) <= least
         self.variance = np.where((self.count > 1) & same, 0.0, self.variance)
 
 
@@ -93,17 +106,22 @@ def welch(
     *,
     alpha: float,
     two_sided: bool,
+    rounding: Doubles | None = None,
 ) -> Tested:
     """Welch's test of a weighted sum of the groups' means, with Satterthwaite's dof.
+
+    g is that of the weights divided by the sum of the positive ones, so that it is a distance in
+    standard deviations however the weights are scaled.
 
     Args:
         values: (n, v).
         members: (k, n).
-        weights: (k,), of which the positive ones add up to 1 and all to 0.
+        weights: (k,), which add up to 0.
         alpha: One minus the level of the interval.
         two_sided: Whether the other direction counts.
+        rounding: (v,) what varies less than this does not vary.
     """
-    found = Moments(values, members)
+    found = Moments(values, members, rounding)
     share = weights[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         effect = (share * found.mean).sum(0)
@@ -113,9 +131,9 @@ def welch(
         t = np.where(squared > 0, effect / np.sqrt(squared), np.nan)
         inside = found.count - 1
         pooled = (inside * found.variance).sum(0) / inside.sum(0)
-        g, low, high = hedges(
-            effect, np.sqrt(pooled), inside.sum(0), (share**2 / found.count).sum(0), alpha, 1.94
-        )
+        scale = weights[weights > 0].sum()
+        spread = ((share / scale) ** 2 / found.count).sum(0)
+        g, low, high = hedges(effect / scale, np.sqrt(pooled), inside.sum(0), spread, alpha, 1.94)
     usable = ~np.isnan(t)
     return Tested(
         n_a=found.count[weights > 0].sum(0).astype(np.int64),
@@ -124,15 +142,29 @@ def welch(
         g=g,
         ci_low=low,
         ci_high=high,
-        t=t,
+        statistic=t,
         dof=np.where(usable, dof, np.nan),
         p=t_tail(t, np.where(usable, dof, np.nan), two_sided=two_sided),
     )
 
 
-def paired(differences: NDArray[np.floating], *, alpha: float, two_sided: bool) -> Tested:
-    """The t-test of differences within pairs, (n, v), against 0; g is that of the differences."""
-    found = Moments(differences, np.ones((1, len(differences)), bool))
+def paired(
+    differences: NDArray[np.floating],
+    *,
+    alpha: float,
+    two_sided: bool,
+    rounding: Doubles | None = None,
+) -> Tested:
+    """The t-test of differences within pairs, (n, v), against 0; g is that of the differences.
+
+    Args:
+        differences: (n, v).
+        alpha: One minus the level of the interval.
+        two_sided: Whether the other direction counts.
+        rounding: (v,) differences that vary less than this are rounding. It follows from the size
+            of the values, which the differences do not show.
+    """
+    found = Moments(differences, np.ones((1, len(differences)), bool), rounding)
     count, mean, variance = found.count[0], found.mean[0], found.variance[0]
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(variance > 0, mean / np.sqrt(variance / count), np.nan)
@@ -141,13 +173,16 @@ def paired(differences: NDArray[np.floating], *, alpha: float, two_sided: bool) 
         g, low, high = hedges(mean, np.sqrt(variance), count - 1, 1 / count, alpha, -1.0)
     number = count.astype(np.int64)
     return Tested(
-        n_a=number, n_b=number, effect=mean, g=g, ci_low=low, ci_high=high, t=t, dof=dof,
-        p=t_tail(t, dof, two_sided=two_sided),
+        n_a=number, n_b=number, effect=mean, g=g, ci_low=low, ci_high=high, statistic=t,
+        dof=dof, p=t_tail(t, dof, two_sided=two_sided),
     )  # fmt: skip
 
 
 def f_test(
-    values: NDArray[np.floating], members: NDArray[np.bool_], contrasts: Doubles
+    values: NDArray[np.floating],
+    members: NDArray[np.bool_],
+    contrasts: Doubles,
+    rounding: Doubles | None = None,
 ) -> tuple[Tested, int]:
     """The F-test of several contrasts at once, with one variance for all groups.
 
@@ -155,17 +190,18 @@ def f_test(
         values: (n, v).
         members: (k, n).
         contrasts: (q, k).
+        rounding: (v,) what varies less than this does not vary.
 
     Returns:
-        What it found, and the degrees of freedom above.
+        What it found, and the degrees of freedom of the numerator.
     """
-    found = Moments(values, members)
-    above = int(np.linalg.matrix_rank(contrasts))
+    found = Moments(values, members, rounding)
+    dof_num = int(np.linalg.matrix_rank(contrasts))
     with np.errstate(divide="ignore", invalid="ignore"):
         below = (found.count - 1).sum(0)
         error = found.square.sum(0) / below
         error = np.where((found.variance <= 0).all(0), np.nan, error)
-        f = _explained(contrasts, found) / above / error
+        f = _explained(contrasts, found) / dof_num / error
     nothing = np.full(values.shape[1], np.nan)
     return Tested(
         n_a=found.count.sum(0).astype(np.int64),
@@ -174,10 +210,10 @@ def f_test(
         g=nothing,
         ci_low=nothing,
         ci_high=nothing,
-        t=f,
+        statistic=f,
         dof=np.where(np.isnan(f), np.nan, below),
-        p=f_tail(f, float(above), np.where(np.isnan(f), np.nan, below)),
-    ), above
+        p=f_tail(f, float(dof_num), np.where(np.isnan(f), np.nan, below)),
+    ), dof_num
 
 
 def _explained(contrasts: Doubles, found: Moments) -> Doubles:

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._contrast.comparison import TestOptions, threshold
-from torchfmri._contrast.distributions import Doubles, f_tail, t_tail
-from torchfmri._contrast.group_tests import hedges
+from torchfmri._contrast.distributions import Doubles
 from torchfmri._contrast.prompt_table import Columns
 from torchfmri._contrast.record import Contrast
+from torchfmri._contrast.second_level import Level, Refit, fit
 from torchfmri._contrast.weights import Definition, read_terms, words
+from torchfmri._model import nearest_names
 from torchfmri._text import Column as TextColumn
 from torchfmri._text import Grid, plural
 from torchfmri.exceptions import InspectionError
@@ -28,21 +29,6 @@ from torchfmri.visualization import axes_or_new, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-@dataclass(frozen=True, eq=False)
-class Level:
-    """The second level of one coefficient of the first.
-
-    Attributes:
-        names: (k,) what the regressors are called.
-        design: (n, k).
-        values: (n, v) the coefficient of each prompt; nan where it could not be had.
-    """
-
-    names: tuple[str, ...]
-    design: Doubles
-    values: Doubles
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +46,9 @@ class GLM:
         tokens: Which tokens count, in words.
         model: Whose values they are.
         notes: What has to be known.
+        token_names: (r,) the regressors of tokens.
+        token_designs: (s, r) of each prompt: the tokens that count, their averages over
+            all prompts subtracted.
 
     Example:
         >>> import torchfmri
@@ -80,6 +69,8 @@ class GLM:
     tokens: str
     model: str
     notes: tuple[str, ...] = ()
+    token_names: tuple[str, ...] = ()
+    token_designs: tuple[Doubles, ...] = ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -145,8 +136,9 @@ class GLM:
             columns=self.columns,
             q=q,
             survives=survives,
-            dof_above=len(weights) if len(weights) > 1 else None,
+            dof_num=len(weights) if len(weights) > 1 else None,
             notes=self.notes,
+            trial=Refit(level, weights, options),
             **fitted,
         )
 
@@ -173,88 +165,65 @@ class GLM:
         }
         return replace(self, levels=levels)
 
-    def plot_design(self, *, ax: Axes | None = None) -> Axes:
-        """The design matrix as an image: prompts down, regressors across, each from -1 to 1."""
-        design = self.design
+    def _matrix(self, prompt: str | None) -> tuple[Doubles, tuple[str, ...], list[str], str]:
+        """A design matrix, the names of its columns and rows, and what a row is."""
+        if prompt is None:
+            return self.design, self.design_names, list(self.prompts), "prompt"
+        if prompt not in self.prompts:
+            near = nearest_names(str(prompt), list(self.prompts))
+            raise InspectionError(
+                f"There is no prompt {prompt!r} among {len(self.prompts)}. Nearest: "
+                f"{', '.join(map(repr, near)) or 'none'}. List them with glm.prompts."
+            )
+        if not self.token_names:
+            raise InspectionError(f"{self.formula!r} has no regressors of tokens.")
+        tokens = self.token_designs[self.prompts.index(prompt)]
+        return tokens, self.token_names, list(map(str, range(len(tokens)))), "token that counts"
+
+    def plot_design(self, prompt: str | None = None, *, ax: Axes | None = None) -> Axes:
+        """A design matrix as an image: prompts down, regressors across, each from -1 to 1.
+
+        Args:
+            prompt: The name of a prompt, for the matrix of the regression over its tokens.
+            ax: Where to draw.
+
+        Raises:
+            InspectionError: There is no such prompt, or no regressor of tokens.
+        """
+        design, names, _, row = self._matrix(prompt)
         size = np.abs(design).max(0, initial=0.0)
         ax = axes_or_new(ax, 1.2 + 0.6 * design.shape[1], 4.5)
         ax.imshow(design / np.where(size > 0, size, 1.0), aspect="auto", cmap="PuOr_r", vmin=-1,
                   vmax=1, interpolation="nearest")  # fmt: skip
-        ax.set_xticks(range(design.shape[1]), [escape(each) for each in self.design_names],
+        ax.set_xticks(range(design.shape[1]), [escape(each) for each in names],
                       rotation=45, ha="right", fontsize=8)  # fmt: skip
-        ax.set_ylabel("prompt")
-        ax.set_title(escape(self.formula), fontsize=10)
+        ax.set_ylabel(row)
+        title = self.formula if prompt is None else f"{self.formula}\ntokens of {prompt}"
+        ax.set_title(escape(title), fontsize=10)
         return ax
 
-    def table(self, width: int | None = None) -> str:
-        """The design matrix as text, a line for each prompt."""
+    def table(self, width: int | None = None, *, prompt: str | None = None) -> str:
+        """A design matrix as text, a line for each prompt.
+
+        Args:
+            width: In characters; that of the terminal by default.
+            prompt: The name of a prompt, for the matrix of the regression over its tokens.
+
+        Raises:
+            InspectionError: There is no such prompt, or no regressor of tokens.
+        """
+        design, names, rows, row = self._matrix(prompt)
         columns = [
-            TextColumn(name, [f"{value:g}" for value in self.design[:, k]], k)
-            for k, name in enumerate(self.design_names)
+            TextColumn(name, [f"{value:.6g}" for value in design[:, k]], k)
+            for k, name in enumerate(names)
         ]
-        return Grid(repr(self)[1:-1], "prompt", self.prompts, columns, self.notes).text(width)
+        return Grid(repr(self)[1:-1], row, rows, columns, self.notes).text(width)
 
     def __repr__(self) -> str:
         return (
             f"<GLM: {self.formula}; {plural(len(self.prompts), 'prompt')}, "
             f"{plural(len(self.columns), self.level)}; terms {', '.join(self.terms)}>"
         )
-
-
-def fit(level: Level, weights: Doubles, options: TestOptions) -> dict[str, Any]:
-    """Ordinary least squares over prompts, and the test of weights (q, k), for every column.
-
-    Raises:
-        InspectionError: There are no degrees of freedom, or the regressors follow from each other.
-    """
-    known = np.isfinite(level.values)
-    complete = known.all(1)
-    whole = known[complete | ~known.any(1)].all() if len(known) else False
-    rows = np.flatnonzero(known.any(1))
-    design, values = level.design[rows], level.values[rows]
-    n, k = design.shape
-    if np.linalg.matrix_rank(design) < k:
-        raise InspectionError(
-            f"The regressors {', '.join(level.names)} follow from each other over {n} prompts: "
-            "leave one out, or scan prompts that tell them apart."
-        )
-    if n <= k:
-        raise InspectionError(
-            f"{n} prompts and {k} regressors: nothing is left to estimate the spread from. Scan "
-            "more prompts, or leave regressors out."
-        )
-    inverse = np.linalg.inv(design.T @ design)
-    usable = np.ones(values.shape[1], bool) if whole else np.isfinite(values).all(0)
-    filled = np.where(usable, values, 0.0)
-    beta = inverse @ (design.T @ filled)
-    residual = filled - design @ beta
-    dof = float(n - k)
-    variance = (residual**2).sum(0) / dof
-    scale = np.abs(filled).max(0, initial=0.0)
-    variance = np.where(usable & (np.sqrt(variance) > 1e-7 * scale), variance, np.nan)
-    effects = weights @ beta
-    spread = weights @ inverse @ weights.T
-    number = np.where(usable, n, 0)
-    freedom = np.where(np.isnan(variance), np.nan, dof)
-    if len(weights) > 1:
-        explained = np.einsum("qv,qr,rv->v", effects, np.linalg.pinv(spread), effects)
-        f = explained / len(weights) / variance
-        nothing = np.full(len(f), np.nan)
-        return {
-            "n_a": number, "n_b": np.zeros_like(number), "effect": np.abs(effects).max(0),
-            "g": nothing, "ci_low": nothing, "ci_high": nothing, "t": f, "dof": freedom,
-            "p": f_tail(f, float(len(weights)), freedom),
-        }  # fmt: skip
-    t = effects[0] / np.sqrt(variance * spread[0, 0])
-    g, low, high = hedges(
-        effects[0], np.sqrt(variance), np.full(len(t), dof), np.full(len(t), spread[0, 0]),
-        options.alpha, 0.0,
-    )  # fmt: skip
-    return {
-        "n_a": number, "n_b": np.zeros_like(number),
-        "effect": np.where(usable, effects[0], np.nan), "g": g, "ci_low": low, "ci_high": high,
-        "t": t, "dof": freedom, "p": t_tail(t, freedom, two_sided=options.two_sided),
-    }  # fmt: skip
 
 
 def first_level(

@@ -10,11 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import check_path
+from torchfmri._contrast.calibration import Calibration
 from torchfmri._contrast.prompt_table import Columns
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.saving import FLOATS, FORMAT, PLAIN, VERSION
-from torchfmri._files import is_intact, map_file, parse, parse_tensors, size_of
+from torchfmri._files import is_intact, map_file, parse_tensors, require_forms, size_of, unseal
 from torchfmri.exceptions import FileFormatError
+
+_FORMS: dict[str, Any] = {
+    "question": str, "conditions": [str], "test": str, "alpha": float, "two_sided": bool,
+    "height_control": (str, None), "metric": str, "level": str, "tokens": str, "model": str,
+    "prompts": {str: [str]}, "dof_num": (int, None), "permutations": int, "notes": [str],
+    "calibration": ({str: (str, float)}, None), "layers": [str], "modules": {str: str},
+    "kinds": [str], "scans": [str],
+}  # fmt: skip
 
 
 def load_contrast(path: str | PathLike[str]) -> Contrast:
@@ -38,7 +47,7 @@ def load_contrast(path: str | PathLike[str]) -> Contrast:
         )
     if not is_intact(data, metadata):
         raise FileFormatError(target.name, "its checksum is wrong: it was changed or damaged")
-    record = parse(metadata.get("record", "").encode(), target.name)
+    record = unseal(metadata.get("record", "").encode(), target.name)
     arrays = {name: each.values for name, each in tensors.items()}
     try:
         return _contrast(record, arrays)
@@ -48,17 +57,26 @@ def load_contrast(path: str | PathLike[str]) -> Contrast:
 
 
 def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Contrast:
+    require_forms(record, _FORMS)
+    if not record["conditions"] or not set(record["conditions"]) <= record["prompts"].keys():
+        raise ValueError("its conditions are none of its prompts'")
     layers = np.array(record["layers"], object)
     modules, kinds = record["modules"], np.array(record["kinds"], object)
     layer = layers[arrays["column/layer"]]
+    labels = record.get("labels")
+    if labels is not None:
+        require_forms(record, {"labels": [str]})
     columns = Columns(
         layer=layer,
         module=np.array([modules[each] for each in layer], object),
         kind=kinds[arrays["column/kind"]],
         start=arrays["column/start"],
         count=arrays["column/count"],
+        label=None if labels is None else np.array(labels, object),
     )
     lengths = {len(arrays[name]) for name in (*FLOATS, "n_a", "n_b", "survives", "column/start")}
+    if columns.label is not None:
+        lengths.add(len(columns.label))
     if lengths != {len(columns)}:
         raise ValueError(f"lengths {sorted(lengths)}")
     plain: dict[str, Any] = {name: record[name] for name in PLAIN}
@@ -70,8 +88,9 @@ def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             "conditions": tuple(record["conditions"]),
             "prompts": {name: tuple(each) for name, each in record["prompts"].items()},
             "notes": tuple(record["notes"]),
+            "scans": tuple(record["scans"]),
         },
-        calibration=None if calibration is None else (int(calibration[0]), int(calibration[1])),
+        calibration=None if calibration is None else Calibration(**calibration),
         columns=columns,
         weights=arrays["weights"],
         n_a=arrays["n_a"],

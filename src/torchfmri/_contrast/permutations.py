@@ -8,7 +8,7 @@ for the whole family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations, product
 from math import comb
 from typing import NamedTuple
@@ -23,6 +23,9 @@ Statistic = Callable[[NDArray[np.floating]], Doubles]
 """(n, v) -> (m, v), the statistic of each column under each relabelling."""
 _TIE = 1 - 1e-9
 """Sums in another order differ in their last digits: equal statistics count as reached."""
+_NARROW = 1e-4
+"""Where less than this share of the squares is within groups, they are computed from deviations."""
+_AT_ONCE = 1 << 14
 
 
 class Permuted(NamedTuple):
@@ -33,60 +36,64 @@ class Permuted(NamedTuple):
         p_max: (v,) by that of the largest statistic of all columns.
         number: How many relabellings there are, the true one among them.
         exact: Whether these are all that there are.
+        least: The smallest p that can be had.
     """
 
     p: Doubles
     p_max: Doubles
     number: int
     exact: bool
+    least: float
 
 
 def permute(
     values: NDArray[np.floating],
-    seen: Doubles,
+    tested: NDArray[np.bool_],
     statistic: Statistic,
     *,
     relabellings: int,
     exact: bool,
+    mirrored: bool,
     two_sided: bool,
 ) -> Permuted:
     """Compare what was seen with every relabelling; the first one is the true labelling.
 
     Args:
         values: (n, v).
-        seen: (v,) the true statistic; a column of which it is nan, or that lacks a value, is left
-            out.
+        tested: (v,) which columns have a statistic; the others, and those that lack a value, are
+            left out.
         statistic: Of some columns, for all relabellings.
         relabellings: How many there are.
         exact: Whether these are all that there are.
+        mirrored: Whether every relabelling has one beside it that only changes the sign.
         two_sided: Whether the size counts and not the sign.
     """
-    number = np.zeros(len(seen))
+    number, seen = np.zeros(len(tested)), np.full(len(tested), np.nan)
     largest: Doubles | None = None
-    complete = np.zeros(len(seen), bool)
+    complete = np.zeros(len(tested), bool)
     for part in blocks(values, relabellings):
         own = np.asarray(values[:, part], np.float64)
-        complete[part] = np.isfinite(own).all(0) & ~np.isnan(seen[part])
+        complete[part] = np.isfinite(own).all(0) & tested[part]
         use = complete[part]
         if not use.any():
             continue
         found = statistic(own[:, use])
         found = np.abs(found) if two_sided else found
         known = np.nan_to_num(found, nan=-np.inf)  # no spread in a relabelling: nothing is seen
-        target = np.abs(seen[part][use]) if two_sided else seen[part][use]
         places = np.arange(part.start, part.stop)[use]
-        number[places] = (known >= _slightly_below(target)).sum(0)
+        seen[places] = known[0]  # computed as all others are, so that it reaches itself
+        number[places] = (known >= _slightly_below(known[0])).sum(0)
         top = known.max(1)
         largest = top if largest is None else np.maximum(largest, top)
     if largest is None:
         nothing = np.full(len(seen), np.nan)
-        return Permuted(nothing, nothing, 0, exact)
-    target = np.abs(seen) if two_sided else seen
+        return Permuted(nothing, nothing, 0, exact, 1.0)
     order = np.sort(largest)
-    above = len(order) - np.searchsorted(order, _slightly_below(target), side="left")
+    above = len(order) - np.searchsorted(order, _slightly_below(seen), side="left")
     p, p_max = number / len(order), above / len(order)
+    least = (2 if exact and mirrored and two_sided else 1) / len(order)
     return Permuted(
-        np.where(complete, p, np.nan), np.where(complete, p_max, np.nan), len(order), exact
+        np.where(complete, p, np.nan), np.where(complete, p_max, np.nan), len(order), exact, least
     )
 
 
@@ -127,9 +134,9 @@ def welch_statistic(labels: NDArray[np.int64], weights: Doubles) -> Statistic:
 
     def statistic(values: NDArray[np.floating]) -> Doubles:
         effect = squared = np.zeros(values.shape[1])
-        for mean, variance, count, weight in _by_group(values, labels, weights):
-            effect = effect + weight * mean
-            squared = squared + weight**2 * variance / count
+        for weight, group in zip(weights, _by_group(values, labels, len(weights)), strict=True):
+            effect = effect + weight * group.mean
+            squared = squared + weight**2 * group.variance / group.size
         with np.errstate(divide="ignore", invalid="ignore"):
             found: Doubles = effect / np.sqrt(squared)
         return found
@@ -141,12 +148,12 @@ def f_statistic(labels: NDArray[np.int64], contrasts: Doubles) -> Statistic:
     """The squares that contrasts (q, k) explain over those left, which orders as F does."""
 
     def statistic(values: NDArray[np.floating]) -> Doubles:
-        groups = list(_by_group(values, labels, np.ones(contrasts.shape[1])))
-        counts = np.array([count for _, _, count, _ in groups])
-        means = np.stack([mean for mean, _, _, _ in groups])  # (k, m, v)
+        groups = _by_group(values, labels, contrasts.shape[1])
+        counts = np.array([group.size for group in groups])
+        means = np.stack([group.mean for group in groups])  # (k, m, v)
         gaps = np.einsum("qk,kmv->qmv", contrasts, means)
         inverse = np.linalg.pinv((contrasts / counts) @ contrasts.T)
-        left = sum((count - 1) * variance for _, variance, count, _ in groups)
+        left = sum(group.squares for group in groups)
         with np.errstate(divide="ignore", invalid="ignore"):
             found: Doubles = np.einsum("qmv,qr,rmv->mv", gaps, inverse, gaps) / left
         return found
@@ -154,34 +161,68 @@ def f_statistic(labels: NDArray[np.int64], contrasts: Doubles) -> Statistic:
     return statistic
 
 
-def _by_group(
-    values: NDArray[np.floating], labels: NDArray[np.int64], weights: Doubles
-) -> Iterator[tuple[Doubles, Doubles, int, float]]:
-    """(mean, variance, count, weight) of each group: (m, v), (m, v), a number, a number."""
+class _Group(NamedTuple):
+    """One group under every relabelling.
+
+    Attributes:
+        mean: (m, v) less the mean of all prompts.
+        squares: (m, v) the sum of squared deviations.
+        size: How many prompts it has.
+    """
+
+    mean: Doubles
+    squares: Doubles
+    size: int
+
+    @property
+    def variance(self) -> Doubles:
+        """(m, v) of its prompts."""
+        return self.squares / max(self.size - 1, 1)
+
+
+def _by_group(values: NDArray[np.floating], labels: NDArray[np.int64], number: int) -> list[_Group]:
+    """The groups of values (n, v) under labels (m, n).
+
+    Sums of squares by products of matrices are fast, but they lose their digits where groups are
+    far apart and narrow. Those few are computed again from deviations.
+    """
     centred = values - values.mean(0)  # squares of values far from 0 would lose the variance
     squares, total = centred * centred, centred.sum(0)
     total_squares = squares.sum(0)
     sums, sum_squares = np.zeros_like(total), np.zeros_like(total)
-    for k, weight in enumerate(weights):
-        last = k == len(weights) - 1
+    groups, left = [], np.zeros_like(total)
+    for k in range(number):
+        last = k == number - 1
         mine = (labels == k).astype(np.float64)
         own = total - sums if last else mine @ centred
         own_squares = total_squares - sum_squares if last else mine @ squares
         sums, sum_squares = sums + own, sum_squares + own_squares
         count = int(mine[0].sum())
-        variance = (own_squares - own * own / count) / max(count - 1, 1)
-        yield own / count, np.maximum(variance, 0.0), count, float(weight)
+        inside = np.maximum(own_squares - own * own / count, 0.0)
+        left = left + inside
+        groups.append(_Group(mean=own / count, squares=inside, size=count))
+    rows, columns = np.nonzero(left < _NARROW * total_squares)
+    for at in range(0, len(rows), _AT_ONCE):
+        some = rows[at : at + _AT_ONCE], columns[at : at + _AT_ONCE]
+        own_values = centred[:, some[1]].T
+        for k, group in enumerate(groups):
+            mine = labels[some[0]] == k
+            mean = np.where(mine, own_values, 0.0).sum(1) / group.size
+            gap = np.where(mine, own_values - mean[:, None], 0.0)
+            group.mean[some] = mean
+            group.squares[some] = (gap * gap).sum(1) - gap.sum(1) ** 2 / group.size
+    return groups
 
 
 def paired_statistic(signs: Doubles) -> Statistic:
-    """The t of differences (n, v) with these signs (m, n)."""
+    """The mean of differences (n, v) with these signs (m, n), over their root mean square.
+
+    It orders as t does, also among columns, and no digits are lost where all differences are alike.
+    """
 
     def statistic(values: NDArray[np.floating]) -> Doubles:
-        n = len(values)
-        mean = signs @ values / n
-        variance = ((values * values).sum(0) - n * mean * mean) / max(n - 1, 1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: Doubles = mean / np.sqrt(np.maximum(variance, 0.0) / n)
+            found: Doubles = signs @ (values / np.sqrt((values * values).sum(0)))
         return found
 
     return statistic

@@ -1,11 +1,10 @@
-"""The map of a contrast: kinds of layers down, depth across, what survives outlined."""
+"""The map of a contrast: kinds of layers down, blocks across, what survives outlined."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,110 +14,155 @@ from torchfmri.visualization import axes_or_new, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
 
     from torchfmri._contrast.record import Contrast
 
 _MOST_ROWS = 64
 """Voxels or units of a layer that are drawn above each other; of more, the strongest of some."""
-_ROW, _THINNEST, _THICKEST, _GAP = 0.028, 0.2, 0.85, 0.07
+_MOST_ACROSS, _FEWEST_ACROSS = 96, 24
+"""Voxels on a line of a layer outside of the blocks; a few do not fill it, many take several."""
+_ROW, _THINNEST, _THICKEST, _GAP, _AXIS = 0.044, 0.2, 1.1, 0.08, 0.62
+"""Inches: of a row, a band, the gap between bands, and the axis below the blocks."""
 _FAINTEST = 0.12
-_MAP = "PuOr_r"
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_GREY = "#7f7f7f"
+_LEGEND = "outlined: survives; faint: small statistic; hatched: not tested"
+_MAP, _UNSIGNED_MAP = "PuOr_r", "Oranges"
+_GREY = "#6f6f6f"
 
 
 class _Band(NamedTuple):
-    """Layers of one kind: (row, x) places in the arrays of the contrast, -1 for none."""
+    """Layers that are drawn as one image: (row, x) places in the contrast's arrays, -1 for none."""
 
     label: str
     places: NDArray[np.int64]
 
+    @property
+    def inches(self) -> float:
+        return min(max(_ROW * len(self.places), _THINNEST), _THICKEST)
+
+
+class _Shades(NamedTuple):
+    """What cells show, (v,) each: colour, opacity, outline; and the scale of the colours."""
+
+    values: NDArray[np.float64]
+    sizes: NDArray[np.float64]
+    survives: NDArray[np.bool_]
+    scale: ScalarMappable
+
+
+class _Cells(NamedTuple):
+    """The cells of a band, (row, x): whether there is one, and what it shows."""
+
+    there: NDArray[np.bool_]
+    values: NDArray[np.float64]
+    sizes: NDArray[np.float64]
+    survives: NDArray[np.bool_]
+
+    def rows(self, which: slice) -> _Cells:
+        there, values, sizes, survives = self
+        return _Cells(there[which], values[which], sizes[which], survives[which])
+
 
 def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:
     """Draw a contrast; see `Contrast.plot_contrast`."""
-    bands, depth = _bands(contrast)
-    heights = [min(max(_ROW * len(band.places), _THINNEST), _THICKEST) for band in bands]
-    wide = min(max(4.5, 0.22 * depth), 8.0)
-    ax = axes_or_new(ax, wide + 3.2, sum(heights) + _GAP * len(bands) + 1.9)
-    shown, label, top = _colours(contrast)
-    size = _sizes(contrast)
-    at, ticks = 0.0, []
-    for band, height in zip(bands, heights, strict=True):
-        _draw_band(ax, band, (at, at + height), (shown, size, contrast.survives), depth, top)
-        ticks.append(at + height / 2)
-        at += height + _GAP
+    inside, outside, depth = _bands(contrast)
+    wide = min(max(5.5, 0.22 * depth), 8.0)
+    high = sum(band.inches + _GAP for band in (*inside, *outside))
+    ax = axes_or_new(ax, wide + 3.2, high + _AXIS * bool(outside) + 1.9)
+    values, label, scale = _colours(contrast)
+    shades = _Shades(values, opacities(contrast), contrast.survives, scale)
+    middles, at = _draw_bands(ax, inside, shades, depth, 0.0)
+    ax.spines["bottom"].set_position(("data", at))  # the numbers stand right below the blocks
+    if outside:
+        at += _AXIS if inside else 0.2
+        parts = f"the {contrast.level}s of a layer side by side" * (contrast.level != "layer")
+        said = ": ".join(each for each in ("outside of the blocks" * bool(inside), parts) if each)
+        ax.text(-0.5, at - 0.5 * _GAP, said, fontsize=7.5, color=_GREY, va="bottom")
+        more, at = _draw_bands(ax, outside, shades, depth, at)
+        middles += more
+    names = [shorten(layer_label(band.label), 34) for band in (*inside, *outside)]
     ax.set_xlim(-0.5, depth - 0.5)
     ax.set_ylim(at, -_GAP)
-    labels = [escape(shorten(layer_label(band.label), 34)) for band in bands]
-    ax.set_yticks(ticks, labels, fontsize=7.5)
+    ax.set_yticks(middles, [escape(name) for name in names], fontsize=7.5)
     ax.tick_params(axis="y", length=0)
-    ax.tick_params(axis="x", labelsize=7.5)
-    ax.set_xlabel("block", fontsize=8)
+    ax.tick_params(axis="x", labelsize=7.5, bottom=bool(inside), labelbottom=bool(inside))
+    ax.set_xlabel("block" if inside else "", fontsize=8)
     ax.spines[:].set_visible(False)
-    _draw_bar(ax, label, top)
-    _write(ax, contrast, wide)
+    _draw_bar(ax, label, scale)
+    most = max((_pooled(band.places) for band in (*inside, *outside)), default=1)
+    pooled = f"; a cell shows the strongest of up to {most} {contrast.level}s" * (most > 1)
+    _write(ax, contrast, wide, pooled)
     return ax
 
 
-def _bands(contrast: Contrast) -> tuple[list[_Band], int]:
-    """The kinds of layers with their places, and how many blocks there are.
-
-    What is outside of numbered blocks has its voxels beside each other instead.
-    """
-    columns = contrast.columns
-    names = list(dict.fromkeys(columns.layer.tolist()))
-    own: dict[str, list[int]] = {name: [] for name in names}
-    for place, name in enumerate(columns.layer):
-        own[name].append(place)
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(star(name), []).append(name)
-    numbers = [_depth(name) for name in names]
-    depth = 1 + max((number for number in numbers if number is not None), default=0)
-    prefix = _common_prefix(list(kinds))
-    bands = []
-    for kind, members in kinds.items():
-        label = kind.removeprefix(f"{prefix}*.").removeprefix(prefix)
-        label = "block" if label == "*" else label
-        if _depth(members[0]) is None:
-            bands += [_Band(label, np.array([own[member]], np.int64)) for member in members]
-            continue
-        rows = max(len(own[member]) for member in members)
-        places = np.full((rows, depth), -1, np.int64)
-        for member in members:
-            number = _depth(member)
-            assert number is not None
-            # Numbers inside a block (experts of a list) share its column: the last one is drawn.
-            places[: len(own[member]), number] = own[member]
-        bands.append(_Band(label, places))
-    return bands, depth
+# -- where everything stands ---------------------------------------------------------------------
 
 
-def _depth(layer: str) -> int | None:
-    found = _NUMBER.search(layer)
-    return int(found[0]) if found else None
+def _bands(contrast: Contrast) -> tuple[list[_Band], list[_Band], int]:
+    """Kinds of layers inside of numbered blocks, layers outside of them, the number of blocks."""
+    own: dict[str, list[int]] = {}
+    for place, name in enumerate(contrast.columns.layer.tolist()):
+        own.setdefault(name, []).append(place)
+    kinds: dict[str, dict[int, list[int]]] = {}
+    outside = []
+    for name, places in own.items():
+        number = block_number(name)
+        if number is None:
+            outside.append(_Band(name, _lines(places)))
+        else:  # layers that are numbered inside a block, such as experts, stand above each other
+            kinds.setdefault(star(name), {}).setdefault(number, []).extend(places)
+    depth = 1 + max((max(blocks) for blocks in kinds.values()), default=_FEWEST_ACROSS - 1)
+    prefixes = {kind.partition("*")[0] for kind in kinds}
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""  # encoder and decoder keep their names
+    inside = []
+    for kind, blocks in kinds.items():
+        label = kind.removeprefix(f"{prefix}*.").removeprefix(prefix) if prefix else kind
+        found = np.full((max(map(len, blocks.values())), depth), -1, np.int64)
+        for number, places in blocks.items():
+            found[: len(places), number] = places
+        inside.append(_Band("block" if label == "*" else label, found))
+    return inside, outside, depth
 
 
-def _common_prefix(kinds: Sequence[str]) -> str:
-    inner = [kind for kind in kinds if "*" in kind]
-    return inner[0].partition("*")[0] if inner else ""
+def _lines(places: Sequence[int]) -> NDArray[np.int64]:
+    """(row, x) the places from left to right, in lines of equal length."""
+    lines = -(-len(places) // _MOST_ACROSS)
+    across = max(-(-len(places) // lines), _FEWEST_ACROSS)
+    found = np.full(lines * across, -1, np.int64)
+    found[: len(places)] = places
+    return found.reshape(lines, across)
 
 
-def _colours(contrast: Contrast) -> tuple[NDArray[np.float64], str, float]:
-    """(v,) what the colours follow, what that is, and the value of the strongest colour."""
+def block_number(layer: str) -> int | None:
+    """The number of the block that a layer is in; None outside of blocks."""
+    number = next((part for part in layer.split(".") if part.isdigit()), None)
+    return None if number is None else int(number)
+
+
+# -- what is shown -------------------------------------------------------------------------------
+
+
+def _colours(contrast: Contrast) -> tuple[NDArray[np.float64], str, ScalarMappable]:
+    """(v,) what the colours follow, what that is, and the scale."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     values, label = contrast.g, "Hedges g"
-    if contrast.test.endswith("F"):
-        values, label = np.sqrt(contrast.t), "square root of F"
+    if contrast.is_f:
+        values, label = np.sqrt(contrast.f), "square root of F"
     elif np.isnan(values).all():
         values, label = contrast.effect, "difference of means"
     known = np.abs(values[np.isfinite(values)])
     top = float(np.quantile(known, 0.995)) if len(known) else 1.0
-    return values, label, top or 1.0
+    top = top or 1.0
+    if contrast.is_f:  # has no sign
+        return values, label, ScalarMappable(Normalize(0.0, top), _UNSIGNED_MAP)
+    return values, label, ScalarMappable(Normalize(-top, top), _MAP)
 
 
-def _sizes(contrast: Contrast) -> NDArray[np.float64]:
+def opacities(contrast: Contrast) -> NDArray[np.float64]:
     """(v,) opacity: the size of the statistic against the smallest one that survives."""
-    size = np.abs(contrast.t)
+    size = np.abs(contrast.statistic)
     if np.isnan(size).all():
         return np.ones(len(contrast))
     kept = size[contrast.survives]
@@ -126,73 +170,80 @@ def _sizes(contrast: Contrast) -> NDArray[np.float64]:
     return np.clip(np.nan_to_num(size / (full or 1.0), nan=1.0), _FAINTEST, 1.0)
 
 
-def _draw_band(
-    ax: Axes,
-    band: _Band,
-    span: tuple[float, float],
-    drawn: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
-    depth: int,
-    top: float,
+def _cells(places: NDArray[np.int64], shades: _Shades) -> _Cells:
+    """The cells of a band; of too many rows the strongest of some neighbours."""
+    there = places >= 0
+    at = np.where(there, places, 0)
+    values = np.where(there, shades.values[at], np.nan)
+    whole = _Cells(there, values, shades.sizes[at], there & shades.survives[at])
+    every = _pooled(places)
+    if every == 1:
+        return whole
+    parts = []
+    for first in range(0, len(places), every):
+        own = whole.rows(slice(first, first + every))
+        size = np.nan_to_num(np.abs(own.values), nan=-1.0)
+        strongest = own.values[size.argmax(0), np.arange(size.shape[1])]
+        # A cell is outlined if any of those that it stands for survives.
+        parts.append((own.there.any(0), strongest, own.sizes.max(0), own.survives.any(0)))
+    return _Cells(*map(np.stack, zip(*parts, strict=True)))
+
+
+def _pooled(places: NDArray[np.int64]) -> int:
+    """How many rows of a band are drawn as one."""
+    return max(-(-len(places) // _MOST_ROWS), 1)
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+def _draw_bands(
+    ax: Axes, bands: Sequence[_Band], shades: _Shades, depth: int, at: float
+) -> tuple[list[float], float]:
+    """Draw bands below each other from `at` on; return their middles, and where they end."""
+    middles = []
+    for band in bands:
+        _draw_cells(ax, _cells(band.places, shades), (at, at + band.inches), depth, shades.scale)
+        middles.append(at + band.inches / 2)
+        at += band.inches + _GAP
+    return middles, at
+
+
+def _draw_cells(
+    ax: Axes, cells: _Cells, span: tuple[float, float], depth: int, scale: ScalarMappable
 ) -> None:
-    import matplotlib as mpl
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
 
-    shown, size, survives = drawn
-    there = band.places >= 0
-    places = np.where(there, band.places, 0)
-    values = np.where(there, shown[places], np.nan)
-    alpha, kept = np.where(there, size[places], 0.0), there & survives[places]
-    values, alpha, kept = _pool(values, alpha, kept)
-    colours = mpl.colormaps[_MAP](Normalize(-top, top)(values).filled(0.5))
+    colours = scale.to_rgba(np.ma.masked_invalid(cells.values))
     # Faint cells are mixed with the background here, so that hatching is not seen through them.
-    back = np.array(mpl.colors.to_rgb(ax.get_facecolor()))
-    colours[..., :3] = alpha[..., None] * colours[..., :3] + (1 - alpha[..., None]) * back
-    colours[..., 3] = np.isfinite(values)
-    whole = (-0.5, depth - 0.5, span[1], span[0])
-    if (there & ~np.isfinite(shown[places])).any():
-        ax.add_patch(
-            Rectangle(
-                (-0.5, span[0]), depth, span[1] - span[0], facecolor="#e4e4e4",
-                edgecolor="#bdbdbd", hatch="//////", linewidth=0, zorder=0,
-            )
-        )  # fmt: skip
-    ax.imshow(colours, extent=whole, aspect="auto", interpolation="nearest", zorder=1)
-    ax.add_patch(
-        Rectangle(
-            (-0.5, span[0]), depth, span[1] - span[0], fill=False, edgecolor="#cccccc",
-            linewidth=0.4, zorder=2,
+    back = np.array(to_rgb(ax.get_facecolor()))
+    strength = np.where(cells.there, cells.sizes, 0.0)[..., None]
+    colours[..., :3] = strength * colours[..., :3] + (1 - strength) * back
+    untested = cells.there & ~np.isfinite(cells.values)
+    colours[..., 3] = ~untested
+    wide = depth / cells.there.shape[1]
+    used = wide * (1 + int(np.flatnonzero(cells.there.any(0)).max(initial=0)))
+    frame = (-0.5, span[0]), used, span[1] - span[0]
+    if untested.any():
+        hatch = Rectangle(
+            *frame, facecolor="#e4e4e4", edgecolor="#bdbdbd", hatch="//////", linewidth=0, zorder=0
         )
-    )  # fmt: skip
-    _outline(ax, kept, span, depth)
+        ax.add_patch(hatch)
+    extent = (-0.5, depth - 0.5, span[1], span[0])
+    ax.imshow(colours, extent=extent, aspect="auto", interpolation="nearest", zorder=1)
+    ax.add_patch(Rectangle(*frame, fill=False, edgecolor="#cccccc", linewidth=0.4, zorder=2))
+    _outline(ax, cells.survives, span, wide)
 
 
-def _pool(
-    values: NDArray[np.float64], alpha: NDArray[np.float64], kept: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """At most so many rows: of neighbours the strongest; it is outlined if any of them survives."""
-    every = -(-len(values) // _MOST_ROWS)
-    if every <= 1:
-        return values, alpha, kept
-    parts = []
-    for at in range(0, len(values), every):
-        part = slice(at, at + every)
-        size = np.nan_to_num(np.abs(values[part]), nan=-1.0)
-        chosen = size.argmax(0), np.arange(values.shape[1])
-        parts.append((values[part][chosen], alpha[part].max(0), kept[part].any(0)))
-    first, second, third = zip(*parts, strict=True)
-    return np.stack(first), np.stack(second), np.stack(third)
-
-
-def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], depth: int) -> None:
+def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], wide: float) -> None:
     """Draw a line around what survives: wherever a cell that does meets one that does not."""
     from matplotlib.collections import LineCollection
 
     if not kept.any():
         return
-    rows, columns = kept.shape
     framed = np.pad(kept, 1)
-    high, wide = (span[1] - span[0]) / rows, depth / columns
+    high = (span[1] - span[0]) / len(kept)
     across = np.argwhere(framed[1:, 1:-1] != framed[:-1, 1:-1])
     down = np.argwhere(framed[1:-1, 1:] != framed[1:-1, :-1])
     lines = [
@@ -202,23 +253,22 @@ def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], depth
         [(x * wide - 0.5, span[0] + y * high), (x * wide - 0.5, span[0] + (y + 1) * high)]
         for y, x in down
     ]
-    ax.add_collection(LineCollection(lines, colors="black", linewidths=0.7, zorder=3))
+    thick = min(0.9, 72 * high / 4)  # in points: a line must leave its cell to be seen
+    drawn = LineCollection(lines, colors="black", linewidths=thick, zorder=3, clip_on=False)
+    ax.add_collection(drawn)
 
 
-def _draw_bar(ax: Axes, label: str, top: float) -> None:
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    low = 0.0 if label.startswith("square") else -top
-    scale = ScalarMappable(Normalize(low, top), _MAP)
-    bar = ax.figure.colorbar(scale, ax=ax, pad=0.015, fraction=0.035, aspect=30, extend="both")
-    bar.set_label(f"{label}\nfaint: small statistic; outlined: survives", fontsize=7.5)
+def _draw_bar(ax: Axes, label: str, scale: ScalarMappable) -> None:
+    extend = "max" if scale.norm.vmin == 0 else "both"
+    bar = ax.figure.colorbar(scale, ax=ax, pad=0.015, fraction=0.035, aspect=30, extend=extend)
+    bar.set_label(label, fontsize=7.5)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.outline.set_visible(False)
 
 
-def _write(ax: Axes, contrast: Contrast, wide: float) -> None:
+def _write(ax: Axes, contrast: Contrast, wide: float, pooled: str) -> None:
     lines = wrap(contrast.summary.partition(": ")[2], int(17 * wide))
+    lines += wrap(f"{_LEGEND}{pooled}", int(17 * wide))
     pad = 6 + 11 * len(lines)
     ax.set_title(
         escape(f"{contrast.model}: {contrast.question}" if contrast.model else contrast.question),

@@ -23,9 +23,10 @@ class Columns:
     Attributes:
         layer: (v,) the layer's name.
         module: (v,) the type of its module.
-        kind: (v,) "layer", "units", "head", "expert" or "unit".
-        start: (v,) its first unit; 0 for a layer.
+        kind: (v,) "layer", "units", "head", "expert", "unit" or "feature".
+        start: (v,) its first unit; 0 for a layer. Of a feature, its number.
         count: (v,) how many units it has; 0 for a layer.
+        label: (v,) the user's text for a feature, "" where there is none; None without features.
     """
 
     layer: NDArray[Any]
@@ -33,15 +34,20 @@ class Columns:
     kind: NDArray[Any]
     start: NDArray[np.int64]
     count: NDArray[np.int64]
+    label: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.layer)
 
     def __getitem__(self, where: Any) -> Columns:
         return Columns(
-            self.layer[where], self.module[where], self.kind[where], self.start[where],
-            self.count[where],
-        )  # fmt: skip
+            layer=self.layer[where],
+            module=self.module[where],
+            kind=self.kind[where],
+            start=self.start[where],
+            count=self.count[where],
+            label=None if self.label is None else self.label[where],
+        )
 
     @property
     def head(self) -> NDArray[np.int64]:
@@ -52,16 +58,22 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """What each is called: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]"."""
+        """What each is called: "mlp", "mlp[0:64]", "q_proj[head 3]", "mlp[17]", "L2[feature 5]"."""
         parts = zip(self.layer, self.kind, self.head, self.start, self.count, strict=True)
         return [_name(*part) for part in parts]
+
+    @property
+    def titles(self) -> list[str]:
+        """The names, with the labels of features after them: "L2[feature 5] capital cities"."""
+        labels = [""] * len(self) if self.label is None else self.label
+        return [f"{name} {label}".rstrip() for name, label in zip(self.names, labels, strict=True)]
 
 
 def _name(layer: str, kind: str, head: int, start: int, count: int) -> str:
     if kind == "layer":
         return layer
-    if kind in ("head", "expert"):
-        return f"{layer}[{kind} {head}]"
+    if kind in ("head", "expert", "feature"):
+        return f"{layer}[{kind} {start if kind == 'feature' else head}]"
     return f"{layer}[{start}]" if kind == "unit" else f"{layer}[{start}:{start + count}]"
 
 
@@ -72,17 +84,21 @@ class PromptTable:
     Attributes:
         names: (n,) what each prompt is called.
         groups: (n,) the condition of each.
-        pairs: (n,) what prompts of different conditions belong together by, or None.
+        pairs: (n,) what prompts of different conditions belong together by, None for a prompt that
+            has no pair; or None.
         values: (n, v) the mean over the chosen tokens; nan where there is none.
         columns: What was measured.
         counts: (n,) how many tokens were chosen.
         metric: What the values are.
-        level: "layer", "voxel", "head" or "unit".
+        level: "layer", "voxel", "head", "unit" or "feature".
         tokens: Which tokens count, in words.
         model: Whose values they are.
         places: (n,) where each prompt stands in its scans.
         vectors: Reads the mean vectors of prompts, where there are some.
         notes: What has to be known.
+        scans: The names of the folders that the prompts are from.
+        texts: (n,) the text of each, or its hash: what tells copies from prompts that happen to
+            have the same values. Empty where it is not known.
     """
 
     names: Sequence[str]
@@ -98,6 +114,8 @@ class PromptTable:
     places: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     vectors: VectorReader | None = None
     notes: list[str] = field(default_factory=list)
+    scans: tuple[str, ...] = ()
+    texts: Sequence[Any] = ()
 
     def rows(self, where: NDArray[Any]) -> PromptTable:
         """The table of some prompts."""
@@ -115,6 +133,8 @@ class PromptTable:
             places=self.places[where] if len(self.places) else self.places,
             vectors=self.vectors,
             notes=list(self.notes),
+            scans=self.scans,
+            texts=[self.texts[row] for row in where] if len(self.texts) else self.texts,
         )
 
 

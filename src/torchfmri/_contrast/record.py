@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import check_file, check_number
+from torchfmri._contrast.calibration import Calibration
+from torchfmri._contrast.direction import Direction
 from torchfmri._contrast.distributions import Doubles
+from torchfmri._contrast.peak import Peak
 from torchfmri._contrast.picture import plot_map
 from torchfmri._contrast.prompt_table import Columns
 from torchfmri._contrast.report import ContrastReport
 from torchfmri._contrast.saving import write_contrast
 from torchfmri._files import new_file
 from torchfmri._model import match_names, nearest_names
-from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri._text import Column, Grid, number_text, plural, printable
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from torchfmri._contrast.comparison import Trial
+    from torchfmri._contrast.second_level import Refit
 
 _PEAKS = 20
 _NAMES = {
@@ -39,87 +43,6 @@ _NAMES = {
 }
 
 
-class Peak(NamedTuple):
-    """One row of the table of a contrast.
-
-    Attributes:
-        layer: Its layer.
-        module: The type of the layer's module.
-        kind: "layer", "units", "head", "expert" or "unit".
-        head: The number of the head or expert; None for others.
-        unit: The first unit; None for a layer.
-        n_a: Prompts on the positive side.
-        n_b: Prompts on the negative side.
-        effect: The difference of the means, in the units of the metric.
-        g: Hedges g.
-        ci_low: Where its interval begins.
-        ci_high: Where it ends.
-        t: The statistic: t, or F.
-        dof: Its degrees of freedom.
-        p: The p-value.
-        q: The p-value adjusted as `height_control` says.
-        survives: Whether q is at most alpha.
-
-    Example:
-        >>> import torchfmri
-        >>> torchfmri.Peak._fields[:5]
-        ('layer', 'module', 'kind', 'head', 'unit')
-    """
-
-    layer: str
-    module: str
-    kind: str
-    head: int | None
-    unit: int | None
-    n_a: int
-    n_b: int
-    effect: float
-    g: float
-    ci_low: float
-    ci_high: float
-    t: float
-    dof: float
-    p: float
-    q: float
-    survives: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Direction:
-    """The difference of two conditions' mean vectors in a layer: something to steer with.
-
-    Attributes:
-        layer: Where it is to be added.
-        vector: (w,) the difference.
-        question: Which conditions it is of.
-        tokens: Over which tokens the means are.
-
-    Example:
-        >>> direction = Direction("mlp", np.array([3.0, 4.0]), "a - b", "all tokens")
-        >>> direction.norm
-        5.0
-        >>> np.linalg.norm(direction.random(2), axis=1).round(6).tolist()
-        [5.0, 5.0]
-    """
-
-    layer: str
-    vector: Doubles
-    question: str
-    tokens: str
-
-    @property
-    def norm(self) -> float:
-        """Its length."""
-        return float(np.linalg.norm(self.vector))
-
-    def random(self, number: int = 10, seed: int = 0) -> Doubles:
-        """(number, w) random directions of the same length: the control of what steering does."""
-        check_number("number", number, 1, "how many directions, such as 10")
-        drawn = np.random.default_rng(seed).normal(size=(number, len(self.vector)))
-        found: Doubles = drawn * (self.norm / np.linalg.norm(drawn, axis=1, keepdims=True))
-        return found
-
-
 @dataclass(frozen=True, eq=False)
 class Contrast:
     """What differs between conditions, and whether it can be believed.
@@ -129,33 +52,37 @@ class Contrast:
     Attributes:
         question: The contrast in words, such as "true - false".
         conditions: Those that are compared.
-        weights: (q, k) the weight of each condition in each of the contrasts.
-        test: "Welch t", "paired t", "F" or "GLM t".
+        weights: (q, k) the weight of each condition in each of the contrasts, as it was given.
+        test: "Welch t", "paired t" or "F", after "permutation" where p is from relabellings; "GLM
+            t" or "GLM F".
         alpha: The threshold.
         height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None.
         two_sided: Whether both directions count.
         metric: What was compared.
-        level: "layer", "voxel", "head" or "unit".
+        level: "layer", "voxel", "head", "unit" or "feature".
         tokens: Over which tokens of a prompt the values are averaged, in words.
         model: Whose values they are.
         prompts: Condition -> the names of its prompts.
         columns: What the columns are: layer, module, kind, first unit, number of units.
-        n_a: (v,) prompts with a value on the positive side.
-        n_b: (v,) on the negative side.
-        effect: (v,) the difference of the means; of an F-test, between the largest and smallest.
-        g: (v,) Hedges g: the difference in standard deviations over prompts.
+        n_a: (v,) prompts with a value on the positive side; of an F-test and a linear model, all.
+        n_b: (v,) on the negative side; 0 where there are no sides.
+        effect: (v,) the weighted sum of the means; of an F-test the largest mean less the smallest,
+            of one in a linear model the largest coefficient.
+        g: (v,) Hedges g: the effect in standard deviations over prompts, with the weights divided
+            by the sum of the positive ones.
         ci_low: (v,) where the interval of g begins, at the level 1 - alpha.
         ci_high: (v,) where it ends.
-        t: (v,) the statistic.
-        dof: (v,) its degrees of freedom.
-        dof_above: Those above, of an F-test.
+        statistic: (v,) t, or F; `t` and `f` name it.
+        dof: (v,) its degrees of freedom; of F, those of the denominator.
+        dof_num: The degrees of freedom of F's numerator; None for a t-test.
         p: (v,) the p-value; nan where nothing was tested.
         q: (v,) p adjusted as height_control says.
         p_max: (v,) p by the largest statistic of all columns, where labels were permuted.
         survives: (v,) whether q is at most alpha.
         permutations: How many relabellings were compared, 0 for none.
         notes: What has to be known: power, lengths, what was not tested and why.
-        calibration: (relabellings, how many of them found anything), once it was looked at.
+        calibration: How often shuffled labels found anything; None until `calibrate` looks.
+        scans: The names of the folders of the scans, as far as they are stored.
         trial: The prompts' own values, to test again with other labels; None after loading.
         stored: Layer -> (w,) the differences of the mean vectors, of a contrast that was loaded.
 
@@ -189,23 +116,49 @@ class Contrast:
     g: Doubles
     ci_low: Doubles
     ci_high: Doubles
-    t: Doubles
+    statistic: Doubles
     dof: Doubles
     p: Doubles
     q: Doubles
     survives: NDArray[np.bool_]
-    dof_above: int | None = None
+    dof_num: int | None = None
     p_max: Doubles | None = None
     permutations: int = 0
     notes: tuple[str, ...] = ()
-    calibration: tuple[int, int] | None = None
-    trial: Trial | None = None
+    calibration: Calibration | None = None
+    scans: tuple[str, ...] = ()
+    trial: Trial | Refit | None = None
     stored: Mapping[str, Doubles] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns)
 
+    @property
+    def is_f(self) -> bool:
+        """Whether it is an F-test, of several contrasts at once."""
+        return self.test.endswith("F")
+
+    @property
+    def t(self) -> Doubles:
+        """(v,) t; nan for an F-test, whose statistic is `f`."""
+        return np.full(len(self), np.nan) if self.is_f else self.statistic
+
+    @property
+    def f(self) -> Doubles:
+        """(v,) F; nan for a t-test, whose statistic is `t`."""
+        return self.statistic if self.is_f else np.full(len(self), np.nan)
+
     # -- tables ------------------------------------------------------------------------------
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """The columns of the table: those that this kind of test has."""
+        sides = ("n",) if self.is_f or self.test.startswith("GLM") else ("n_a", "n_b")
+        size = ("effect",) if self.is_f else ("effect", "g", "ci_low", "ci_high")
+        statistic = ("f", "dof_num", "dof") if self.is_f else ("t", "dof")
+        label = () if self.columns.label is None else ("label",)
+        first = ("layer", "module", "kind", "head", "unit", *label)
+        return (*first, *sides, *size, *statistic, *_LAST)
 
     def peaks(self, number: int | None = _PEAKS, layers: str = "*") -> list[Peak]:
         """The rows of the table, the smallest p first; those without p by the size of g or effect.
@@ -226,7 +179,9 @@ class Contrast:
         if not found:
             raise LayerNotFoundError(layers, nearest_names(layers, own), len(own), "scan.layers")
         size = np.nan_to_num(np.abs(np.where(np.isnan(self.g), self.effect, self.g)), nan=-1.0)
-        order = np.lexsort((-size, -np.nan_to_num(np.abs(self.t)), np.nan_to_num(self.p, nan=2.0)))
+        order = np.lexsort(
+            (-size, -np.nan_to_num(np.abs(self.statistic)), np.nan_to_num(self.p, nan=2.0))
+        )
         order = order[np.isin(self.columns.layer[order], np.array(found, object))]
         return [int(index) for index in order[:number]]
 
@@ -234,17 +189,27 @@ class Contrast:
         """One row of the table."""
         columns, head = self.columns, int(self.columns.head[index])
         kind = str(columns.kind[index])
+        n_a, n_b = int(self.n_a[index]), int(self.n_b[index])
+        has_sides = "n_a" in self.headings
         return Peak(
             layer=str(columns.layer[index]),
             module=str(columns.module[index]),
             kind=kind,
             head=head if head >= 0 else None,
             unit=None if kind == "layer" else int(columns.start[index]),
-            n_a=int(self.n_a[index]),
-            n_b=int(self.n_b[index]),
+            n=n_a + n_b,
+            n_a=n_a if has_sides else None,
+            n_b=n_b if has_sides else None,
+            dof_num=self.dof_num,
             survives=bool(self.survives[index]),
+            label="" if columns.label is None else str(columns.label[index]),
             **{name: float(getattr(self, name)[index]) for name in _FLOATS},
         )
+
+    def tidy(self, places: Iterable[int]) -> list[dict[str, Any]]:
+        """Rows of the table as mappings, for JSON: None stands for what is not finite."""
+        rows = (self.row(place)._asdict() for place in places)
+        return [{name: _finite(row[name]) for name in self.headings} for row in rows]
 
     def to_dataframe(self) -> pandas.DataFrame:
         """The whole table, tidy: a row per column of the contrast, in model order. Needs pandas.
@@ -267,12 +232,15 @@ class Contrast:
             "kind": self.columns.kind,
             "head": pandas.array(head, "Int64"),
             "unit": pandas.array(self.columns.start, "Int64"),
+            "label": self.columns.label,
+            "n": self.n_a + self.n_b,
             "n_a": self.n_a,
             "n_b": self.n_b,
             **{name: getattr(self, name) for name in _FLOATS},
+            "dof_num": self.dof_num,
             "survives": self.survives,
         }
-        table = pandas.DataFrame(data)
+        table = pandas.DataFrame({name: data[name] for name in self.headings})
         table.loc[head < 0, "head"] = pandas.NA
         table.loc[whole, "unit"] = pandas.NA
         return table
@@ -285,10 +253,9 @@ class Contrast:
         """
         target = check_file("path", path)
         if target.suffix == ".json":
-            rows = [peak._asdict() for peak in map(self.row, range(len(self)))]
-            finite = [{k: _finite(v) for k, v in row.items()} for row in rows]
+            rows = self.tidy(range(len(self)))
             with new_file(target) as new:
-                new.write_text(json.dumps(finite, ensure_ascii=False), encoding="utf-8")
+                new.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
             return
         if target.suffix not in (".csv", ".parquet"):
             raise InspectionError(
@@ -319,24 +286,31 @@ class Contrast:
     def grid(self, number: int = _PEAKS) -> Grid:
         """The peaks, for terminals and pages."""
         places = self.ranked(number)
-        peaks, names = [self.row(each) for each in places], self.columns[places].names
+        peaks, names = [self.row(each) for each in places], self.columns[places].titles
         columns = [
             Column("effect", [number_text(peak.effect) for peak in peaks], 4),
-            Column("g", [number_text(peak.g) for peak in peaks], 5),
-            Column(
-                f"{1 - self.alpha:.0%} interval",
-                [_interval(peak.ci_low, peak.ci_high) for peak in peaks],
-                2,
-            ),
-            Column(
-                "F" if self.test.endswith("F") else "t", [number_text(peak.t) for peak in peaks], 6
-            ),
+            *self._size_columns(peaks),
             Column("p", [number_text(peak.p) for peak in peaks], 3),
             Column("q", [number_text(peak.q) for peak in peaks], 7),
             Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
         ]
         kept = frozenset(row for row, peak in enumerate(peaks) if peak.survives)
         return Grid(self.summary, self.level, names, columns, self.notes, kept)
+
+    def _size_columns(self, peaks: list[Peak]) -> list[Column]:
+        """What the table says of a statistic: t with g and its interval, or F with its dof."""
+        if self.is_f:
+            freedom = [f"{peak.dof_num}, {number_text(peak.dof)}" for peak in peaks]
+            return [
+                Column("f", [number_text(peak.f) for peak in peaks], 6),
+                Column("dof", freedom, 2),
+            ]
+        between = [_interval(peak.ci_low, peak.ci_high) for peak in peaks]
+        return [
+            Column("g", [number_text(peak.g) for peak in peaks], 5),
+            Column(f"{100 * (1 - self.alpha):g}% interval of g", between, 2),
+            Column("t", [number_text(peak.t) for peak in peaks], 6),
+        ]
 
     @property
     def summary(self) -> str:
@@ -350,11 +324,12 @@ class Contrast:
         tested = int((~np.isnan(self.p)).sum())
         if not tested:
             return f"{self.question}: {of}; {groups}; effects only"
-        said = f"{self.question}: {of}; {groups}; {self.test} over prompts"
+        side = "" if self.two_sided or self.is_f else "one-sided "
+        said = f"{self.question}: {of}; {groups}; {side}{self.test} over prompts"
         control = {
             "fdr": "false discovery rate",
-            "bonferroni": "family-wise error (Bonferroni)",
-            "max": "family-wise error (largest statistic)",
+            "bonferroni": "family-wise error by Bonferroni",
+            "max": "family-wise error by the largest statistic",
             "fpr": "error of each test, uncorrected",
         }.get(str(self.height_control))
         if control is None:
@@ -365,7 +340,7 @@ class Contrast:
         )
 
     def __repr__(self) -> str:
-        return f"<Contrast: {self.summary}>"
+        return f"<Contrast: {printable(self.summary)}>"
 
     def _repr_html_(self) -> str:
         return self.grid().html()
@@ -379,6 +354,12 @@ class Contrast:
         Raises:
             InspectionError: There are no mean vectors for these tokens; the message says why.
         """
+        if self.is_f:
+            raise InspectionError(
+                f"An F-test asks several things at once ({self.question}), so there is no single "
+                "direction. Make a contrast of one of them, such as "
+                f"scan.contrast({self.question.split('; ')[0]!r}, ...)."
+            )
         if self.trial is not None:
             return self.trial.differences()
         if not self.stored:
@@ -406,15 +387,31 @@ class Contrast:
         again, so many times. Of a test that is right, a share of alpha finds something.
 
         Raises:
-            InspectionError: The contrast was loaded, or nothing was tested.
+            InspectionError: The contrast was loaded, nothing was tested, or many tests are
+                uncorrected.
         """
         check_number("draws", draws, 1, "how many relabellings, such as 200")
-        if self.trial is None or np.isnan(self.p).all() or self.height_control is None:
+        if np.isnan(self.p).all() or self.height_control is None:
             raise InspectionError(
-                "There is nothing to calibrate: this contrast was loaded from a file, or has no "
-                "tests. Compute it from its scan."
+                "There is nothing to calibrate: this contrast has "
+                + ("no p-values." if np.isnan(self.p).all() else "no threshold.")
             )
-        return replace(self, calibration=(draws, self.trial.calibrate(draws, seed)))
+        if self.trial is None:
+            raise InspectionError(
+                "There is nothing to calibrate: this contrast was loaded from a file, and the "
+                "prompts' own values are in the scan. Compute it from there."
+            )
+        tests = int((~np.isnan(self.p)).sum())
+        if self.height_control == "fpr" and tests > 1:
+            raise InspectionError(
+                f"There is nothing to calibrate: height_control='fpr' bounds the error of each of "
+                f"{tests:,} tests, so some find something in almost every relabelling. Choose "
+                "'fdr', 'bonferroni' or 'max'."
+            )
+        path = f"{self.test} by {self.level}, {self.height_control}"
+        found = self.trial.calibrate(draws, seed)
+        calibration = Calibration(path=path, draws=draws, found=found, alpha=self.alpha)
+        return replace(self, calibration=calibration)
 
     def plot_contrast(self, *, ax: Axes | None = None) -> Axes:
         """The map: kinds of layers down, depth across; colour is g, what survives is outlined.
@@ -440,7 +437,8 @@ class Contrast:
         write_contrast(self, check_file("path", path))
 
 
-_FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "dof", "p", "q")
+_FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "f", "dof", "p", "q")
+_LAST = ("p", "q", "survives")
 
 
 def _finite(value: Any) -> Any:

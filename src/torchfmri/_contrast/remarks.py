@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchfmri._contrast.distributions import normal_quantile, t_quantile, t_tail
+from torchfmri._contrast.distributions import t_power, t_tail
 from torchfmri._contrast.group_tests import Tested
 from torchfmri._contrast.permutations import Permuted
 from torchfmri._contrast.prompt_table import PromptTable
 from torchfmri._text import plural
+
+if TYPE_CHECKING:
+    from torchfmri._contrast.comparison import Trial
 
 FEW = 5
 """Fewer prompts in a group than this are called few."""
 _POWER = 0.8
 
 
-def detectable(n_a: int, n_b: int, alpha: float, *, is_paired: bool = False) -> float:
-    """The smallest g that a two-sided test finds in four of five experiments; nan for one prompt.
+def detectable(
+    n_a: int, n_b: int, alpha: float, *, is_paired: bool = False, two_sided: bool = True
+) -> float:
+    """The smallest g that a test finds in four of five experiments; nan for one prompt.
 
     Example:
         >>> round(detectable(20, 20, 0.05), 2)
@@ -28,29 +34,38 @@ def detectable(n_a: int, n_b: int, alpha: float, *, is_paired: bool = False) -> 
     dof = n_a - 1 if is_paired else n_a + n_b - 2
     if dof < 1 or min(n_a, n_b) < 2:
         return math.nan
-    spread = 1 / n_a if is_paired else 1 / n_a + 1 / n_b
-    return (t_quantile(1 - alpha / 2, dof) + normal_quantile(_POWER)) * math.sqrt(spread)
+    low, high = 0.0, 1.0
+    while t_power(high, dof, alpha, two_sided=two_sided) < _POWER:
+        low, high = high, 2 * high
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        enough = t_power(middle, dof, alpha, two_sided=two_sided) >= _POWER
+        low, high = (low, middle) if enough else (middle, high)
+    return high * math.sqrt(1 / n_a if is_paired else 1 / n_a + 1 / n_b)
 
 
-def remarks_of(
-    table: PromptTable,
-    conditions: Sequence[str],
-    tested: Tested,
-    permuted: Permuted | None,
-    alpha: float,
-    is_paired: bool,
-) -> list[str]:
+def remarks_of(trial: Trial, tested: Tested, permuted: Permuted | None) -> list[str]:
     """The notes of a contrast, the most important first."""
-    groups = table.groups.astype(str)
-    counts = {condition: int((groups == condition).sum()) for condition in conditions}
+    table, conditions, alpha = trial.table, trial.conditions, trial.options.alpha
+    counts = _prompts_that_count(trial)
     return [
         *_about_copies(table, conditions),
-        *_about_power(counts, len(table.columns), alpha, is_paired),
+        *_about_power(trial, counts, int((~np.isnan(tested.p)).sum())),
         *_about_permutations(permuted, alpha),
         *_about_lengths(table, conditions),
-        *_about_columns(table, tested, permuted),
+        *_about_columns(table, tested, permuted, few=min(counts.values()) < 2),
         *table.notes,
     ]
+
+
+def _prompts_that_count(trial: Trial) -> dict[str, int]:
+    """Condition -> how many of its prompts have a chosen token, of pairs: both of them."""
+    chosen = trial.table.counts > 0
+    if trial.is_paired:
+        first, second = np.split(chosen, 2)
+        chosen = np.tile(first & second, 2)
+    groups = trial.table.groups.astype(str)
+    return {each: int((chosen & (groups == each)).sum()) for each in trial.conditions}
 
 
 def _about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
@@ -58,8 +73,9 @@ def _about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
     groups = table.groups.astype(str)
     said = []
     for condition in conditions:
-        rows = table.values[groups == condition]
-        different = len({np.ascontiguousarray(row).tobytes() for row in rows})
+        rows = np.flatnonzero((groups == condition) & (table.counts > 0))
+        texts = table.texts if len(table.texts) else np.zeros(len(groups), bool)
+        different = len({(texts[row], table.values[row].tobytes()) for row in rows.tolist()})
         if different < len(rows):
             said.append(f"{different} of {len(rows)} prompts of {condition!r}")
     if not said:
@@ -68,23 +84,31 @@ def _about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
     return [f"{text}. Copies make everything look certain: leave them out"]
 
 
-def _about_power(counts: dict[str, int], tests: int, alpha: float, is_paired: bool) -> list[str]:
+def _about_power(trial: Trial, counts: dict[str, int], tests: int) -> list[str]:
     single = [condition for condition, count in counts.items() if count < 2]
     if single:
+        most = max(counts[condition] for condition in single)
         said = (
-            f"effects only, no p-values: {' and '.join(map(repr, single))} has one prompt, and one "
+            f"effects only, no p-values: {' and '.join(map(repr, single))} "
+            f"{'has' if len(single) == 1 else 'have'} "
+            f"{'one prompt' if most else 'no prompt with a chosen token'}, and one "
             "prompt does not say how much prompts of its kind differ among themselves"
         )
         return [said]
+    if not tests:  # the note on columns says why
+        return []
     first, *others = counts.values()
+    alpha = trial.options.alpha
+    two_sided = trial.options.two_sided or trial.dof_num is not None
     alone, corrected = (
-        detectable(first, min(others), each, is_paired=is_paired)
+        detectable(first, min(others), each, is_paired=trial.is_paired, two_sided=two_sided)
         for each in (alpha, alpha / max(tests, 1))
     )
     least = min(counts.values())
+    between = "between two of these conditions, " if len(counts) > 2 else ""
     said = (
-        f"effects of g = {alone:.2f} are found in four of five experiments by a single test, of "
-        f"g = {corrected:.2f} after Bonferroni for {plural(tests, 'test')}"
+        f"{between}effects of g = {alone:.2f} are found in four of five experiments by a single "
+        f"test, of g = {corrected:.2f} after Bonferroni for {plural(tests, 'test')}"
     )
     if least < FEW:
         few = f"little power: with {plural(least, 'prompt')} in a group, only "
@@ -95,10 +119,11 @@ def _about_power(counts: dict[str, int], tests: int, alpha: float, is_paired: bo
 def _about_permutations(permuted: Permuted | None, alpha: float) -> list[str]:
     if permuted is None or not permuted.number:
         return []
-    least = 1 / permuted.number
     which = "all" if permuted.exact else "drawn at random, the true one among them"
-    said = [f"{plural(permuted.number, 'relabelling')} ({which}): no p is below {least:.2g}"]
-    if least > alpha:
+    said = [
+        f"{plural(permuted.number, 'relabelling')} ({which}): no p is below {permuted.least:.2g}"
+    ]
+    if permuted.least > alpha:
         said.append(
             f"nothing can survive at alpha = {alpha:g}: there are only {permuted.number} ways to "
             "label these prompts. Scan more prompts."
@@ -130,16 +155,21 @@ def _about_lengths(table: PromptTable, conditions: Sequence[str]) -> list[str]:
     return said
 
 
-def _about_columns(table: PromptTable, tested: Tested, permuted: Permuted | None) -> list[str]:
+def _about_columns(
+    table: PromptTable, tested: Tested, permuted: Permuted | None, *, few: bool
+) -> list[str]:
+    """Columns that were not tested, or with fewer prompts; `few`: no column could be tested."""
     total = tested.n_a + tested.n_b
     known = int(total.max(initial=0))
+    untested = np.isnan(tested.statistic)
     none = total == 0
     partly = (total > 0) & (total < known)
-    constant = ~none & np.isnan(tested.t) & (total == known) & (known > 2)
+    constant = ~none & untested & (total == known) & (not few)
     said = []
     for what, which in (
         ("have no value and are not tested", none),
-        ("lack finite values for some prompts, which are left out there", partly),
+        ("lack finite values for so many prompts that they are not tested", partly & untested),
+        ("lack finite values for some prompts, which are left out there", partly & ~untested),
         ("do not vary within the conditions: an effect, but no test", constant),
     ):
         if which.any():

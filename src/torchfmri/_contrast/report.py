@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchfmri._arguments import check_file
 from torchfmri._files import new_file
-from torchfmri._text import plural
 
 if TYPE_CHECKING:
     from torchfmri._contrast.record import Contrast
@@ -95,11 +94,9 @@ class ContrastReport:
                 "Not looked at. contrast.calibrate() shuffles the labels of these prompts and runs "
                 "the whole path again, 200 times, to see how often it finds something in nothing."
             )
-        draws, found = contrast.calibration
         return (
-            f"With the labels of these prompts shuffled, {found} of {plural(draws, 'relabelling')} "
-            f"found anything ({found / draws:.1%}; {contrast.alpha:.0%} are expected of a test "
-            "that is right, fewer of one that is cautious)."
+            "The labels of these prompts were shuffled and the whole path was run again. "
+            f"{contrast.calibration}. A cautious test finds something in fewer."
         )
 
     def save_as_html(self, path: str | PathLike[str]) -> None:

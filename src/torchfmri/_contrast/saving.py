@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._files import Column, new_file, plain, to_json, write_tensors
+from torchfmri._files import Column, new_file, seal, write_tensors
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORMAT = "torchfmri-contrast"
 VERSION = 1
-FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "dof", "p", "q")
+FLOATS = ("effect", "g", "ci_low", "ci_high", "statistic", "dof", "p", "q")
 PLAIN = (
     "question",
     "conditions",
@@ -31,10 +31,11 @@ PLAIN = (
     "tokens",
     "model",
     "prompts",
-    "dof_above",
+    "dof_num",
     "permutations",
     "notes",
     "calibration",
+    "scans",
 )
 """What stands in the header as JSON."""
 
@@ -67,7 +68,11 @@ def write_contrast(contrast: Contrast, path: Path) -> None:
     for layer, vector in differences.items():
         tensors[f"difference/{layer}"] = np.asarray(vector, "<f8")
     record = {name: getattr(contrast, name) for name in PLAIN}
+    if contrast.calibration is not None:
+        record["calibration"] = contrast.calibration._asdict()
     record |= {"layers": layers, "modules": modules, "kinds": kinds}
+    if columns.label is not None:
+        record["labels"] = [str(each) for each in columns.label]
     tags = {"f": "F64", "i": "I64", "b": "BOOL"}
     parts = {
         name: Column(tags[each.dtype.kind], [np.ascontiguousarray(each)])
@@ -76,7 +81,7 @@ def write_contrast(contrast: Contrast, path: Path) -> None:
     header = {
         "format": FORMAT,
         "version": str(VERSION),
-        "record": to_json(plain(record, "The contrast")),
+        "record": seal(record, "The contrast").decode(),
     }
     with new_file(path) as new:
         write_tensors(new, parts, header)

@@ -9,9 +9,8 @@ from typing import Any
 
 from torchfmri._capture import LOSS
 from torchfmri._cost.growth import Growth
-from torchfmri._model import nearest_names
+from torchfmri._model import not_found
 from torchfmri._text import Column, Grid, bytes_text, flops_text, layer_label, seconds_text, star
-from torchfmri.exceptions import LayerNotFoundError
 
 _LINES_BEFORE_FOLDING = 40
 
@@ -135,8 +134,7 @@ class Cost(Mapping[str, LayerCost]):
 
     def __getitem__(self, layer: str) -> LayerCost:
         if layer not in self.layers:
-            names = [name for name in self.layers if name]
-            raise LayerNotFoundError(layer, nearest_names(layer, names), len(names))
+            raise not_found(layer, filter(None, self.layers), "list(cost.layers)")
         return self.layers[layer]
 
     def __iter__(self) -> Iterator[str]:

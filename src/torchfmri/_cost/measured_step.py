@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_module
 from torchfmri._model import (
+    WITH_TARGET,
     Loss,
     arguments_for,
     compiled_code_as_eager,
@@ -49,8 +50,9 @@ class Step:
         check_module("model", self.model)
         if isinstance(self.data, list):
             raise InspectionError(
-                f"data is a list of {len(self.data)}. For [x, y] give data=x, target=y; for "
-                "several positional arguments a tuple; for a model that takes a list (data,)."
+                f"data is a list of {len(self.data)}. For several positional arguments pass a "
+                "tuple, and for a model that takes a list pass (data,). For [x, y] pass x as the "
+                f"data, and {WITH_TARGET}."
             )
         tensors = [each.tensor for each in flatten(self.data)]
         if not tensors:

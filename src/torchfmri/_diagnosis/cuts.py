@@ -44,6 +44,18 @@ UPDATE_JUMP = Cut(
     10.0, "update / weight over its median before (above 0.1, the loss not seen)", True,
     "schedules change it by little from step to step; warm restarts stay below 0.1",
 )  # fmt: skip
+UPDATE_ALONE = Cut(
+    10.0, "update / weight of one step that is followed by steps of the usual size", True,
+    "the weights are ten times as large afterwards: nothing is left of what was learnt",
+)  # fmt: skip
+OUTSIDE_GROWTH = Cut(
+    10.0, "size of a parameter over what the last update explains", True,
+    "nothing but the optimizer should write to them; loading other weights changes their size less",
+)  # fmt: skip
+OUTSIDE_SUM = Cut(
+    2.0, "growth of a parameter that no update explains, over at least 3 steps", True,
+    "weights that are exchanged and put back, or kept at a size, do not grow in sum",
+)  # fmt: skip
 UPDATE_LOW = Cut(
     1e-6, "update / weight per step, median over the matrices", False,
     "a million steps to change a weight once; fine-tuning at lr 1e-6 still has 5e-5",

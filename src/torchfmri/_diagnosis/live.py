@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class LiveDiagnosis:
         found = list(self._known.values())
         if origins:
             found = [each for each in found if not each.problem.startswith("nonfinite")]
-        return fold([*found, *origins])
+        return fold([*found, *_once_each(origins)])
 
     def known(self) -> list[Finding]:
         """The findings made so far, in the order in which they were made; looks at nothing."""
@@ -95,6 +96,30 @@ class LiveDiagnosis:
                     continue
                 self._known[key] = replace(each, consequences=())  # they are known by themselves
                 self._fresh.append(each)
+
+
+def _once_each(origins: Sequence[Finding]) -> list[Finding]:
+    """Each of these once, with a remark on later steps where it was the same again.
+
+    It is the same where the same weights are not finite, or where the same layers are and nobody
+    looked for the origin.
+    """
+    found: dict[tuple[Any, ...], list[Finding]] = {}
+    for number, each in enumerate(origins):
+        key: tuple[Any, ...] = (each.problem, each.evidence.get("parameter"), each.layers)
+        if "operation" in each.evidence and key[1] is None:
+            key = (number,)
+        found.setdefault(key, []).append(each)
+    return [
+        same[0]
+        if len(same) == 1
+        else replace(
+            same[0],
+            text=f"{same[0].text} It was the same in {len(same) - 1} later step"
+            f"{'s' if len(same) > 2 else ''}, up to step {same[-1].step}.",
+        )
+        for same in found.values()
+    ]
 
 
 _ONCE = frozenset(

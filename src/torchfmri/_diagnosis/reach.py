@@ -62,7 +62,7 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
 
 
 def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
-    """The same as a Monitor sees it: layers that run, with matrices that never get a gradient."""
+    """Find cut graphs in a Monitor's view: layers run, and their matrices never get a gradient."""
     trace = seen.trace
     if len(trace) < _LEAST_STEPS or not trace.names("parameter_gradients"):
         return

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from torchfmri._diagnosis import depth, wiring
+from torchfmri._diagnosis import jumps as jumping
 from torchfmri._diagnosis import loss as comparing
 from torchfmri._diagnosis import norm_layers as normalising
 from torchfmri._diagnosis import optimizer_settings as grouping
@@ -29,7 +30,7 @@ Diagnose = Callable[[Observation], Iterator[Finding]]
 
 
 DIAGNOSES: tuple[Diagnose, ...] = (
-    origin, nonfinite_in_trace, outlier_batch,
+    origin, nonfinite_in_trace, outlier_batch, jumping.changed_outside,
     judging.unscaled_inputs, judging.unscaled_targets, judging.duplicate_samples,
     judging.unshuffled_data, judging.padding_in_loss, judging.padding_row, judging.init_too_large,
     judging.initial_loss, judging.half_headroom, judging.half_underflow,
@@ -55,7 +56,8 @@ DIAGNOSES: tuple[Diagnose, ...] = (
 )  # fmt: skip
 
 LIVE: tuple[Diagnose, ...] = (
-    nonfinite_in_trace, outlier_batch, reaching.graph_cut, wiring.missing_from_optimizer,
+    nonfinite_in_trace, outlier_batch, jumping.changed_outside, reaching.graph_cut,
+    wiring.missing_from_optimizer,
     wiring.frozen_layer, wiring.shared_module, wiring.stale_gradients, judging.half_headroom,
     depth.vanishing_gradients, depth.exploding_gradients, depth.activation_growth,
     flowing.dead_layer, optimizing.learning_rate_too_high, optimizing.diverging_loss,
@@ -64,7 +66,7 @@ LIVE: tuple[Diagnose, ...] = (
     updating.cleared_gradients, updating.updates_undone, updating.learning_rate_ended,
     updating.stopped_training, optimizing.loss_spike,
 )  # fmt: skip
-"""Those that need nothing but the statistics of a Monitor."""
+"""The diagnoses that need nothing but the statistics of a Monitor."""
 
 _NONFINITE = (
     "nonfinite_forward", "nonfinite_loss", "nonfinite_backward", "nonfinite_update",
@@ -79,6 +81,9 @@ CAUSES: dict[str, tuple[str, ...]] = {
     # Cause -> what it leads to; the first cause in this order takes what is there.
     "nonfinite_data": (*_NONFINITE, "loss_spike", "diverging_loss", "representation_collapse"),
     "outlier_batch": ("learning_rate_too_high", "updates_lost", *_SIZES, *_NONFINITE),
+    "weights_changed_outside": (
+        "outlier_batch", "learning_rate_too_high", "updates_lost", *_SIZES, *_NONFINITE,
+    ),
     **dict.fromkeys(_NONFINITE, ("init_too_large", "unscaled_inputs", *_SIZES)),
     "inverted_loss": ("learning_rate_too_high", *_SIZES, *_NONFINITE),
     "logits_as_log_probabilities": ("learning_rate_too_high", *_SIZES, *_NONFINITE),
@@ -102,7 +107,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
         "logits_too_small",
         "updates_lost", "dead_units", "representation_collapse", "learning_rate_too_low",
     ),
-    "learning_rate_too_high": (*_SIZES, *_NONFINITE, "routing_collapse"),
+    "learning_rate_too_high": (*_SIZES, *_NONFINITE, "routing_collapse", "updates_lost"),
     "diverging_loss": (*_NONFINITE, "loss_spike"),
     "initial_loss": (
         "clipping_hides_explosion", "learning_rate_too_high", "diverging_loss", "dead_units",
@@ -219,6 +224,8 @@ def _order(finding: Finding) -> tuple[int, int, int]:
     if step == 0 and finding.problem in ("outlier_batch", *_NONFINITE):
         step = -1  # nothing was trained yet: what the numbers do by themselves comes first
     place = list(CAUSES).index(finding.problem) if finding.problem in CAUSES else len(CAUSES)
+    if finding.problem == "weights_changed_outside":
+        return step, -1, place  # before the step began
     return step, PHASES.index(finding.phase), place
 
 

@@ -19,6 +19,8 @@ SMALL_GAIN = 0.2
 """rms x sqrt(fan in) below which a layer makes signals a fifth of what they were."""
 _EQUAL = 1e-3
 _APART = 1.1
+_SCALED, _SOME = 0.2, 0.1
+"""A GradScaler's scale is 8 or more; a tenth of factors that are no scale would be chance."""
 LEAST_STEPS = 10
 _LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
 
@@ -177,10 +179,22 @@ def clip_factors(seen: Observation) -> Floats:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a row of nan
         apart = np.nanmax(found, axis=1) > _APART * np.nanmin(found, axis=1)
-    # Clipping multiplies all by the same; a graph that is run through twice does not.
-    if np.mean(apart) > 0.5:
+    factors: Floats = np.where(apart, math.nan, row_medians(found))
+    # Clipping multiplies all by the same; a graph that is run through twice does not. A GradScaler
+    # that the Monitor was not given divides by a power of two, in every step that is not clipped.
+    if np.mean(apart) > 0.5 or _is_unscaled(factors):
         return np.full(len(seen.trace), math.nan)
-    return np.where(apart, math.nan, row_medians(found))
+    return factors
+
+
+def _is_unscaled(factors: Floats) -> bool:
+    """Whether some of these are the inverse of a GradScaler's scale."""
+    small = factors[np.isfinite(factors) & (factors > 0) & (factors < _SCALED)]
+    if not len(small):
+        return False
+    powers = np.log2(small)
+    exact = np.abs(powers - np.round(powers)) < _EQUAL
+    return bool(exact.mean() > _SOME)
 
 
 def gains(seen: Observation) -> dict[str, float]:

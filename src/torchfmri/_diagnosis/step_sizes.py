@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.jumps import update_jump
+from torchfmri._diagnosis.losses_around import is_worse, loss_around
 from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
@@ -28,8 +31,8 @@ _MILLIONFOLD = 1e4
 
 
 def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
-    """Updates that replace the weights, of all while the loss does not fall, or of one group."""
-    found = next(_too_high(seen), None)
+    """Updates that replace the weights: one of them, all while the loss is high, or of a group."""
+    found = next(chain(update_jump(seen), _too_high(seen)), None)
     if found is not None:
         yield found
     else:
@@ -52,7 +55,7 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
         stuck = is_stuck(seen) or seen.origin is not None
         if int(large[place : place + _WINDOW].sum()) < _SUSTAINED or not (replaced or stuck):
             continue
-        before, after = _loss_around(seen.trace.loss, place)
+        before, after = loss_around(seen.trace.loss, place)
         yield Finding(
             "learning_rate_too_high", "alarm" if stuck else "warn", group.layers, "optimizer",
             int(seen.trace.steps[place]),
@@ -84,8 +87,8 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
         ends_soon = turned is not None and place < turned <= place + _WINDOW
         if not (sustained or replaced or ends_soon):
             continue
-        before, after = _loss_around(loss, int(place))
-        if not lost and not _is_worse(before, after):
+        before, after = loss_around(loss, int(place))
+        if not lost and not is_worse(before, after):
             continue
         replacing = bool((ahead > cuts.UPDATE_REPLACED.value).any())
         # A restart loses some of what was learnt, and learns it again.
@@ -192,14 +195,6 @@ def _first_mover(seen: Observation, place: int) -> tuple[str, float, int]:
     return "", math.nan, 0
 
 
-def _loss_around(loss: Floats, place: int) -> tuple[float, float]:
-    """The loss before a step, and the typical loss at the end."""
-    after = loss[place + 1 :]
-    third = max(1, len(after) // 3)
-    earlier = loss[max(0, place - 4) : place + 1]
-    return median(earlier), median(after[-third:])
-
-
 def _lasts(ratios: Floats) -> bool:
     """Whether most steps are too large; the first of Adam, or of a restart, are for a while."""
     large = int((ratios > cuts.UPDATE_HIGH.value).sum())
@@ -207,21 +202,13 @@ def _lasts(ratios: Floats) -> bool:
 
 
 def _is_better(first: float, after: float) -> bool:
-    return math.isfinite(first) and math.isfinite(after) and not _is_worse(first, after)
+    return math.isfinite(first) and math.isfinite(after) and not is_worse(first, after)
 
 
 def _cannot_be_right(ratios: Floats, place: int, ratio: float) -> bool:
     """What needs no loss to be judged: weights replaced at each step, or a sudden jump."""
     usual = median(ratios[:place]) if place >= _WINDOW else math.inf
     return ratio > cuts.UPDATE_REPLACED.value or ratio > cuts.UPDATE_JUMP.value * usual
-
-
-def _is_worse(before: float, after: float) -> bool:
-    if not math.isfinite(before) or not math.isfinite(after):
-        return not math.isfinite(before)
-    if before <= 0:
-        return after > before
-    return after > cuts.LOSS_NOT_BETTER.value * before
 
 
 def _factor(ratio: float) -> str:

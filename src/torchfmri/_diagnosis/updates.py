@@ -24,8 +24,11 @@ _SUSTAINED = 3
 _WINDOW = 5
 _LEAST_STEPS = 10
 _STOPPED = 3
+_OUTGROWN = 1e3
+"""Weights that grew so much in a step leave usual updates of 0.1 % below three digits more."""
 _LIMITS = (0.1, 10.0)
 """Between these is where gradients are clipped usually, by their norm."""
+_POWER = 1e-2
 
 
 def updates_lost(seen: Observation) -> Iterator[Finding]:
@@ -123,11 +126,13 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
         )  # fmt: skip
         return
     if left < cuts.CLIPPED_NORM.value:
+        cause, advice = _why_so_little(seen, left)
         yield Finding(
             "clipping_too_strong", "alarm", (), "backward", first,
-            f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(clipped.mean())} "
-            f"of the steps and leaves a norm of {left:.2g}: it is the limit that is too low.",
-            "Clip at 0.1 to 10 (1 is usual), and at a norm rather than at a value.",
+            f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
+            f"{factor:.2g} on {percent(clipped.mean())} of the steps, which leaves a norm of "
+            f"{left:.2g}: {cause}.",
+            advice,
             {"clip_factor": factor, "norm_left": left},
         )  # fmt: skip
         return
@@ -139,6 +144,27 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
         "initialisation) before you clip; a healthy run is clipped now and then.",
         {"clip_factor": factor, "share_of_steps": float(clipped.mean())},
     )  # fmt: skip
+
+
+def _why_so_little(seen: Observation, left: float) -> tuple[str, str]:
+    """What leaves so small a norm, and what to do: a low limit, or a scale that nobody told of."""
+    lower = "Clip at 0.1 to 10 (1 is usual), and at a norm rather than at a value."
+    if math.isfinite(median(seen.trace.scalar("gradient_scale"))):
+        return "it is the limit that is too low", lower
+    power = math.log2(left) if left > 0 else math.nan
+    is_power = abs(power - round(power)) < _POWER if math.isfinite(power) else False
+    likely = f" ({left:.3g} is 1 / {2 ** -round(power):,}, a usual scale)" if is_power else ""
+    cause = (
+        "the limit is too low, or they are clipped while the loss is still scaled, by a "
+        f"GradScaler or by hand, and divided by the scale afterwards{likely}"
+    )
+    advice = (
+        "With a GradScaler: call scaler.unscale_(optimizer) before "
+        "torch.nn.utils.clip_grad_norm_, and give the scaler to the Monitor (scaler=scaler). With "
+        "a scale of your own: divide by it before you clip. Without either: clip at a norm of 0.1 "
+        "to 10."
+    )
+    return cause, advice
 
 
 def _is_clipped_scaled(seen: Observation, left: float) -> bool:
@@ -186,7 +212,7 @@ def cleared_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def _nothing_moves(seen: Observation) -> Iterator[Finding]:
-    """The same as a Monitor sees it: gradients at layers, none at parameters, and no update."""
+    """Find frozen training in a Monitor's view: gradients at layers, no update of a parameter."""
     trace = seen.trace
     if len(trace) < _LEAST_STEPS or not trace.parameters or not seen.structure.groups:
         return
@@ -249,7 +275,7 @@ def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
 
 
 def _updates_ended(seen: Observation) -> Iterator[Finding]:
-    """The same as a Monitor sees it: gradients arrive, and no weight moves any more."""
+    """Find lost updates in a Monitor's view: gradients arrive, and no weight moves any more."""
     trace = seen.trace
     if len(trace) < 2 * _LEAST_STEPS or not trace.parameters:
         return
@@ -263,6 +289,19 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
     if still < max(_LEAST_STEPS, 2 * gap) or not arrives:
         return
     step = int(trace.steps[moved[-1] + 1])
+    sizes = trace.matrix("parameters", "rms")
+    grown = median(sizes[-1] / sizes[moved[-1]]) if sizes.size else math.nan
+    if grown > _OUTGROWN:
+        yield Finding(
+            "updates_lost", "alarm", (), "optimizer", step,
+            f"From step {step} on no weight changes, in {still} steps with gradients: the weights "
+            f"have become {grown:.3g} times as large, and updates are smaller than their last "
+            "digit.",
+            "Look at what made the weights so large in the step before; load a checkpoint from "
+            "before it.",
+            {"growth": grown, "steps_without_update": still},
+        )  # fmt: skip
+        return
     yield Finding(
         "learning_rate_zero", "alarm", (), "optimizer", step,
         f"From step {step} on no weight changes, in {still} steps with gradients.",

@@ -213,10 +213,22 @@ def _values_for(place: Place, edit: Edit) -> Any:
                 f"The donor has {len(values)} calls of layer {place.layer!r}, and it is not said "
                 "which one is meant. Give the tensor itself."
             )
+    if isinstance(values, Tensor):
+        values = _without_heads(place, values)
     if edit.kind == "mean":
         wide = values.detach().to(torch.float64 if values.device.type != "mps" else torch.float32)
         return wide.reshape(-1, wide.shape[-1]).mean(0).to(values.dtype)
     return values
+
+
+def _without_heads(place: Place, values: Tensor) -> Tensor:
+    """(..., head, d), as TransformerLens keeps what heads compute, as the layer has it (..., w)."""
+    heads = place.heads or ()
+    sizes = {sum(last - first for first, last in each) for each in heads}
+    if values.ndim < 2 or len(sizes) != 1 or values.shape[-2:] != (len(heads), *sizes):
+        return values
+    # Of one head, (tokens, d) may have as many tokens as there are heads.
+    return values if place.head is not None and values.ndim < 4 else values.flatten(-2)
 
 
 def _voxel_size(model: nn.Module, layer: str, module: nn.Module) -> int:

@@ -170,13 +170,23 @@ class BoundEdit:
         if edit.kind == "scale":
             return old * edit.factor
         if edit.kind == "function":
-            return self._checked(edit.values(old), old)
+            seen = self._by_head(old)
+            return self._checked(edit.values(seen), seen).reshape(old.shape)
         if edit.kind == "resample":
-            return self._drawn(old, part)
+            return self._drawn(old, rows, part)
         values = self._fitting(edit.values, old, rows, part)
         if edit.kind == "add":
             return old + values * edit.factor
         return values.expand(old.shape)
+
+    def _by_head(self, old: Tensor) -> Tensor:
+        """The part as (..., head, d) where whole heads of a place are meant, as TransformerLens."""
+        edit, place = self.edit, self.place
+        by_units = edit.units is not None or edit.voxels is not None
+        if place.heads is None or place.head is not None or by_units:
+            return old
+        count = len(numbers_of(edit.heads, len(place.heads), f"head of {place.name!r}"))
+        return old.unflatten(-1, (count, -1))  # type: ignore[no-untyped-call, no-any-return]
 
     def _checked(self, new: Any, old: Tensor) -> Tensor:
         """What a function of the user's returned, where it can take the place of the value."""
@@ -203,7 +213,8 @@ class BoundEdit:
                 "here, so that they would get none. Leave torch.no_grad(), or detach() them."
             )
         values = values.to(device=old.device, dtype=old.dtype)
-        if values.ndim == 0 or values.shape == old.shape:
+        # `source` names positions of the donor, also of one that has just the selected tokens.
+        if values.ndim == 0 or (values.shape == old.shape and self.edit.source is None):
             return values
         if values.ndim == 1 and len(values) in (old.shape[-1], rows.shape[-1]):
             return values if len(values) == old.shape[-1] else values[part.units]
@@ -242,9 +253,15 @@ class BoundEdit:
         table = dict(zip(self.edit.tokens, self.edit.source or (), strict=True))
         return torch.tensor([table[int(each)] for each in positions])
 
-    def _drawn(self, old: Tensor, part: Part) -> Tensor:
+    def _drawn(self, old: Tensor, rows: Tensor, part: Part) -> Tensor:
         """Values of tokens drawn at random; a row and position draws the same each time."""
         pool: Tensor = self.edit.values.to(device=old.device, dtype=old.dtype)
+        if pool.shape[-1] not in (old.shape[-1], rows.shape[-1]):
+            raise InspectionError(
+                f"Values of width {pool.shape[-1]} cannot be drawn for {self.place.name!r}: layer "
+                f"{self.place.layer!r} has {rows.shape[-1]} units, and the selected part "
+                f"{old.shape[-1]}. Give values (..., {rows.shape[-1]}) of that layer."
+            )
         pool = pool.reshape(-1, pool.shape[-1])
         if part.units is not None and pool.shape[-1] != old.shape[-1]:
             pool = pool[..., part.units]

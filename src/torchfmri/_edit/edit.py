@@ -123,10 +123,39 @@ class Edit:
 
         Args:
             act: Is given the selected part, (rows, tokens, ..., units), and returns as many values.
+                Of `blocks.9.attn.hook_z`, `hook_q`, `hook_k` and `hook_v` it is given (rows,
+                tokens, head, d), as in TransformerLens; of one head, `L9H6`, (rows, tokens, d).
                 Under checkpointing it is called again and has to return the same.
         """
         require(callable(act), "act", act, "give a function of a tensor")
         return Edit(kind="function", values=act)
+
+    @staticmethod
+    def without_features(dictionary: Any, features: Sequence[int]) -> Edit:
+        """Take features of a dictionary (a sparse autoencoder) out of the value.
+
+        What the dictionary does not reconstruct stays: the value changes by the difference of its
+        reconstructions without and with these features.
+
+        Args:
+            dictionary: An object with `encode(values)` and `decode(features)`.
+            features: The numbers of the features.
+        """
+        encode, decode = (getattr(dictionary, name, None) for name in ("encode", "decode"))
+        meaning = "give an object with encode(values) and decode(features)"
+        require(callable(encode) and callable(decode), "dictionary", dictionary, meaning)
+        require(is_selection(list(features)), "features", features, "give numbers of features")
+        assert callable(encode)
+        assert callable(decode)
+
+        def act(value: Tensor) -> Tensor:
+            found: Tensor = encode(value)
+            left = found.clone()
+            left[..., list(features)] = 0
+            new: Tensor = value + decode(left) - decode(found)
+            return new
+
+        return Edit.function(act)
 
     def at(
         self,
@@ -137,7 +166,7 @@ class Edit:
         voxels: Numbers = None,
         rows: Numbers = None,
     ) -> Edit:
-        """This edit on a part of the place only.
+        """This edit on a part of the place only; called again, it narrows the part further.
 
         Args:
             tokens: Positions in the sequence, from 0. While generating with a cache they count on
@@ -151,19 +180,30 @@ class Edit:
         given: dict[str, Any] = {"heads": heads, "units": units, "voxels": voxels, "rows": rows}
         for name, value in given.items():
             require(is_selection(value), name, value, _WHERE)
+        for name, value in {"tokens": tokens, **given}.items():
+            if value is not None and getattr(self, name) is not None:
+                raise InspectionError(
+                    f"{name} were chosen already: {getattr(self, name)!r}, now {value!r}. Give "
+                    f"those that both mean in one .at({name}=...)."
+                )
         is_mask = isinstance(tokens, Tensor) and tokens.dtype == torch.bool and tokens.ndim == 2
         require(is_mask or is_selection(tokens), "tokens", tokens, f"{_WHERE}, or a bool (b, s)")
-        chosen = [name for name in ("heads", "units", "voxels") if given[name] is not None]
+        chosen = [
+            name
+            for name in ("heads", "units", "voxels")
+            if given[name] is not None or getattr(self, name) is not None
+        ]
         if len(chosen) > 1:
             raise InspectionError(
                 f"{' and '.join(chosen)} both select units. Give one of them: two edits, one for "
                 "each, can stand in the same block."
             )
-        if self.source is not None:
+        if self.source is not None and (tokens is not None or self.tokens is None):
             several = isinstance(tokens, (list, tuple, range)) and len(tokens) == len(self.source)
             meaning = f"source names {len(self.source)} positions; give as many tokens, in a list"
             require(several, "tokens", tokens, meaning)
-        return replace(self, tokens=tokens, **given)
+        kept = {name: value for name, value in given.items() if value is not None}
+        return replace(self, tokens=self.tokens if tokens is None else tokens, **kept)
 
     def __repr__(self) -> str:
         where = [
@@ -220,7 +260,8 @@ def _finite(name: str, value: Any) -> Tensor:
 
 def _donor(name: str, values: Any) -> Any:
     if isinstance(values, Tensor):
-        require(values.ndim > 0, name, values, "give values of the layer, (..., w)")
+        is_full = values.ndim > 0 and values.numel() > 0
+        require(is_full, name, tuple(values.shape), "give values of the layer, (..., w)")
         return _finite(name, values)
     require(isinstance(values, Mapping), name, values, "give a tensor (..., w) or an Inspection")
     return values

@@ -27,6 +27,12 @@ def in_loss(crash: Crash, _: re.Match[str]) -> bool:
     return not crash.steps or isinstance(crash.local("target"), Tensor)
 
 
+def in_binary_loss(crash: Crash, _: re.Match[str]) -> bool:
+    """Whether it happened in one of the binary losses of torch.nn.functional."""
+    functions = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+    return any(isinstance(crash.local("target", each), Tensor) for each in functions)
+
+
 def by_indices(crash: Crash, _: re.Match[str]) -> Clues:
     """The range of the indices against the size of the table."""
     table, indices = crash.local("weight", "embedding"), crash.local("input", "embedding")
@@ -85,6 +91,8 @@ def by_target(crash: Crash, _: re.Match[str]) -> Clues:
         return Clues()
     classes = scores.shape[1 if scores.dim() > 1 else 0]
     span = _span(target)
+    if scores.dim() > 2 and scores.shape[2:] != target.shape[1:]:
+        return _by_dimensions(scores, target, span)
     if span is None:
         return Clues((f"There are {classes} classes.",))
     told = f"There are {classes} classes (0 to {classes - 1}); the target runs from {span[0]} to"
@@ -94,6 +102,19 @@ def by_target(crash: Crash, _: re.Match[str]) -> Clues:
     elif span[0] < 0:
         cure = (f"Say which label stands for nothing: ignore_index={span[0]}.",)
     return Clues((f"{told} {span[1]}.",), cure)
+
+
+def _by_dimensions(scores: Tensor, target: Tensor, span: tuple[int, int] | None) -> Clues:
+    """What the dimensions of the scores were taken for, where they are not those of the target."""
+    told = (
+        f"The scores are {describe(scores)}: dimension 1, of size {scores.shape[1]}, was taken for "
+        f"the classes. The target is {describe(target)}"
+    )
+    told += "." if span is None else f" and runs from {span[0]} to {span[1]}."
+    if scores.shape[:-1] != target.shape:
+        return Clues((told,))
+    last = f"Probably the classes are the last dimension, of size {scores.shape[-1]}."
+    return Clues((told, last))
 
 
 def _loss_arguments(crash: Crash) -> tuple[Tensor | None, Tensor | None]:

@@ -32,6 +32,17 @@ TARGET_FAILURES = (
     ),
     Failure(
         "target_dtype",
+        r"Found dtype (?P<found>\w+) but expected (?P<expected>\w+)"
+        r"|result type (?P<result>\w+) can't be cast to the desired output type (?P<target>\w+)",
+        "The target of a binary loss is {found}{target}; it must be {expected}{result} like the "
+        "scores.",
+        "The binary losses compare value by value, and a label may lie between 0 and 1: they take "
+        "floats, also where every label is 0 or 1.",
+        ("target.float(), or target.to(scores.dtype) where the scores are not float32.",),
+        when=clues.in_binary_loss,
+    ),
+    Failure(
+        "target_dtype",
         r"expected target dtype to be Long|expected scalar type Long but found"
         r"|Expected floating point type for target|not implemented for 'Int'",
         "The target of a classification loss has the wrong dtype.",

@@ -1,13 +1,16 @@
 """Files and folders: written whole or not at all, read as if an enemy wrote them.
 
 `regular` opens regular files within limits and locks them. `sealed` is JSON with a checksum,
-`tensor_file` is a safetensors file that is mapped. `replacing` writes a file or a folder beside its
-place and puts it there in one step. Everything of ours on disk goes through these, so a new kind of
-file is safe as soon as it uses them; `foreign_text` is for what is printed of it. What is wrong
-with a file raises `FileFormatError`.
+`forms` is what may stand in it, `tensor_file` is a safetensors file that is mapped, `listed` tells
+which files belong together. `replacing` writes a file or a folder beside its place and puts it
+there in one step. Everything of ours on disk goes through these, so a new kind of file is safe as
+soon as it uses them; `foreign_text` is for what is printed of it. What is wrong with a file raises
+`FileFormatError`.
 """
 
 from torchfmri._files.foreign_text import printable
+from torchfmri._files.forms import require_form, require_forms
+from torchfmri._files.listed import compare_files, is_listing, list_files, sha256_of
 from torchfmri._files.regular import (
     list_names,
     lock,
@@ -26,7 +29,7 @@ from torchfmri._files.replacing import (
     new_folder,
     recover,
 )
-from torchfmri._files.sealed import parse, plain, seal, to_json, unseal
+from torchfmri._files.sealed import finite_json, parse, plain, seal, to_json, unseal
 from torchfmri._files.tensor_file import (
     DTYPES,
     TAGS,
@@ -44,9 +47,13 @@ __all__ = [
     "TAGS",
     "Column",
     "Tensor",
+    "compare_files",
     "find_replaced",
+    "finite_json",
     "held_alone",
     "is_intact",
+    "is_listing",
+    "list_files",
     "list_names",
     "lock",
     "make_folder",
@@ -62,7 +69,10 @@ __all__ = [
     "read_regular",
     "read_tensors",
     "recover",
+    "require_form",
+    "require_forms",
     "seal",
+    "sha256_of",
     "size_of",
     "sync_folder",
     "to_json",

@@ -39,11 +39,12 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         return
     new = _beside(target)
     try:
-        yield new
-        if target.exists():
-            new.chmod(target.stat().st_mode & 0o7777)
-        _sync_file(new)
-        new.replace(target)
+        with _naming(target, new):
+            yield new
+            if target.exists():
+                new.chmod(target.stat().st_mode & 0o7777)
+            _sync_file(new)
+            new.replace(target)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -75,13 +76,37 @@ def new_folder(
     new = _beside(target, ending)
     new.mkdir()
     try:
-        with _held(new, shared=True), held_alone(target):
+        with _naming(target, new), _held(new, shared=True), held_alone(target):
             yield new
             _sync_tree(new)
             require_free()
             _put(new, target)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # an unfinished one, or what was replaced
+
+
+@contextmanager
+def _naming(target: Path, new: Path) -> Iterator[None]:
+    """Let an error of the system in the block name the target, and say what stands there.
+
+    A full disk is reported without a name, or with that of the unfinished file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not _is_about(error, new):
+            raise
+        stands = "what was there stands" if os.path.lexists(target) else "nothing stands there"
+        reason = error.strerror or str(error) or type(error).__name__
+        told = f"{reason}. Writing failed, and {stands}"
+        raise OSError(error.errno or errno.EIO, told, str(target)) from error
+
+
+def _is_about(error: OSError, new: Path) -> bool:
+    """Whether an error names nothing, or something of the unfinished file or folder."""
+    if error.filename is None:
+        return True
+    return isinstance(error.filename, (str, bytes)) and new.name in os.fsdecode(error.filename)
 
 
 def make_folder(path: Path) -> None:

@@ -121,6 +121,15 @@ def plain(value: Any, where: str, depth: int = DEPTH) -> Any:
     )
 
 
+def finite_json(value: Any) -> Any:
+    """Return the value with None in place of NaN and infinity, for readers of plain JSON."""
+    if isinstance(value, dict):
+        return {str(key): finite_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def to_json(value: Any) -> str:
     """The value as JSON without spaces; it is one of those that `plain` returns."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

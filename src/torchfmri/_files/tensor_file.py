@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._files.regular import open_limited, open_regular
-from torchfmri._files.sealed import parse
+from torchfmri._files.sealed import parse, to_json
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 DTYPES = {
@@ -80,7 +80,8 @@ def write_tensors(
     Args:
         path: Where to; nothing may be there.
         columns: Name -> tensor; its parts are contiguous arrays of the type of its tag.
-        metadata: What the header says besides; `crc32`, that of the tensors' bytes, is added.
+        metadata: What the header says besides. `crc32`, that of the tensors' bytes, and `layout`,
+            that of the rest of the header, are added.
 
     Raises:
         InspectionError: There are too many tensors for one file.
@@ -124,7 +125,8 @@ def _header(
         end = at + math.prod(shape) * DTYPES[tag].itemsize
         entries[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    entries["__metadata__"]["layout"] = _layout(entries)
+    text = to_json(entries).encode()
     if len(text) > HEADER_BYTES:
         raise InspectionError(
             f"The names of {len(names):,} tensors take {len(text):,} bytes, and {HEADER_BYTES:,} "
@@ -214,9 +216,17 @@ def parse_tensors(data: mmap.mmap | bytes, where: str) -> tuple[dict[str, Tensor
 
 
 def is_intact(data: mmap.mmap | bytes, metadata: Mapping[str, str]) -> bool:
-    """Whether the metadata have a checksum of the tensors, and these have it."""
+    """Whether the tensors, and what the header says of each, have the checksums in the metadata."""
     (length,) = struct.unpack("<Q", data[:8])
-    return metadata.get("crc32") == f"{zlib.crc32(memoryview(data)[8 + length :]):08x}"
+    layout = _layout(json.loads(data[8 : 8 + length]))
+    check = f"{zlib.crc32(memoryview(data)[8 + length :]):08x}"
+    return metadata.get("crc32") == check and metadata.get("layout", layout) == layout
+
+
+def _layout(entries: Mapping[str, Any]) -> str:
+    """The CRC-32 of the types, shapes and places of the tensors in a header."""
+    kept = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+    return f"{zlib.crc32(to_json(kept).encode()):08x}"
 
 
 def _checked(entry: Any, where: str, room: int) -> tuple[str, tuple[int, ...], int, int]:

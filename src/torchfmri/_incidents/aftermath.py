@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,19 +15,15 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.agreement import exchange, processes
 from torchfmri._incidents.content import readable
-from torchfmri._incidents.incident import (
-    Incident,
-    Part,
-    finding_from_dict,
-    free_folder,
-    write_part,
-    write_summary,
-)
+from torchfmri._incidents.incident import Incident, Part
+from torchfmri._incidents.incident_folders import free_folder
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.past_weights import dated
 from torchfmri._incidents.redone_step import BadStep, coarse_finding, plain_finding, redo, why_not
+from torchfmri._incidents.report import HOLD
 from torchfmri._incidents.seen_step import SeenStep
 from torchfmri._incidents.sentinel import are_finite
+from torchfmri._incidents.stored_incident import write_part, write_summary
 from torchfmri._model import unwrap
 from torchfmri._records import Finding, History
 from torchfmri._text import listed
@@ -111,6 +109,8 @@ class Aftermath:
         except Exception as error:  # what is not known must not keep the step from being held
             self._warn(f"Step {number} could not be looked into: {type(error).__name__}: {error}")
             known = plain_finding(number)
+        if self._action != "continue":
+            known = replace(known, advice=known.advice.removesuffix(HOLD))
         if spoilt:
             known = replace(known, text=known.text + _SPOILT.format(listed(spoilt)))
         self.report(number, seen, known, exact)
@@ -123,6 +123,9 @@ class Aftermath:
             number, seen.calls, seen.known_losses, subject.bad_gradients(), False, scale,
             seen.told_batch, frozenset(seen.overwritten),
         )  # fmt: skip
+        lasting = self._lasting(number) if self._is_full else None
+        if lasting is not None:
+            return lasting, True
         reason = self._why_not()
         if not reason:
             try:
@@ -135,6 +138,17 @@ class Aftermath:
                 self._warn(f"Step {number} could not be run again: {type(error).__name__}: {error}")
         is_written = self._options.folder is not None and not self._is_full
         return coarse_finding(step, reason, subject.is_compiled, is_written), False
+
+    def _lasting(self, number: int) -> Finding | None:
+        """The last finding again, if it is about weights and these are still not finite."""
+        last = self.incidents[-1].finding if self.incidents else None
+        name = None if last is None else last.evidence.get("parameter")
+        parameter = dict(unwrap(self._subject.model).named_parameters()).get(str(name))
+        values = None if parameter is None else readable(parameter)
+        if last is None or values is None or are_finite([values]):
+            return None
+        told = f"In process {last.evidence.get('rank')}: "  # told again once they have agreed
+        return replace(last, step=number, text=last.text.removeprefix(told))
 
     def _why_not(self) -> str:
         """Why a step is not run again; empty if it is."""
@@ -165,21 +179,23 @@ class Aftermath:
     def _record(self, number: int, seen: SeenStep, finding: Finding, exact: bool) -> Incident:
         """The incident that the processes agree on, written down if that is wanted."""
         rank, count = processes()
-        folder = self._folder_for(number)
+        folder, identity = self._folder_for(number), secrets.token_hex(16)
         whole, of_rank = finding, rank
         if count > 1 and self._action != "continue":  # whoever continues waits for nobody
-            whole, of_rank, folder = _agree(finding, exact, folder)
+            whole, of_rank, folder, identity = _agree(finding, exact, folder, identity)
         incident = Incident(number, whole, self._action, folder, of_rank)
         history = self._subject.history(self._action == "raise")
         if folder is None:
             return incident
         try:
-            part = self._part(rank, number, seen, finding)
+            part = replace(self._part(rank, number, seen, finding), identity=identity)
             write_part(folder, part, history, self._options.steps)
             if rank == 0 or self._action == "continue":
-                write_summary(folder, incident, count)
+                write_summary(folder, incident, identity, count)
         except Exception as error:  # a full disk must not be worse than the incident itself
             self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # another process may have written its part
+                folder.rmdir()
             return replace(incident, folder=None)
         return incident
 
@@ -222,18 +238,21 @@ def weight_norms(model: nn.Module) -> dict[str, float]:
     return found
 
 
-def _agree(finding: Finding, exact: bool, folder: Path | None) -> tuple[Finding, int, Path | None]:
-    """The finding of the process that knows the origin, its rank, and the folder of the first."""
+def _agree(
+    finding: Finding, exact: bool, folder: Path | None, identity: str
+) -> tuple[Finding, int, Path | None, str]:
+    """The finding of the process that knows the origin, its rank; folder and identity of rank 0."""
     own = {"finding": finding.to_dict(), "exact": exact, "folder": str(folder or "")}
+    own["identity"] = identity
     everyone = exchange(own)
     known = [each for each, one in enumerate(everyone) if one["exact"]]
     data = [each for each, one in enumerate(everyone) if one["finding"]["phase"] == "data"]
     rank = (known or data or [0])[0]
-    chosen = finding_from_dict(everyone[rank]["finding"])
+    chosen = Finding.from_dict(everyone[rank]["finding"])
     whole = replace(
         chosen,
         text=f"In process {rank}: {chosen.text}",
         evidence={**chosen.evidence, "rank": rank},
     )
     place = everyone[0]["folder"]
-    return whole, rank, Path(place) if place else None
+    return whole, rank, Path(place) if place else None, everyone[0]["identity"]

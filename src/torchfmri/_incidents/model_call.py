@@ -52,6 +52,7 @@ class ModelCall:
         outputs: Path -> storage of what was returned, until the loss has been seen.
         loss_arguments: What the loss module was called with; None where it was not seen, or holds
             something computed from the output that cannot be told.
+        targets: Name -> what else the loss is computed from, as the user told it.
     """
 
     arguments: tuple[Any, ...]
@@ -63,6 +64,7 @@ class ModelCall:
     is_written_by_model: bool = False
     outputs: dict[int, str] = field(default_factory=dict)
     loss_arguments: tuple[Any, ...] | None = None
+    targets: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def batch(self) -> dict[str, Any]:
@@ -71,12 +73,13 @@ class ModelCall:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The arguments of the model, and those of the loss that are not the model's."""
+        """The arguments of the model, those of the loss that are not the model's, the targets."""
         given = self.loss_arguments or ()
         own = {f"loss argument {i}": each for i, each in enumerate(given)}
         return {
             **self.batch,
             **{name: each for name, each in own.items() if not isinstance(each, Output)},
+            **self.targets,
         }
 
     @property

@@ -75,7 +75,7 @@ class TracedStep(NamedTuple):
 def trace_step(
     run: Callable[[], Any], model: nn.Module, batch: Any = None, backward: bool = True
 ) -> TracedStep:
-    """The same as `find_origin`, with the event itself."""
+    """Return what `find_origin` returns, and the event itself."""
     outputs: list[Tensor] = []
 
     def returned(output: object) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from torchfmri._incidents.report import changed_between, made_by_update
+from torchfmri._incidents.report import bad_from_start, changed_between, made_by_update
 from torchfmri._model import unwrap
 from torchfmri._records import UPDATE_SAMPLE, Finding, History, Series
 
@@ -37,8 +37,7 @@ def dated(
     if not len(steps):
         return finding
     if bad[0]:
-        remark = f" It did at step {steps[0]} already, the first that was recorded."
-        return replace(finding, text=finding.text + remark)
+        return bad_from_start(finding, int(steps[0]))
     first_bad = int(steps[int(bad.argmax())]) if bad.any() else number
     last_good = int(steps[steps < first_bad][-1])
     done = [held.get(step) for step in range(last_good, first_bad)]

@@ -12,7 +12,7 @@ from torchfmri._incidents.content import read_content
 from torchfmri._incidents.event import Event, Lineage, Place
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin, loss_in
-from torchfmri._incidents.report import Context, report
+from torchfmri._incidents.report import Context, data_name, report, samples_in_words
 from torchfmri._records import Finding
 from torchfmri._torch import flatten
 
@@ -89,8 +89,10 @@ def redo_call(
         return found * step.scale if found is not None and step.scale != 1 else found
 
     finding = search(run)
-    if finding is not None or has_loss[0] or not step.gradients:
-        return finding
+    if finding is not None:
+        return _with_other_data(finding, call, step.batch)
+    if has_loss[0] or not step.gradients:
+        return None
     finding = search(lambda: _sum(call.run(model)))
     if finding is None:
         return None
@@ -98,6 +100,31 @@ def redo_call(
     return replace(
         finding, text=finding.text + remark, evidence={**finding.evidence, "stand_in": True}
     )
+
+
+def _with_other_data(finding: Finding, call: ModelCall, told: Any) -> Finding:
+    """The finding about bad data, with a word on what else in the batch is bad."""
+    if finding.problem != "nonfinite_data":
+        return finding
+    found = list(flatten(call.data))
+    known = {id(each.tensor) for each in found}
+    told_too = [each for each in _told_data(told) if id(each[1]) not in known]
+    others = []
+    for path, tensor in (*found, *told_too):
+        content, named = read_content(tensor), data_name(path)
+        is_bad = content is not None and (content.nan or content.pos_inf)  # -inf may be a mask
+        if content is not None and is_bad and f" of {named}:" not in finding.text:
+            others.append(f"{named} holds {content.value} {samples_in_words(content)}")
+    if not others:
+        return finding
+    return replace(finding, text=f"{finding.text} Besides, {' and '.join(others)}.")
+
+
+def _told_data(batch: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of the batch as the user told it, by where they stand in it."""
+    return [
+        (f"batch[{path}]" if path.isdigit() else path, tensor) for path, tensor in flatten(batch)
+    ]
 
 
 def why_not(model: nn.Module) -> str:
@@ -137,9 +164,11 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
         who = "by the model" if written.is_written_by_model else "after the model had returned"
         remark += f" The batch was written into {who}: what it held before is not known, and so "
         remark += "neither is the origin."
+    elif was_called and compiled:
+        remark = " The model, called again in the same way, was finite: compiled code gave what "
+        remark += "eager code does not."
     elif was_called:
-        remark = " The model, called again in the same way, was finite"
-        remark += ": compiled code gave what eager code does not." if compiled else "."
+        remark = f" The model, called again in the same way, was finite. {_not_known(step)}"
     bad = [loss for loss in step.losses if not bool(loss.detach().isfinite().all())]
     if bad:
         operations = _operations_before(bad[0])
@@ -162,15 +191,22 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
     )  # fmt: skip
 
 
+def _not_known(step: BadStep) -> str:
+    """What cannot be told of a step whose model is finite by itself."""
+    if all(call.loss_arguments is not None for call in step.calls):
+        return "Operations that are not deterministic may differ from call to call."
+    targets = "" if step.batch is not None else ", or in targets that the Monitor was not told of"
+    return (
+        "The loss is code that the Monitor cannot run again: the first such value came up in the "
+        f"loss or its derivative{targets}."
+    )
+
+
 def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
     """The first bad value of the batch; where the model copes with its part, of the rest of it."""
     calls = [each for call in step.calls for each in flatten(call.data)]
     known = {id(each.tensor) for each in calls} if was_called else set()
-    told = [
-        (f"batch[{path}]" if path.isdigit() else path, tensor)
-        for path, tensor in flatten(step.batch)
-    ]
-    for path, tensor in (*calls, *told):
+    for path, tensor in (*calls, *_told_data(step.batch)):
         content = None if id(tensor) in known | step.overwritten else read_content(tensor)
         if content is not None and (content.nan or content.pos_inf):  # -inf may be a mask
             event = Event(0, "data", "", Place("data"), content, path)

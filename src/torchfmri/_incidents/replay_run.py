@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
-from torchfmri._incidents.incident import Part, read_part
+from torchfmri._incidents.incident import Part
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import loss_in
 from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_batch, redo_call
 from torchfmri._incidents.stored_data import omissions
+from torchfmri._incidents.stored_incident import read_part
 from torchfmri._model import Subject, unwrap
 from torchfmri._records import Finding
 from torchfmri._torch import flatten, map_tensors
@@ -83,13 +84,13 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
     part = read_part(check_path("folder", folder), rank, with_data=subject is not None)
     if subject is None:
         note = "Name your model and loss to run it again: --factory module:factory."
-        return Replay(part.step, part.rank, part.finding, False, (note,))
+        return Replay(part.step, part.rank, part.finding, False, (*part.notes, note))
     if not part.calls:
         raise InspectionError(
             "The incident holds no call of the model: it was not called as model(...) with "
             "gradients on, or was compiled in place."
         )
-    model, notes = subject.model, _prepare(subject.model, part)
+    model, notes = subject.model, [*part.notes, *_prepare(subject.model, part)]
     step = BadStep(
         part.step, part.calls, [], {"": torch.empty(0)}, bool(part.about.get("after_update")),
         _scale(part),
@@ -153,7 +154,7 @@ def _loss_for(
     loss = subject.loss
     if loss is None or call.loss_arguments is not None:
         return loss if callable(loss) else None
-    target = _target_in(told, call)
+    name, target = _target_in(told, call)
     needs_target = _takes_two(loss)
     if needs_target and target is None:
         notes.append(
@@ -165,26 +166,31 @@ def _loss_for(
     if not needs_target:
         return _OfOutput(loss, None)
     device = _device_of(subject.model)
-    return _OfOutput(loss, map_tensors(target, lambda tensor: tensor.to(device)))
+    moved = map_tensors(target, lambda tensor: tensor.to(device))
+    call.targets = {name: moved}
+    return _OfOutput(loss, moved)
 
 
 _TARGETS = ("target", "targets", "label", "labels", "y")
 
 
-def _target_in(told: Any, call: ModelCall) -> Any:
-    """The target in a batch: the second of two, or what the model was not called with."""
-    if isinstance(told, (list, tuple)) and len(told) == 2:
-        return told[1]
-    if not isinstance(told, (list, tuple, Mapping)):
-        return None
-    named = dict(told) if isinstance(told, Mapping) else dict(enumerate(told))
+def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
+    """The target in a batch by its name: the second of two, or what the model was not given."""
+    if isinstance(told, Mapping):
+        named = {str(key): value for key, value in told.items()}
+    elif isinstance(told, (list, tuple)):
+        named = {f"batch[{place}]": value for place, value in enumerate(told)}
+    else:
+        return "", None
+    if not isinstance(told, Mapping) and len(told) == 2:
+        return "batch[1]", told[1]
     fed = [each.tensor for each in flatten([call.arguments, dict(call.keywords)])]
     left = {key: value for key, value in named.items() if not _is_among(value, fed)}
     if len(left) == 1 or (left and not isinstance(told, Mapping)):
-        return list(left.values())[-1]
+        return list(left.items())[-1]
     # Of several the one with a usual name; where the input is the target, all were fed.
-    known = [value for key, value in (left or named).items() if str(key).lower() in _TARGETS]
-    return known[0] if len(known) == 1 else None
+    known = [(key, value) for key, value in (left or named).items() if key.lower() in _TARGETS]
+    return known[0] if len(known) == 1 else ("", None)
 
 
 def _is_among(value: Any, tensors: list[Tensor]) -> bool:

@@ -9,15 +9,21 @@ from typing import Any, NamedTuple
 
 from torchfmri._explain import SourceLine
 from torchfmri._incidents.causes import cause_of
+from torchfmri._incidents.content import Content
 from torchfmri._incidents.event import PRODUCTS, Event, Lineage
 from torchfmri._records import Finding
 from torchfmri._text import layer_label
 from torchfmri._torch import flatten
 
 _BAD_DATA = "Drop or repair the sample before it reaches the model; look at how it was made."
+HOLD = " Let a Monitor hold such steps (on_nonfinite='skip')."
+"""The end of an advice, for those whose Monitor does not hold them yet."""
 _BAD_WEIGHTS = (
-    "Load an earlier checkpoint. If they were made by training: lower the learning rate, clip the "
-    "gradients, and let a Monitor hold such steps (on_nonfinite='skip')."
+    "Load an earlier checkpoint. If they were made by training: lower the learning rate, and clip "
+    f"the gradients.{HOLD}"
+)
+_BAD_START = (
+    "Look at how the weights are initialised, and at the checkpoint that they were loaded from."
 )
 _BAD_BUFFER = (
     "Load an earlier checkpoint, or reset it (reset_running_stats() of a batch norm). A forward "
@@ -89,18 +95,14 @@ def report(lineage: Lineage, context: Context) -> Finding:
 
 def _about_data(root: Event, step: int | None) -> Finding:
     content = root.content
-    called = f"argument {root.name}" if root.name.isdigit() else root.name
-    if called.isidentifier():
-        called = repr(called)
-    name = f" of {called}" if root.name else ""
+    name = f" of {data_name(root.name)}" if root.name else ""
     bad = content.nan + content.inf
     first = f", first at {_index(content.element)}" if content.element else ""
     if root.kind == "data":
         rows = content.rows
-        held = f"in {_in_words(rows)}" if rows else "as its only value"
         text = (
-            f"The batch{_of(step)} holds {content.value} {held}{name}: {bad:,} of "
-            f"{content.count:,} values{first}."
+            f"The batch{_of(step)} holds {content.value} {samples_in_words(content)}{name}: "
+            f"{bad:,} of {content.count:,} values{first}."
         )
     else:
         rows = ()
@@ -113,6 +115,17 @@ def _about_data(root: Event, step: int | None) -> Finding:
     )
 
 
+def data_name(path: str) -> str:
+    """What a tensor of the batch is called, by its path."""
+    called = f"argument {path}" if path.isdigit() else path
+    return repr(called) if called.isidentifier() else called
+
+
+def samples_in_words(content: Content) -> str:
+    """In which samples of the batch a tensor is not finite."""
+    return f"in {_in_words(content.rows)}" if content.rows else "as its only value"
+
+
 def _about_weights(root: Event, context: Context) -> Finding:
     step, is_buffer = context.step, root.kind == "buffer"
     names = (root.name,) if is_buffer else context.bad_parameters or (root.name,)
@@ -121,7 +134,8 @@ def _about_weights(root: Event, context: Context) -> Finding:
     what = "The buffer" if is_buffer else "The weights"
     found = Finding(
         "nonfinite_weights", "alarm", layers, "forward" if is_buffer else "optimizer", step,
-        f"{what} {root.name!r} held {root.content.value} before the step{_of(step)} "
+        f"{what} {root.name!r} held {root.content.value} before "
+        f"{'the step' if step is None else f'step {step}'} "
         f"({_how_many(evidence)}).",
         _BAD_BUFFER if is_buffer else _BAD_WEIGHTS,
         evidence,
@@ -156,6 +170,12 @@ def made_by_update(
         f"{source}.",
         advice=_BAD_UPDATE if of_finite_gradients else _BAD_WEIGHTS,
     )
+
+
+def bad_from_start(finding: Finding, first: int) -> Finding:
+    """A finding about weights that were not finite in the first recorded step either."""
+    remark = f" They did so at step {first} already, the first that was recorded."
+    return replace(finding, text=finding.text + remark, advice=_BAD_START)
 
 
 def changed_between(finding: Finding, last_good: int, first_bad: int, is_after: bool) -> Finding:

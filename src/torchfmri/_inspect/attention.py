@@ -100,6 +100,9 @@ class AttentionRecording(AttentionReader):
         above = f"{layer}." if layer else ""
         if any(each.startswith(above) for each in found):
             return "it stands under the watched layers inside this one"
+        unread = [each for each in self.unread if each == layer or each.startswith(above)]
+        if unread:
+            return self.unread[unread[0]]
         implementation: Any = getattr(self._config, "_attn_implementation", None)
         if implementation not in _READABLE:
             return (

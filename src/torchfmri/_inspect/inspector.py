@@ -27,8 +27,9 @@ from torchfmri._model import (
     leaf_layers,
     loss_of,
     named_layers,
-    nearest_names,
+    not_found,
     own_turn,
+    parse_place,
     run_backward,
     runnable,
     switched_off,
@@ -38,7 +39,7 @@ from torchfmri._model import (
     watched,
 )
 from torchfmri._records import BACKWARD_WHAT, Inspection, Record, check_what
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import plots
 
 if TYPE_CHECKING:
@@ -110,15 +111,15 @@ class Inspector:
         Args:
             pattern: A shell-style pattern over the whole name (`*` crosses dots, a leading `*.`
                 may match nothing, `?`, `[0-3]`, `{q,k,v}_proj`), a module type, or a list of
-                these. `""` is the model itself. `L3`, `L3.mlp`, `layers.3.self_attn` and names of
-                TransformerLens work too, where they stand for a layer's output.
+                these. `""` is the model itself. `L3`, `L3.mlp`, `L3H2`, `layers.3.self_attn` and
+                names of TransformerLens stand for the layer at which the place is.
             exclude: Leave these out.
 
         Raises:
             LayerNotFoundError: Nothing matches; the error names the nearest layers.
         """
         layers = named_layers(self.model)
-        return find_layers(layers, pattern, exclude, hint="inspector.layers()")
+        return find_layers(layers, pattern, exclude, hint="inspector.layers()", whole=False)
 
     def watch(
         self,
@@ -132,7 +133,8 @@ class Inspector:
 
         Args:
             pattern: Which layers, as for `layers`. Of `blocks.3.hook_resid_pre` and other names for
-                what a layer takes, its inputs and input gradients are watched.
+                what a layer takes, its inputs and input gradients are watched. Single heads are
+                refused: layers are watched whole.
             what: One or several of inputs, activations, gradients (dL/d output), input_gradients
                 (through that call only), parameters, parameter_gradients, attention (patterns
                 (b, heads, q, k), of the layers that compute attention).
@@ -146,12 +148,13 @@ class Inspector:
         wanted = _check_whats(what)
         if per not in (None, "channel"):
             raise InspectionError(f"per={per!r}: there is per='channel', or None for the tensor.")
-        names = input_layers(named_layers(self.model), pattern) if exclude is None else []
+        layers = named_layers(self.model)
+        names = input_layers(layers, pattern) if exclude is None else []
         if names:  # `blocks.3.hook_resid_pre` and the like are what a layer takes
             wanted = [_OF_INPUTS.get(each, each) for each in wanted]
         elif wanted == ["attention"]:
             names = attention_layers(self.model, pattern) or []
-        names = names or self.layers(pattern, exclude)
+        names = names or find_layers(layers, pattern, exclude, hint="inspector.layers()")
         for name in names:
             self._watches.setdefault(name, set()).update(wanted)
         if per:
@@ -206,9 +209,7 @@ class Inspector:
             LayerNotFoundError: There is no edit of that place.
         """
         if place is not None and place not in self._edits:
-            raise LayerNotFoundError(
-                place, nearest_names(place, list(self._edits)), len(self._edits), "inspector.edits"
-            )
+            raise not_found(place, self._edits, "inspector.edits", "edit")
         kept = {name: each for name, each in self._edits.items() if name != place}
         self._edits = {} if place is None else kept
 
@@ -423,10 +424,12 @@ class Inspector:
                 f"layer_name='fc1'; it was given layer={layer!r} and layer_name={layer_name!r}."
             )
         wanted = layer_name if layer is None else layer
+        if isinstance(wanted, str) and wanted not in self.inspection and parse_place(wanted):
+            wanted = self.layers(wanted)
+            wanted = wanted[0] if len(wanted) == 1 else wanted
         if isinstance(wanted, str) and (wanted in self.inspection or not set("*?[{") & {*wanted}):
             return self._statistics_of(wanted, what, options)
-        layers = named_layers(self.model)
-        names = find_layers(layers, wanted, hint="inspector.layers()")  # type: ignore[arg-type]
+        names = self.layers(wanted)  # type: ignore[arg-type]
         return self._statistics_of_several(names, what, options)
 
     def _statistics_of(self, layer: str, what: str | None, options: dict[str, Any]) -> Any:

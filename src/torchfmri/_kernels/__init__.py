@@ -3,15 +3,15 @@
 `reduce_values` picks the pass: `cpu` (torch alone), `compiled` (numba, where installed) for large
 floats on the CPU, `device` for floats on an accelerator. All give the same `Reduction`, which
 `torchfmri.statistics` turns into statistics. `rows` and its relatives reduce the rows of matrices
-for token gradients, `voxels` groups of units for scans. A new statistic needs a number here, made
-by every pass.
+for token gradients, `voxels` groups of units for scans, `summaries` single tensors inside compiled
+graphs. A new statistic needs a number here, made by every pass.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from torchfmri._kernels import cpu, cuda, device
+from torchfmri._kernels import cpu, cuda, device, summaries
 from torchfmri._kernels.accelerator import accelerator_name, use_accelerator
 from torchfmri._kernels.channels import ChannelStatistics, reduce_channels
 from torchfmri._kernels.cpu import block_squares, count_grid
@@ -80,6 +80,7 @@ __all__ = [
     "reduce_values",
     "reduce_voxels",
     "refine",
+    "summaries",
     "upload",
     "use_accelerator",
     "voxels_reducible",

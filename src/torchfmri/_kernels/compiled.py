@@ -1,4 +1,4 @@
-"""The same passes compiled by numba, for machines that have it; imported only there.
+"""Passes over memory compiled by numba, for machines that have it; imported only there.
 
 Every loop runs over a slice of 2,048 values, which stays in the first-level cache and whose
 length numba can count up to: that is what lets LLVM use vector instructions.

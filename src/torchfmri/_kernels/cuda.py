@@ -50,7 +50,7 @@ SHAPES = {2: Shape(1024, 4, 4), 4: Shape(512, 8, 4)}
 
 
 @lru_cache(maxsize=1)
-def _triton() -> ModuleType | None:
+def triton_kernels() -> ModuleType | None:
     """The module of Triton kernels, or None where Triton is missing or broken."""
     try:
         return importlib.import_module("torchfmri._kernels.cuda_triton")
@@ -61,7 +61,7 @@ def _triton() -> ModuleType | None:
 @lru_cache(maxsize=1)
 def available() -> bool:
     """Whether `reduce_many` works here: a CUDA device and Triton."""
-    return torch.cuda.is_available() and _triton() is not None
+    return torch.cuda.is_available() and triton_kernels() is not None
 
 
 class Bins(NamedTuple):
@@ -227,7 +227,7 @@ def _launch(dense: list[Tensor], device: torch.device, histogram: bool) -> Devic
     if not len(plan.sizes):
         return DeviceReductions(plan, rows, _empty_bins(rows, True) if histogram else None)
     pointers = upload_addresses(plan, dense, device)
-    kernels = _triton()
+    kernels = triton_kernels()
     assert kernels is not None
     moments = plan.moments
     partial = torch.empty((FIELDS, moments.number), dtype=torch.float64, device=device)
@@ -265,7 +265,7 @@ def _empty_bins(rows: Tensor, with_zero: bool) -> Bins:
 
 def _count(plan: Plan, pointers: Tensor, rows: Tensor) -> Bins:
     """Queue the kernels that count and compact the histograms."""
-    kernels = _triton()
+    kernels = triton_kernels()
     assert kernels is not None
     bins = _empty_bins(rows, cuda_native.usable(plan, rows.device))
     if bins.with_zero:

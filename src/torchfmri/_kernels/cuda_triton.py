@@ -48,17 +48,59 @@ def reduce_chunks(
     WIDTH: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Write one column of `partial` (10, programs) per program.
+    """Write one column of `partial` (10, programs) per program."""
+    program = tl.program_id(0) + offset
+    _row, address, start, stop = _locate(pointers, sizes, rows, firsts, chunk, program, ITEM)
+    # Without this hint, loads from an address out of a table are one element wide.
+    base = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+    where = partial + program
+    _reduce_chunk(base, start, stop, where, programs, NORMAL, BLOCK, UNROLL, WIDTH, CAREFUL)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def reduce_single(
+    values,
+    partial,
+    size,
+    chunk,
+    programs,
+    NORMAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Write one column of `partial` per program that finds anything of one aligned tensor."""
+    program = tl.program_id(0)
+    offset = program.to(tl.int64) * chunk
+    left = size - offset
+    if left > 0:
+        base = tl.multiple_of(values + offset, 16)
+        stop = tl.minimum(left, chunk).to(tl.int32)
+        where = partial + program
+        _reduce_chunk(base, stop * 0, stop, where, programs, NORMAL, BLOCK, UNROLL, WIDTH, CAREFUL)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _reduce_chunk(
+    base,
+    start,
+    stop,
+    where,
+    programs,
+    NORMAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Write the column of one chunk: ten numbers, which are `programs` apart.
 
     Each lane subtracts the first value that it meets, so that sums stay in float32 and no value
     has to be known in advance: the lanes' shifts are a sample of the data, which on average
     doubles the rounding error and no more. A chunk for which that is not good enough (not
     finite, extreme range, shifts that are no sample of it) is read again in float64.
     """
-    program = tl.program_id(0) + offset
-    _row, address, start, stop = _locate(pointers, sizes, rows, firsts, chunk, program, ITEM)
-    # Without this hint, loads from an address out of a table are one element wide.
-    base = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
     lanes = tl.arange(0, BLOCK)
     inside = (lanes >= start) & (lanes < stop)
     shift = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
@@ -116,7 +158,6 @@ def reduce_chunks(
     least = tl.min(low)
     most = tl.max(high)
     spread = most - least
-    where = partial + program
     tl.store(where + 4 * programs, tl.sum(zero).to(tl.float64))
     tl.store(where + 5 * programs, tl.sum(tiny).to(tl.float64))
     if spread == 0:

@@ -157,7 +157,7 @@ class Lane:
 
 
 class QueuedLane(Lane):
-    """The same where passes wait for each other; all in one function, for it is called often."""
+    """A lane whose reductions wait in a queue; `read` is one function because it runs often."""
 
     __slots__ = ("_behind", "_bytes", "_jobs", "_queue", "_rest")
 

@@ -8,7 +8,13 @@ mixtures, `features` any dictionary of features.
 """
 
 from torchfmri._lens.experts import RouterReader, Routing, find_routers
-from torchfmri._lens.features import FeatureReader, FeatureSource, find_sources
+from torchfmri._lens.features import (
+    FeatureReader,
+    FeatureSource,
+    feature_labels,
+    feature_name,
+    find_sources,
+)
 from torchfmri._lens.input_attribution import METHODS, InputAttribution, attribute_embeddings
 from torchfmri._lens.lens import LensReading, Translate, read_lens, read_stream
 from torchfmri._lens.lens_record import Lens
@@ -31,6 +37,8 @@ __all__ = [
     "Unembedding",
     "attribute",
     "attribute_embeddings",
+    "feature_labels",
+    "feature_name",
     "find_routers",
     "find_sources",
     "find_unembedding",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import named_layers
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Attached, Hook, flatten
 
 _NAMES = ("gate", "router")
 _CLASSES = ("router", "topkgate", "moegate")
@@ -44,7 +45,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-class RouterReader:
+class RouterReader(Attached):
     """Hands over what routers say while its block runs; a context manager.
 
     Args:
@@ -61,21 +62,11 @@ class RouterReader:
     ) -> None:
         self.routers = find_routers(model)
         self._found, self._missed = found, missed
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> RouterReader:
-        try:
-            for name, module in self.routers.items():
-                hook = Hook(partial(self._read, name), module)
-                self._handles.append(module.register_forward_hook(hook))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    def _attach(self, stack: ExitStack) -> None:
+        for name, module in self.routers.items():
+            hook = Hook(partial(self._read, name), module)
+            stack.callback(module.register_forward_hook(hook).remove)
 
     def _read(self, name: str, _: nn.Module, __: Any, output: object) -> None:
         tensors = [each.tensor.detach() for each in flatten(output)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchfmri._arguments import require
 from torchfmri._model import Place, named_layers, places_of
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Attached, Hook, flatten
 from torchfmri.exceptions import InspectionError
 
 
@@ -23,11 +25,13 @@ class FeatureSource:
         name: What the user called the place.
         place: The layer, whether its input or output is meant, and which units.
         encode: Activations (b, s, w) -> features (b, s, f), where 0 means that one is silent.
+        dictionary: What the user gave: an object with `encode`, or the function itself.
     """
 
     name: str
     place: Place
     encode: Callable[[Tensor], Tensor]
+    dictionary: Any
 
 
 def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
@@ -62,7 +66,7 @@ def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
             )
         if places[0].what == "attention":
             raise InspectionError(f"features: {name!r} is an attention pattern, no activation.")
-        found.append(FeatureSource(name=name, place=places[0], encode=encode))
+        found.append(FeatureSource(name=name, place=places[0], encode=encode, dictionary=encoder))
     return found
 
 
@@ -78,7 +82,37 @@ def _own_place(encoder: object) -> str:
     )
 
 
-class FeatureReader:
+def feature_name(place: str, feature: int) -> str:
+    """What a feature is called in contrasts and lesions."""
+    return f"{place}[feature {feature}]"
+
+
+def feature_labels(labels: object, place: str, ids: Iterable[int]) -> list[str]:
+    """The user's texts for some features of a place; "" where the table has none.
+
+    Args:
+        labels: {feature: text}, a list of texts by feature, {place: either of these} where features
+            are of several places, or None.
+        place: Where the features are.
+        ids: The features.
+
+    Raises:
+        InspectionError: It is no such table.
+    """
+    table: Any = labels
+    if isinstance(table, Mapping) and any(isinstance(each, str) for each in table):
+        table = table.get(place, {})
+    if isinstance(table, Sequence) and not isinstance(table, str):
+        table = dict(enumerate(table))
+    table = {} if table is None else table
+    meaning = "give {feature: text}, a list of texts, or {place: one of these}"
+    require(isinstance(table, Mapping), "labels", labels, meaning)
+    found = [table.get(each, "") for each in ids]
+    require(all(isinstance(each, str) for each in found), "labels", labels, meaning)
+    return found
+
+
+class FeatureReader(Attached):
     """Hands over the strongest features of each token while its block runs; a context manager.
 
     Args:
@@ -98,26 +132,16 @@ class FeatureReader:
     ) -> None:
         self._layers, self._sources = named_layers(model), sources
         self._count, self._found = count, found
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> FeatureReader:
-        try:
-            for source in self._sources:
-                module = self._layers[source.place.layer]
-                hook = Hook(partial(self._read, source), module)
-                if source.place.what == "inputs":
-                    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                else:
-                    handle = module.register_forward_hook(hook)
-                self._handles.append(handle)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    def _attach(self, stack: ExitStack) -> None:
+        for source in self._sources:
+            module = self._layers[source.place.layer]
+            hook = Hook(partial(self._read, source), module)
+            if source.place.what == "inputs":
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            else:
+                handle = module.register_forward_hook(hook)
+            stack.callback(handle.remove)
 
     def _read(self, source: FeatureSource, _: nn.Module, arguments: Any, other: Any) -> None:
         holder = (arguments, other) if source.place.what == "inputs" else other

@@ -116,8 +116,8 @@ class _Keeper:
     ) -> None:
         module = self._layers[name]
         if before is not None:
-            hook = Hook(before, module)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            # After other hooks, so that the stream is read as it was edited.
+            handle = module.register_forward_pre_hook(Hook(before, module), with_kwargs=True)
             stack.callback(handle.remove)
         if after is not None:
             stack.callback(module.register_forward_hook(Hook(after, module)).remove)

@@ -14,10 +14,11 @@ from torch import nn
 
 from torchfmri._arguments import check_callable, check_module, check_number, check_path, require
 from torchfmri._files import to_json
+from torchfmri._lens import feature_labels
 from torchfmri._lesion.lesion_map import LesionMap
 from torchfmri._lesion.lesion_run import LesionRun, Measured
 from torchfmri._lesion.questions import Metric, Question, read_questions
-from torchfmri._lesion.targets import Target, find_targets
+from torchfmri._lesion.targets import FeatureChoice, Target, find_targets, split_features
 from torchfmri._model import (
     compiled_code_as_eager,
     evaluating,
@@ -49,6 +50,8 @@ def lesion(
     seed: int = 0,
     path: str | Path | None = None,
     on_step: Step | None = None,
+    features: object | None = None,
+    labels: object | None = None,
 ) -> LesionMap:
     """What becomes of a model's answers when its heads, MLPs or other parts are taken out.
 
@@ -62,7 +65,8 @@ def lesion(
         answers: One for each prompt, with the space before it, such as `" Paris"`.
         foils: Other answers, for `metric="logit_difference"`.
         of: What to lesion: `"heads"`, `"mlps"`, `"attentions"`, `"blocks"`, `"voxels"` (64 hidden
-            units of an MLP each), names of places such as `"L3H*"`, or several of these.
+            units of an MLP each), names of places such as `"L3H*"`, `"features"` (all those of
+            `features=` that are on at the prompts), `"L2[feature 17]"`, or several of these.
         metric: `"surprisal"` of the answer (nats, summed over its tokens), `"logit_difference"`
             (answer minus foil, at the last token of the prompt), or a function of the logits
             (s, vocabulary) and the ids (s,) that returns a number.
@@ -76,6 +80,10 @@ def lesion(
         path: A file that is written after every prompt. Called again with the same arguments,
             `lesion` goes on where it was interrupted.
         on_step: Told (lesions done, lesions in all, prompt), for a progress bar.
+        features: {place: object with encode and decode} of dictionaries of features, or one that
+            knows its place. A lesion takes one feature out of the value: see
+            `Edit.without_features`.
+        labels: Texts for features: {feature: text}, a list, or {place: one of these}.
 
     Raises:
         InspectionError: The arguments do not fit together, rows of a batch influence each other,
@@ -90,7 +98,12 @@ def lesion(
     if switched_off():
         raise InspectionError("TORCHFMRI=off: nothing is attached, so that nothing is lesioned.")
     questions = read_questions(model, tokenizer, prompts, answers, foils, metric)
-    targets = find_targets(model, of)
+    others, choice = split_features(model, of, features)
+    _check_features(choice, edit, labels)
+    targets = [] if choice is not None and not others else find_targets(model, others)
+    if choice is not None:
+        targets += _feature_targets(model, questions, choice)
+    texts = _texts(targets, labels)
     run = LesionRun(runnable(model), targets, edit, seed, tokens, batch)
     key = _key(model, questions, targets, (edit, method, seed, repr(tokens)))
     done = _continue(path, key, len(questions))
@@ -110,8 +123,40 @@ def lesion(
 
             done.append(run.measure(question, method != "lesion", method != "attribution", step))
             if path is not None:
-                _assemble(questions, targets, done, edit, key).save(path)
-    return _assemble(questions, targets, done, edit, key)
+                _assemble(questions, targets, done, edit, key, texts).save(path)
+    return _assemble(questions, targets, done, edit, key, texts)
+
+
+def _check_features(choice: FeatureChoice | None, edit: str, labels: object) -> None:
+    if choice is not None and edit != "zero":
+        raise InspectionError(
+            f"edit={edit!r}: a feature is taken out, which is edit='zero'. Lesion features alone, "
+            "with edit='zero'."
+        )
+    if choice is None and labels is not None:
+        raise InspectionError("labels= are texts for features: give features= and of='features'.")
+
+
+def _feature_targets(
+    model: nn.Module, questions: Sequence[Question], choice: FeatureChoice
+) -> list[Target]:
+    if not choice.is_open:
+        return choice.targets({})
+    run = LesionRun(runnable(model), [], edit="zero", seed=0, tokens=None, batch=1)
+    with unchanged(model), compiled_code_as_eager(), evaluating(model):
+        return choice.targets(run.active_features(questions, choice.sources))
+
+
+def _texts(targets: Sequence[Target], labels: object) -> tuple[str, ...]:
+    """The label of each lesion; none at all where no table was given."""
+    if labels is None:
+        return ()
+    return tuple(
+        ""
+        if each.source is None or each.feature is None
+        else feature_labels(labels, each.source.name, [each.feature])[0]
+        for each in targets
+    )
 
 
 def _assemble(
@@ -120,6 +165,7 @@ def _assemble(
     done: Sequence[Measured],
     edit: str,
     key: str,
+    labels: tuple[str, ...],
 ) -> LesionMap:
     asked = questions[: len(done)]
     metric = questions[0].metric
@@ -139,6 +185,7 @@ def _assemble(
         estimate=np.stack([each.estimate for each in done]),
         activation=np.stack([each.activation for each in done]),
         key=key,
+        labels=labels,
     )
 
 
@@ -177,8 +224,16 @@ def _key(
         for each in questions
     ]
     places = [[each.place.name, each.place.layer, str(each.place.units)] for each in targets]
+    sources = {each.source.name: each.source.dictionary for each in targets if each.source}
+    sums += [[name, *_tensor_sums(each)] for name, each in sources.items()]
     text = to_json([sums, asked, places, list(map(str, options))])
     return f"{zlib.crc32(text.encode()):08x}-{len(text)}"
+
+
+def _tensor_sums(dictionary: Any) -> list[str]:
+    """The sums of a dictionary's weights, or of the tensors among its attributes."""
+    own = dictionary.state_dict() if isinstance(dictionary, nn.Module) else vars(dictionary)
+    return [f"{name} {_sum(each)}" for name, each in own.items() if isinstance(each, torch.Tensor)]
 
 
 def _name(metric: Metric) -> str:

@@ -13,7 +13,7 @@ from torchfmri._arguments import check_number, check_path
 from torchfmri._files import new_file, read_regular, seal, unseal
 from torchfmri._lesion.student import Paired, paired
 from torchfmri._model import nearest_names
-from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri._text import Column, Grid, number_text, plural, printable
 from torchfmri.exceptions import FileFormatError, InspectionError, LayerNotFoundError
 from torchfmri.visualization import LesionPicture, draw_lesions, new_figure, save_figure
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _FORMAT, _VERSION, _LIMIT = "torchfmri lesions", 1, 1 << 30
+_MOST_FEATURES = 40
+"""Features that are drawn: one row each has to be read."""
 _UNITS = {"surprisal": "surprisal of the answer (nats)", "logit_difference": "logit difference"}
 
 
@@ -31,7 +33,8 @@ class LesionMap:
 
     Attributes:
         names: The lesions, such as "L9H6".
-        kinds: What each is: "heads", "mlps", "attentions", "blocks", "voxels" or "places".
+        kinds: What each is: "heads", "mlps", "attentions", "blocks", "voxels", "features" or
+            "places".
         blocks: (n,) the block of each; -1 where it is in none.
         columns: (n,) the head or voxel of each; 0 for others.
         prompts: What was asked, and `answers` and `foils` beside it.
@@ -44,6 +47,7 @@ class LesionMap:
         estimate: (p, n) the change by attribution patching; NaN where it was not asked for.
         activation: (p, n) the root mean square of what was lesioned, without lesions.
         key: What the lesions were made with, to tell whether a file can be continued.
+        labels: The user's texts for features, one for each lesion; none where no table was given.
 
     Example:
         >>> import torchfmri
@@ -69,6 +73,7 @@ class LesionMap:
     estimate: Floats
     activation: Floats
     key: str = ""
+    labels: tuple[str, ...] = ()
 
     @property
     def effect(self) -> Floats:
@@ -132,8 +137,8 @@ class LesionMap:
 
     def __repr__(self) -> str:
         return (
-            f"<LesionMap of {plural(len(self.names), 'lesion')} ({self.edit}) on "
-            f"{plural(len(self.prompts), 'prompt')}: {self.metric}>"
+            f"<LesionMap of {plural(len(self.names), 'lesion')} ({printable(self.edit)}) on "
+            f"{plural(len(self.prompts), 'prompt')}: {printable(self.metric)}>"
         )
 
     def __str__(self) -> str:
@@ -161,10 +166,14 @@ class LesionMap:
         return Grid(
             title=self._title(),
             heading="lesion",
-            names=[self.names[each] for each in shown],
+            names=[self._titled(each) for each in shown],
             columns=columns,
             notes=self._notes(several),
         ).text(width)
+
+    def _titled(self, index: int) -> str:
+        label = printable(self.labels[index]) if self.labels else ""
+        return f"{self.names[index]} {label}".rstrip()
 
     def _title(self) -> str:
         what = _UNITS.get(self.metric, self.metric)
@@ -183,6 +192,7 @@ class LesionMap:
             )
         else:
             notes.append("One prompt: no interval. Give several prompts for t and p.")
+        notes += self._without_space()
         if self.is_exact and not np.isnan(self.estimate).any():
             error = self.estimate_error()
             notes.append(
@@ -191,6 +201,23 @@ class LesionMap:
                 f"{error['largest']:.3g}; {error['same_top']:.0%} of the ten largest are the same."
             )
         return notes
+
+    def _without_space(self) -> list[str]:
+        """A note about answers that would be written together with the last word of the prompt."""
+        joined = [
+            (prompt, answer)
+            for prompt, answer in zip(self.prompts, self.answers, strict=True)
+            if prompt[-1:].isalnum() and answer[:1].isalnum()
+        ]
+        if not joined:
+            return []
+        prompt, answer = joined[0]
+        several = f" ({len(joined)} answers are so)" if len(joined) > 1 else ""
+        note = (
+            f"The answer {answer!r} has no space before it and continues the word "
+            f"{prompt.split()[-1]!r}; a word of its own is {' ' + answer!r}{several}."
+        )
+        return [note]
 
     def plot(self) -> Figure:
         """The map of effects beside the map of activations: blocks down, heads or voxels across."""
@@ -204,16 +231,21 @@ class LesionMap:
 
     def _picture(self) -> LesionPicture:
         statistics = self.over_prompts()
+        with_features = "features" in self.kinds  # they have no order: a row each, largest on top
+        shown = self.top(_MOST_FEATURES) if with_features else self.names
+        chosen = [self.names.index(each) for each in shown]
+        fewer = f"; the {len(shown)} largest are drawn" * (len(shown) < len(self.names))
+        notable = np.nan_to_num(statistics.p, nan=1.0) < 0.05 / max(len(self.names), 1)
         return LesionPicture(
-            kinds=self.kinds,
-            blocks=self.blocks,
-            columns=self.columns,
-            names=self.names,
-            effect=self.effect.mean(0),
-            notable=np.nan_to_num(statistics.p, nan=1.0) < 0.05 / max(len(self.names), 1),
-            activation=self.activation.mean(0),
+            kinds=["places" if with_features else self.kinds[each] for each in chosen],
+            blocks=self.blocks[chosen],
+            columns=self.columns[chosen],
+            names=[self._titled(each) for each in chosen],
+            effect=self.effect.mean(0)[chosen],
+            notable=notable[chosen],
+            activation=self.activation.mean(0)[chosen],
             label=f"change of {_UNITS.get(self.metric, self.metric)}",
-            title=self._title(),
+            title=self._title() + fewer,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -238,12 +270,13 @@ class LesionMap:
             "high": found.high.tolist(),
             "t": found.t.tolist(),
             "p": found.p.tolist(),
+            **({"labels": list(self.labels)} if self.labels else {}),
         }
 
     def save(self, path: str | Path) -> None:
         """Write the map to a file, whole or not at all."""
         record = {"format": _FORMAT, "version": _VERSION, "key": self.key}
-        fields = ("names", "kinds", "prompts", "answers", "foils", "metric", "edit")
+        fields = ("names", "kinds", "prompts", "answers", "foils", "metric", "edit", "labels")
         record |= {name: _plain(getattr(self, name)) for name in fields}
         arrays = ("blocks", "columns", "intact", "lesioned", "estimate", "activation")
         record |= {name: getattr(self, name).tolist() for name in arrays}
@@ -277,14 +310,16 @@ class LesionMap:
                 estimate=_floats(record["estimate"], 2),
                 activation=_floats(record["activation"], 2),
                 key=str(record["key"]),
+                labels=tuple(map(str, record.get("labels", ()))),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FileFormatError(
                 str(place), f"its tables are not as they should be: {error}"
             ) from error
         shape = (len(found.prompts), len(found.names))
         tables = (found.lesioned, found.estimate, found.activation)
-        if any(each.shape != shape for each in tables) or len(found.intact) != shape[0]:
+        wrong = len(found.labels) not in (0, shape[1]) or len(found.intact) != shape[0]
+        if wrong or any(each.shape != shape for each in tables):
             raise FileFormatError(str(place), f"its tables have other sizes than {shape}")
         return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchfmri._edit import BoundEdit, Edit, Passes, attached, change_arguments, change_output
+from torchfmri._lens import FeatureSource
 from torchfmri._lesion.questions import Question, logits_for
 from torchfmri._lesion.targets import Target
-from torchfmri._model import named_layers, thawed, unwrap
+from torchfmri._model import Place, named_layers, thawed, unwrap
 from torchfmri._tokens import VOXEL
 from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
@@ -63,7 +65,7 @@ class LesionRun:
         batch: int,
     ) -> None:
         self.model, self.targets, self.batch = model, targets, batch
-        self._layers = named_layers(model)
+        self.layers = named_layers(model)
         self._keys: list[Key] = list(dict.fromkeys(_key(each) for each in targets))
         self._edit, self._seed, self._tokens = edit, seed, tokens
         self._values: dict[Key, Tensor] = {}
@@ -92,35 +94,76 @@ class LesionRun:
             step: Told how many lesions are done.
         """
         values, intact, estimates = self._intact(question, estimate)
+        sizes = self._sizes(values)
         lesioned = np.full(len(self.targets), np.nan)
         for first in range(0, len(self.targets), self.batch) if exact else ():
             several = self.targets[first : first + self.batch]
             lesioned[first : first + len(several)] = self.lesion_rows(question, several)
             step(first + len(several))
-        sizes = [
-            float(_part(values[_key(each)], each).square().mean().sqrt()) for each in self.targets
-        ]
         return Measured(
             intact=intact,
             lesioned=lesioned,
             estimate=estimates,
-            activation=np.array(sizes),
+            activation=sizes,
         )
+
+    def _sizes(self, values: Mapping[Key, Tensor]) -> NDArray[np.float64]:
+        """(n,) the root mean square of what each lesion takes out."""
+        encoded: dict[str, Tensor] = {}  # one call of a dictionary, not one for each feature
+        found = []
+        for each in self.targets:
+            part = _part(values[_key(each)], each)
+            if each.source is not None and each.feature is not None:
+                name = each.source.name
+                if name not in encoded:
+                    encoded[name] = each.source.encode(part).detach().float()
+                part = _feature(encoded[name], each.feature, name)
+            found.append(float(part.float().square().mean().sqrt()))
+        return np.array(found)
+
+    def active_features(
+        self, questions: Sequence[Question], sources: Mapping[str, FeatureSource]
+    ) -> dict[str, list[int]]:
+        """Place -> the features that are on at any token of the questions."""
+        found: dict[str, set[int]] = {name: set() for name in sources}
+        wanted = [(each.place.layer, each.place.what) for each in sources.values()]
+        for question in questions:
+            with torch.no_grad(), self.reading(list(dict.fromkeys(wanted))) as values:
+                logits_for(self.model, question.ids[None], question.needed)
+            for name, source in sources.items():
+                key = (source.place.layer, source.place.what)
+                if key not in values:
+                    raise InspectionError(f"Layer {key[0]!r} was never called as a module.")
+                with torch.no_grad():
+                    on = source.encode(_units(values[key], source.place)) > 0
+                found[name].update(on.flatten(0, -2).any(0).nonzero().flatten().tolist())
+        return {name: sorted(each) for name, each in found.items()}
 
     def lesion_rows(self, question: Question, several: Sequence[Target]) -> NDArray[np.float64]:
         """The metric with each of several lesions, in one forward pass."""
         passes = Passes()
-        bound = [self._bind(each, row, passes) for row, each in enumerate(several)]
-        ids = question.ids.expand(len(several), -1)
-        with torch.no_grad(), attached(self.model, bound, passes, {}):
-            found = question.measure(logits_for(self.model, ids, question.needed))
+        bound = [self._lesion(each, row, passes) for row, each in enumerate(several)]
+        found = self.rows(question, len(several), bound, passes)
         for each in bound:
             if not each.acted:
                 raise InspectionError(
                     f"The lesion of {each.place.name!r} never acted on {question.prompt!r}: layer "
                     f"{each.place.layer!r} was not called, or no token was selected."
                 )
-        return found.double().cpu().numpy()
+        return np.array(found)
+
+    def rows(
+        self, question: Question, count: int, bound: Sequence[BoundEdit], passes: Passes
+    ) -> list[float]:
+        """The metric of every row of one edited forward pass, each of which asks the question."""
+        ids = question.ids.expand(count, -1)
+        with torch.no_grad(), attached(self.model, bound, passes, {}):
+            found = question.measure(logits_for(self.model, ids, question.needed))
+        return [float(each) for each in found]
+
+    def bind(self, place: Place, edit: Edit, passes: Passes) -> BoundEdit:
+        """An edit at a place of this model."""
+        return BoundEdit(place, edit, self.layers[place.layer], passes, VOXEL)
 
     def refuse_mixing(self, question: Question) -> None:
         """Raise where the rows of a batch influence each other: a lesion would reach other rows.
@@ -143,15 +186,15 @@ class LesionRun:
                 "Lesion one at a time: batch=1."
             )
 
-    def _bind(self, target: Target, row: int, passes: Passes) -> BoundEdit:
+    def _lesion(self, target: Target, row: int, passes: Passes) -> BoundEdit:
         edit, values = Edit.zero(), self._values.get(_key(target))
-        if self._edit == "mean" and values is not None:
+        if target.source is not None and target.feature is not None:
+            edit = Edit.without_features(target.source.dictionary, [target.feature])
+        elif self._edit == "mean" and values is not None:
             edit = Edit.replace(values.double().mean(0).to(values.dtype))
         elif self._edit == "resample" and values is not None:
             edit = Edit.resample(values, self._seed)
-        edit = edit.at(rows=[row], tokens=self._tokens)
-        place = target.place
-        return BoundEdit(place, edit, self._layers[place.layer], passes, VOXEL)
+        return self.bind(target.place, edit.at(rows=[row], tokens=self._tokens), passes)
 
     def _intact(
         self, question: Question, estimate: bool
@@ -188,7 +231,7 @@ class LesionRun:
         with torch.no_grad():
             for target in self.targets:
                 gradient, old = gradients[_key(target)], values[_key(target)].detach()
-                new = self._bind(target, 0, passes).change(old, None)
+                new = self._lesion(target, 0, passes).change(old, None)
                 if gradient is None or new is None:
                     estimates.append(0.0)
                 else:
@@ -196,36 +239,43 @@ class LesionRun:
         return np.array(estimates)
 
     @contextmanager
-    def reading(self) -> Iterator[dict[Key, Tensor]]:
-        """Hold the value at every place of the pass that runs in the block."""
+    def reading(
+        self, keys: Sequence[Key] | None = None, *, before_edits: bool = False
+    ) -> Iterator[dict[Key, Tensor]]:
+        """Hold the value at every place of the pass that runs in the block.
+
+        Args:
+            keys: Which places; those of the targets by default.
+            before_edits: Whether to read what a layer makes before the edits that are attached
+                already change it.
+        """
         values: dict[Key, Tensor] = {}
-        handles = []
-
-        def reader(key: Key) -> Callable[[Tensor], Tensor]:
-            def keep(value: Tensor) -> Tensor:
-                values[key] = value
-                return value
-
-            return keep
-
-        try:
-            for key in self._keys:
-                module, keep = self._layers[key[0]], reader(key)
+        with ExitStack() as stack:
+            for key in self._keys if keys is None else keys:
+                module, keep = self.layers[key[0]], partial(_keep, values, key)
                 if key[1] == "inputs":
-                    before = Hook(
-                        lambda _, given, named, keep=keep: change_arguments(given, named, keep),
-                        module,
+                    hook = Hook(partial(_see_arguments, keep), module)
+                    handle = module.register_forward_pre_hook(
+                        hook, with_kwargs=True, prepend=before_edits
                     )
-                    handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 else:
-                    after = Hook(
-                        lambda _, __, output, keep=keep: change_output(output, keep), module
-                    )
-                    handles.append(module.register_forward_hook(after))
+                    hook = Hook(partial(_see_output, keep), module)
+                    handle = module.register_forward_hook(hook, prepend=before_edits)
+                stack.callback(handle.remove)
             yield values
-        finally:
-            for handle in handles:
-                handle.remove()
+
+
+def _keep(values: dict[Key, Tensor], key: Key, value: Tensor) -> Tensor:
+    values[key] = value
+    return value
+
+
+def _see_arguments(keep: Callable[[Tensor], Tensor], _: object, given: Any, named: Any) -> None:
+    change_arguments(given, named, keep)
+
+
+def _see_output(keep: Callable[[Tensor], Tensor], _: object, __: object, output: Any) -> None:
+    change_output(output, keep)
 
 
 class _FedOnce(Passes):
@@ -242,6 +292,19 @@ def _key(target: Target) -> Key:
 
 def _part(value: Tensor, target: Target) -> Tensor:
     """The units of a target in the value of its layer."""
-    if target.place.units is None:
-        return value.float()
-    return torch.cat([value[..., first:end] for first, end in target.place.units], -1).float()
+    return _units(value, target.place)
+
+
+def _units(value: Tensor, place: Place) -> Tensor:
+    if place.units is None:
+        return value
+    return torch.cat([value[..., first:end] for first, end in place.units], -1)
+
+
+def _feature(encoded: Tensor, feature: int, name: str) -> Tensor:
+    if feature >= encoded.shape[-1]:
+        raise InspectionError(
+            f"There is no feature {feature} at {name!r}: its dictionary has {encoded.shape[-1]}, "
+            f"0 to {encoded.shape[-1] - 1}."
+        )
+    return encoded[..., feature]

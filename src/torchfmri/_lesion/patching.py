@@ -2,121 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from difflib import SequenceMatcher
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_module, check_number, require
-from torchfmri._edit import BoundEdit, Edit, Passes, attached
-from torchfmri._lesion.lesion_run import LesionRun
+from torchfmri._edit import BoundEdit, Edit, Passes
+from torchfmri._lesion.lesion_run import Key, LesionRun
+from torchfmri._lesion.patch_map import PatchMap
+from torchfmri._lesion.paths import Paths
 from torchfmri._lesion.questions import Question, logits_for, read_questions
+from torchfmri._lesion.roles import Pairs, matched_tokens, token_label, unmatched_tokens
 from torchfmri._lesion.targets import Target, find_targets
-from torchfmri._model import compiled_code_as_eager, evaluating, named_layers, runnable, unchanged
-from torchfmri._text import Column, Grid, number_text, plural
-from torchfmri._tokens import VOXEL
+from torchfmri._model import compiled_code_as_eager, evaluating, runnable, unchanged
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization import PatchPicture, draw_patches, new_figure, save_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Floats = NDArray[np.float64]
-Pairs = list[tuple[int, int]]
-
-
-@dataclass(frozen=True, eq=False)
-class PatchMap:
-    """How much of the clean answer comes back when values of the clean run are put in.
-
-    Attributes:
-        names: The places.
-        blocks: (n,) their blocks; -1 for none.
-        labels: The tokens that were patched one by one; one label, "all tokens", where all were.
-        pairs: (clean position, corrupted position) of the tokens that stand for each other.
-        metric: "logit_difference" or "surprisal".
-        clean: The metric of the clean prompt.
-        corrupted: The metric of the corrupted one.
-        patched: (n, labels) the metric of the corrupted prompt with each patch.
-        unmatched: Tokens of either prompt that stand for none of the other, which stay as they are.
-
-    Example:
-        >>> import torchfmri
-        >>> model, tokenizer = torchfmri.load_model("tiny")
-        >>> patches = torchfmri.patch(model, tokenizer, "Tom had a", "Lily had a", " dog")
-        >>> patches.score.shape
-        (5, 1)
-    """
-
-    names: tuple[str, ...]
-    blocks: NDArray[np.int64]
-    labels: tuple[str, ...]
-    pairs: tuple[tuple[int, int], ...]
-    metric: str
-    clean: float
-    corrupted: float
-    patched: Floats
-    unmatched: tuple[str, ...] = ()
-
-    @property
-    def score(self) -> Floats:
-        """(n, labels) 0 where it is as corrupted, 1 where it is as clean."""
-        found: Floats = (self.patched - self.corrupted) / (self.clean - self.corrupted)
-        return found
-
-    def top(self, count: int = 10) -> list[tuple[str, str, float]]:
-        """Place, token and score of the patches with the highest scores."""
-        check_number("count", count, 1, "give how many to name, from 1")
-        order = np.argsort(-self.score, axis=None, kind="stable")[:count]
-        places = [np.unravel_index(int(each), self.score.shape) for each in order]
-        return [
-            (self.names[int(n)], self.labels[int(t)], float(self.score[n, t])) for n, t in places
-        ]
-
-    def __repr__(self) -> str:
-        return f"<PatchMap of {plural(len(self.names), 'place')}: {self.metric}>"
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def table(self, count: int = 12, width: int | None = None) -> str:
-        """The patches with the highest scores."""
-        found = self.top(count)
-        notes = [f"not matched by role: {', '.join(self.unmatched)}"] if self.unmatched else []
-        return Grid(
-            title=(
-                f"clean values of {plural(len(self.names), 'place')} put into the corrupted "
-                f"prompt: {self.metric} {number_text(self.corrupted)} as corrupted (score 0), "
-                f"{number_text(self.clean)} as clean (score 1)"
-            ),
-            heading="place",
-            names=[place for place, _, _ in found],
-            columns=[
-                Column("token", [token for _, token, _ in found], 5, right=False),
-                Column("score", [f"{score:.3f}" for _, _, score in found], 9),
-            ],
-            notes=notes,
-        ).text(width)
-
-    def plot(self) -> Figure:
-        """The scores: places down, tokens across."""
-        picture = PatchPicture(
-            names=self.names, labels=self.labels, score=self.score, metric=self.metric
-        )
-        figure = new_figure(*picture.inches)
-        draw_patches(figure, picture)
-        return figure
-
-    def draw(self, path: str | Path) -> None:
-        """Write the picture of `plot` to a file."""
-        save_figure(self.plot(), path, dpi=150)
 
 
 def patch(
@@ -124,42 +27,50 @@ def patch(
     tokenizer: Any,
     clean: Any,
     corrupted: Any,
-    answer: str,
-    foil: str | None = None,
+    answer: Any,
+    foil: Any = None,
     *,
     of: str | Sequence[str] = "blocks",
     per: str = "place",
+    to: str | Sequence[str] | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
     batch: int = 32,
 ) -> PatchMap:
     """Run a corrupted prompt with values of the clean one, place by place (activation patching).
+
+    With `to` it is path patching: the clean value of a place reaches those places alone, on the
+    direct way. All attentions and MLPs in between are held at what they are in the corrupted
+    prompt, and what then arrives at those places is put into a second pass.
 
     Args:
         model: A language model.
         tokenizer: That of the model.
         clean: The prompt that has the answer.
         corrupted: The same with something exchanged, so that the answer changes.
-        answer: The answer to the clean prompt.
+        answer: The answer to the clean prompt, with the space before it; or its token ids.
         foil: Another answer; with it the metric is the logit difference, without it the surprisal.
         of: What to patch, as in `lesion`.
         per: `"place"` patches all matched tokens at once, `"token"` one after the other.
+        to: Where patches arrive: places such as `"L9H6.q"` or `"L9.mlp"`, `"logits"` for the direct
+            effect on the answer, or None for everything after the patch.
         pairs: (clean position, corrupted position) of tokens that stand for each other. By default
             tokens are matched by role: equal ones, and runs of exchanged ones between equal ones
             (of different lengths: their last tokens).
         batch: How many patches one forward pass carries.
 
     Raises:
-        InspectionError: No token matches, the metric is the same for both prompts, or rows of a
-            batch influence each other.
+        InspectionError: No token matches, the metric is the same for both prompts, rows of a batch
+            influence each other, or what is in between cannot be held in this architecture.
     """
     check_module("model", model)
     require(per in ("place", "token"), "per", per, "choose 'place' or 'token'")
     check_number("batch", batch, 1, "give how many patches one pass carries, from 1")
     metric = "surprisal" if foil is None else "logit_difference"
-    asked = read_questions(model, tokenizer, [clean, corrupted], answer, foil, metric)
+    foils = None if foil is None else [foil, foil]
+    asked = read_questions(model, tokenizer, [clean, corrupted], [answer, answer], foils, metric)
     targets = find_targets(model, of)
     run = LesionRun(runnable(model), targets, "zero", 0, None, batch)
-    matched = _matched(asked, pairs)
+    matched = matched_tokens(asked, pairs)
     groups = [matched] if per == "place" else [[each] for each in matched]
     with ExitStack() as stack:
         for each in (unchanged(model), compiled_code_as_eager(), evaluating(model)):
@@ -174,13 +85,19 @@ def patch(
             metrics.append(float(question.measure(logits)[0]))
             values = values or dict(found)  # the clean run's
         _refuse_equal(metrics, asked)
+        way = None if to is None else Paths(run, to, asked[1])
         work = [(each, group) for each in targets for group in groups]
         patched: list[float] = []
         for first in range(0, len(work), batch):
-            patched += _patch_rows(run, asked[1], work[first : first + batch], values)
+            several = work[first : first + batch]
+            bound, passes = _bind_patches(run, several, values)
+            if way is None:
+                patched += run.rows(asked[1], len(several), bound, passes)
+            else:
+                patched += way.rows([each for each, _ in several], bound, passes)
     labels = ["all tokens"]
     if per == "token":
-        labels = [_label(tokenizer, asked[1].ids, position) for _, position in matched]
+        labels = [token_label(tokenizer, asked[1].ids, position) for _, position in matched]
     return PatchMap(
         names=tuple(each.place.name for each in targets),
         blocks=np.array([-1 if t.place.block is None else t.place.block for t in targets]),
@@ -190,64 +107,22 @@ def patch(
         clean=metrics[0],
         corrupted=metrics[1],
         patched=np.array(patched).reshape(len(targets), len(groups)),
-        unmatched=_unmatched(tokenizer, asked, matched),
+        unmatched=unmatched_tokens(tokenizer, asked, matched),
+        to="" if way is None else way.name,
     )
 
 
-def _patch_rows(
-    run: LesionRun,
-    question: Question,
-    work: Sequence[tuple[Target, Pairs]],
-    values: dict[tuple[str, str], Tensor],
-) -> list[float]:
-    """The metric with each of several patches, in one forward pass."""
-    layers, passes, bound = named_layers(run.model), Passes(), []
+def _bind_patches(
+    run: LesionRun, work: Sequence[tuple[Target, Pairs]], values: Mapping[Key, Tensor]
+) -> tuple[list[BoundEdit], Passes]:
+    """The patches of one pass, one in each row."""
+    passes, bound = Passes(), []
     for row, (target, pairs) in enumerate(work):
-        place = target.place
-        donor = values[place.layer, place.what].detach()
+        donor = values[target.place.layer, target.place.what].detach()
         edit = Edit.replace(donor, source=[one for one, _ in pairs])
         edit = edit.at(tokens=[other for _, other in pairs], rows=[row])
-        bound.append(BoundEdit(place, edit, layers[place.layer], passes, VOXEL))
-    with torch.no_grad(), attached(run.model, bound, passes, {}):
-        ids = question.ids.expand(len(work), -1)
-        found = question.measure(logits_for(run.model, ids, question.needed))
-    return [float(each) for each in found]
-
-
-def match_roles(clean: Sequence[int], corrupted: Sequence[int]) -> Pairs:
-    """The positions of two prompts that stand for each other.
-
-    Equal runs of tokens are matched one to one, and so are exchanged runs of equal length. Of
-    exchanged runs of different lengths the last tokens are matched: there a name is complete.
-
-    Example:
-        >>> match_roles([1, 2, 3, 9], [1, 7, 8, 3, 9])
-        [(0, 0), (1, 2), (2, 3), (3, 4)]
-    """
-    pairs: Pairs = []
-    steps = SequenceMatcher(None, list(clean), list(corrupted), autojunk=False).get_opcodes()
-    for kind, a, a_end, b, b_end in steps:
-        if kind == "equal" or (kind == "replace" and a_end - a == b_end - b):
-            pairs += zip(range(a, a_end), range(b, b_end), strict=True)
-        elif kind == "replace":
-            pairs.append((a_end - 1, b_end - 1))
-    return pairs
-
-
-def _matched(asked: Sequence[Question], given: Sequence[tuple[int, int]] | None) -> Pairs:
-    lengths = [len(each.ids) for each in asked]
-    if given is None:
-        return match_roles(asked[0].ids.tolist(), asked[1].ids.tolist())
-    found = [(int(one), int(other)) for one, other in given]
-    wrong = [p for p in found if not (0 <= p[0] < lengths[0] and 0 <= p[1] < lengths[1])]
-    meaning = (
-        f"positions are 0 to {lengths[0] - 1} in the clean prompt and 0 to {lengths[1] - 1} in the "
-        "corrupted one"
-    )
-    require(bool(found) and not wrong, "pairs", wrong or given, meaning)
-    twice = len({other for _, other in found}) < len(found)
-    require(not twice, "pairs", given, "a corrupted position stands twice; give each once")
-    return found
+        bound.append(run.bind(target.place, edit, passes))
+    return bound, passes
 
 
 def _refuse_equal(metrics: Sequence[float], asked: Sequence[Question]) -> None:
@@ -256,18 +131,3 @@ def _refuse_equal(metrics: Sequence[float], asked: Sequence[Question]) -> None:
             f"The clean and the corrupted prompt have the same {asked[0].metric}, "
             f"{metrics[0]:.6g}: there is nothing to bring back. Exchange what the answer hangs on."
         )
-
-
-def _label(tokenizer: Any, ids: Tensor, position: int) -> str:
-    token = int(ids[position])
-    text = tokenizer.decode([token]) if hasattr(tokenizer, "decode") else str(token)
-    return f"{position} {text!r}"
-
-
-def _unmatched(tokenizer: Any, asked: Sequence[Question], pairs: Pairs) -> tuple[str, ...]:
-    missing = []
-    for side, (question, name) in enumerate(zip(asked, ("clean", "corrupted"), strict=True)):
-        known = {each[side] for each in pairs}
-        rest = [each for each in range(len(question.ids)) if each not in known]
-        missing += [f"{name} {_label(tokenizer, question.ids, each)}" for each in rest]
-    return tuple(missing)

@@ -171,13 +171,15 @@ def _answer_ids(text: Any, tokenizer: Any, what: str) -> Tensor:
 def _is_ids(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 1
-    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], int)
+    is_list = isinstance(value, (list, tuple)) and bool(value)
+    return is_list and all(isinstance(each, int) for each in value)
 
 
 def _as_many(value: Any, count: int, name: str) -> list[Any] | None:
     if value is None:
         return None
     several = [value] * count if isinstance(value, (str, int)) else list(value)
+    several = [[each] if isinstance(each, int) else each for each in several]  # the id of a token
     meaning = f"give one for each of {count} prompts, or one for all"
     require(len(several) == count, name, value, meaning)
     return several

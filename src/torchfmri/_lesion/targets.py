@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
 from torchfmri._arguments import require
+from torchfmri._edit import Edit
+from torchfmri._lens import FeatureSource, feature_name, find_sources
 from torchfmri._model import Place, named_layers, places_of, width_in
 from torchfmri._tokens import VOXEL
 from torchfmri.exceptions import InspectionError
@@ -20,6 +24,8 @@ KINDS: Mapping[str, str] = {
     "voxels": "blocks.*.mlp.hook_post",
 }
 """Words for what is lesioned -> the places that they mean."""
+FEATURES = "features"
+_FEATURE = re.compile(r"(?P<place>.+)\[feature (?P<number>\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -28,13 +34,17 @@ class Target:
 
     Attributes:
         place: Where.
-        kind: "heads", "mlps", "attentions", "blocks", "voxels" or "places".
-        column: Its column in a map: the head, the voxel, or 0.
+        kind: "heads", "mlps", "attentions", "blocks", "voxels", "features" or "places".
+        column: Its column in a map: the head, the voxel, or 0. Of a feature, its place in the list.
+        feature: The feature that is taken out of the value; None for the value itself.
+        source: The dictionary that the feature is of; None without.
     """
 
     place: Place
     kind: str
     column: int
+    feature: int | None = None
+    source: FeatureSource | None = None
 
 
 def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[Target]:
@@ -81,3 +91,90 @@ def _targets(layers: Mapping[str, nn.Module], place: Place, kind: str) -> list[T
         )
         for number, first in enumerate(range(0, width, VOXEL))
     ]
+
+
+class FeatureChoice(NamedTuple):
+    """Which features are lesioned.
+
+    Attributes:
+        sources: The dictionaries, by the names of their places.
+        named: Place -> features that were named one by one.
+        is_open: Whether those are meant too that are on at the prompts.
+    """
+
+    sources: Mapping[str, FeatureSource]
+    named: Mapping[str, list[int]]
+    is_open: bool
+
+    def targets(self, active: Mapping[str, Sequence[int]]) -> list[Target]:
+        """One lesion for each feature.
+
+        Args:
+            active: Place -> the features that are on at any token of the prompts.
+
+        Raises:
+            InspectionError: None is.
+        """
+        found = []
+        for place, source in self.sources.items():
+            several = {*self.named.get(place, ()), *(active[place] if self.is_open else ())}
+            where = replace(source.place, heads=None)  # dictionaries take heads side by side
+            found += [
+                Target(
+                    place=replace(where, name=feature_name(place, feature)),
+                    kind=FEATURES,
+                    column=number,
+                    feature=feature,
+                    source=source,
+                )
+                for number, feature in enumerate(sorted(several))
+            ]
+        if self.is_open and not found:
+            raise InspectionError(
+                f"No feature of {', '.join(map(repr, self.sources))} is on at any token of the "
+                "prompts, so that there is none to lesion."
+            )
+        return found
+
+
+def split_features(
+    model: nn.Module, of: str | Sequence[str], features: object
+) -> tuple[list[str], FeatureChoice | None]:
+    """What else is lesioned, and which features.
+
+    Raises:
+        LayerNotFoundError: A dictionary is of no layer of the model.
+        InspectionError: Features are named without a dictionary, or the other way round; or a
+            dictionary cannot be lesioned.
+    """
+    several = [of] if isinstance(of, str) else list(of) if isinstance(of, Sequence) else [of]
+    words = [each for each in several if isinstance(each, str)]
+    matches = {each: _FEATURE.fullmatch(each) for each in words}
+    chosen = [each for each in words if each == FEATURES or matches[each]]
+    if not chosen and features is None:
+        return several, None
+    if features is None:
+        raise InspectionError(
+            f"of={of!r} names features, and no dictionary makes them: give features={{'L2': sae}}."
+        )
+    if not chosen:
+        raise InspectionError(
+            f"features= is given, and of={of!r} lesions none of them: write of='features' for all "
+            "that are on at the prompts, or name some, such as of=['L2[feature 17]']."
+        )
+    sources = {each.name: each for each in find_sources(model, features)}
+    for name, source in sources.items():
+        if source.place.read_only:
+            raise InspectionError(f"{name!r} cannot be lesioned: {source.place.read_only}.")
+        Edit.without_features(source.dictionary, [0])  # refuses what cannot decode
+    named: dict[str, list[int]] = {}
+    for each in chosen:
+        match = matches[each]
+        if match is None:
+            continue
+        if match["place"] not in sources:
+            known = ", ".join(map(repr, sources))
+            raise InspectionError(f"{each!r}: there is a dictionary at {known}, none of that name.")
+        named.setdefault(match["place"], []).append(int(match["number"]))
+    rest = [each for each in several if each not in chosen]
+    return rest, FeatureChoice(sources=sources, named=named, is_open=FEATURES in chosen)

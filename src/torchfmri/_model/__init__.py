@@ -1,7 +1,8 @@
 """The user's model: the names of its layers, and running it without leaving a trace.
 
-`patterns` and `layers` turn wildcards into names and modules, `blocks` and `places` resolve names
-such as `L9H6` on every architecture. `attachment` is the off switch. `snapshot` and `generators`
+`patterns` and `layers` turn wildcards into names and modules. `place_names` takes names such as
+`L9H6` apart, `blocks` and `block_places` find what they mean in a block of any architecture, and
+`places` in a model. `attachment` is the off switch. `snapshot` and `generators`
 put back what a pass changed; `interruption` keeps Ctrl-C from ending that half-way, `threads` two
 threads from doing it at a time. `forward_pass` and `backward_pass` run the user's data,
 `optimizer_steps` notices steps, `named_models` and `factory` load the model a command names.
@@ -14,9 +15,17 @@ from torchfmri._model.backward_pass import (
     run_backward,
     spared_grad,
 )
+from torchfmri._model.block_places import Place
 from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
-from torchfmri._model.forward_pass import Loss, arguments_for, loss_of, refuse_meta, thawed
+from torchfmri._model.forward_pass import (
+    WITH_TARGET,
+    Loss,
+    arguments_for,
+    loss_of,
+    refuse_meta,
+    thawed,
+)
 from torchfmri._model.generators import RandomState, random_state
 from torchfmri._model.interruption import ending_by_signals, kept_whole, whole_restorations
 from torchfmri._model.layers import (
@@ -30,14 +39,16 @@ from torchfmri._model.layers import (
 )
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
-from torchfmri._model.patterns import check_names, match_names, nearest_names
-from torchfmri._model.places import Place, input_layers, places_of
+from torchfmri._model.patterns import check_names, match_names, nearest_names, not_found
+from torchfmri._model.place_names import PlaceName, names_in_block, parse_place
+from torchfmri._model.places import input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
 from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
 
 __all__ = [
     "CHOICES",
     "FORM",
+    "WITH_TARGET",
     "Block",
     "Concerns",
     "Loss",
@@ -45,6 +56,7 @@ __all__ = [
     "OptimizerSteps",
     "Pattern",
     "Place",
+    "PlaceName",
     "RandomState",
     "Ranges",
     "Subject",
@@ -70,8 +82,11 @@ __all__ = [
     "loss_of",
     "match_names",
     "named_layers",
+    "names_in_block",
     "nearest_names",
+    "not_found",
     "own_turn",
+    "parse_place",
     "places_of",
     "prepare_backward",
     "random_state",

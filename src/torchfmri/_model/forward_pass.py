@@ -14,6 +14,12 @@ from torchfmri._model.layers import runnable
 from torchfmri._torch import Hook, flatten
 from torchfmri.exceptions import InspectionError
 
+WITH_TARGET = (
+    "target=y with a loss; a function that makes the model for a command returns "
+    "(model, x, lambda output: loss(output, y))"
+)
+"""Where a target belongs, in calls and on the command line."""
+
 Loss: TypeAlias = "Callable[..., Tensor] | str | None"
 
 
@@ -33,9 +39,9 @@ def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping
         return (), data
     if isinstance(data, list):
         raise InspectionError(
-            f"data is a list of {len(data)}, as a DataLoader yields it. For [x, y] write "
-            "run_inspection(x, target=y, loss=...); for several positional arguments pass a "
-            "tuple, and for a model that takes a list pass (data,)."
+            f"data is a list of {len(data)}, as a DataLoader yields it. For several positional "
+            "arguments pass a tuple, and for a model that takes a list pass (data,). For [x, y] "
+            f"pass x as the data, and {WITH_TARGET}."
         )
     if not isinstance(data, tuple):
         return (data,), {}
@@ -44,7 +50,7 @@ def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping
     except TypeError as error:
         raise InspectionError(
             f"The model does not take {len(data)} positional arguments ({error}). If the last one "
-            "is the target, write run_inspection(x, target=y, loss=...)."
+            f"is the target, pass {WITH_TARGET}."
         ) from error
     except ValueError:  # a forward without a signature: let the model judge
         pass
@@ -113,9 +119,9 @@ def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | No
     if value is None:
         if backward:
             raise InspectionError(
-                "Gradients are watched, but there is no loss: the output has no .loss and is no "
-                "scalar. Write run_inspection(x, target=y, loss=nn.CrossEntropyLoss()), "
-                "loss=lambda output: ..., or loss='sum' for the sum of the output."
+                "Gradients are watched, but there is no loss: the output has no .loss and is not a "
+                "scalar. Pass loss=lambda output: ..., loss='sum' for the sum of the output, or "
+                f"{WITH_TARGET}."
             )
         return None
     value = check_scalar(value)
@@ -141,8 +147,7 @@ def _loss_value(output: Any, target: Any, loss: Loss) -> Any:
     if callable(loss):
         if target is None and isinstance(loss, nn.Module) and _needs_target(loss):
             raise InspectionError(
-                f"{type(loss).__name__} compares the output with a target. Write "
-                "run_inspection(x, target=y, loss=...)."
+                f"{type(loss).__name__} compares the output with a target. Pass {WITH_TARGET}."
             )
         return loss(output) if target is None else loss(output, target)
     if loss == "sum":

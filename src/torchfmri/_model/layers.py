@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from torchfmri._model.patterns import match_names, nearest_names
-from torchfmri._model.places import whole_layers
+from torchfmri._model.patterns import match_names, nearest_names, not_found
+from torchfmri._model.places import layers_at, whole_layers
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 Pattern: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
@@ -66,27 +66,33 @@ def find_layers(
     exclude: Pattern | None = None,
     *,
     hint: str = "torchfmri.Inspector(model).layers()",
+    whole: bool = True,
 ) -> list[str]:
     """The names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
     The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
-    children. What no layer is called may be a name of `places`, such as `L3.mlp`. `hint` says
-    where the names are listed, should a pattern select nothing.
+    children. What no layer is called may be a name of `places`, such as `L3.mlp`; `whole` refuses
+    those that are no layer's whole output, such as `L3H2`. `hint` says where the names are listed,
+    should a pattern select nothing.
 
     Raises:
         LayerNotFoundError: A pattern selects nothing.
         InspectionError: A pattern is neither a string nor a module type.
     """
+    resolve = whole_layers if whole else layers_at
     chosen: set[str] = set()
     for single in check_pattern(pattern):
         found = _match(layers, single)
         if not found and isinstance(single, str):
-            found = whole_layers(layers, single)
+            found = resolve(layers, single)
         if not found:
             raise _not_found(layers, single, hint)
         chosen.update(found)
     for single in check_pattern(exclude) if exclude is not None else ():
-        chosen.difference_update(_match(layers, single))
+        found = _match(layers, single)
+        if not found and isinstance(single, str):
+            found = resolve(layers, single)
+        chosen.difference_update(found)
     if not chosen:
         raise InspectionError(
             f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}. "
@@ -169,4 +175,4 @@ def _not_found(
         return LayerNotFoundError(
             pattern.__name__, nearest_names(pattern.__name__, kinds), len(names), hint
         )
-    return LayerNotFoundError(pattern, nearest_names(pattern, names), len(names), hint)
+    return not_found(pattern, names, hint)

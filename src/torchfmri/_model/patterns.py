@@ -13,6 +13,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 
 from torchfmri._arguments import require
+from torchfmri.exceptions import LayerNotFoundError
 
 
 def match_names(pattern: object, names: Iterable[str]) -> list[str]:
@@ -66,6 +67,14 @@ def nearest_names(pattern: object, names: Sequence[str], count: int = 3) -> list
     limit = max(0.75, min((score for score, _ in scored), default=0.0) + 0.25)
     close = sorted(item for item in scored if item[0] <= limit and item[0] < len(text))
     return [names[index] for _, index in close[:count]]
+
+
+def not_found(
+    pattern: object, names: Iterable[str], hint: str = "", kind: str = "layer"
+) -> LayerNotFoundError:
+    """The error for a name that is none of `names`; `hint` is the user's way to list them."""
+    known = list(names)
+    return LayerNotFoundError(pattern, nearest_names(pattern, known), len(known), hint, kind)
 
 
 def _split_options(pattern: str, start: int) -> tuple[list[str], int]:

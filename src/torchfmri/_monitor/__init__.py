@@ -1,8 +1,8 @@
 """`Monitor`: the statistics of every training step, while a model trains.
 
-`monitor` follows the loop, `step_hooks` attaches to one step, `watched_step` and `collector` reduce
-what it brings (on a GPU many tensors per launch, read later), `updates` measures how far the
-weights move. `gather` joins the histories of several processes, `history_table` shows one step.
+`monitor` follows the loop, `step_hooks` attaches to one step, `compiled_calls` to one of a compiled
+model, `watched_step` and `collector` reduce what it brings (on a GPU many tensors per launch),
+`updates` measures how far the weights move, `gather` joins processes, `history_table` shows a step.
 """
 
 from torchfmri._monitor.monitor import (

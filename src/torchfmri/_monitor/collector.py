@@ -7,6 +7,7 @@ wrote into in the meantime is not used, and its series is reduced at once from t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._capture import TokenMask
-from torchfmri._kernels import cuda
+from torchfmri._kernels import Floats, Reduction, cuda, summaries
 from torchfmri._records import Rows, Series
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import InspectionError
@@ -66,6 +67,25 @@ class _Launch(NamedTuple):
     left_out: Deferred  # per masked tensor: positions that are padding
 
 
+class _Summaries(NamedTuple):
+    """Numbers that a compiled graph wrote, (series, field), still on their way."""
+
+    series: list[Series]
+    labels: list[summaries.Label | None]
+    numbers: Deferred
+
+    def read(self) -> tuple[list[Series], list[summaries.Label], Floats]:
+        """Return the series that the graph wrote, with their labels and numbers."""
+        numbers = np.array(self.numbers.read()).reshape(len(self.series), -1)
+        came = [
+            (place, series, label)
+            for place, (series, label) in enumerate(zip(self.series, self.labels, strict=True))
+            if label is not None and numbers[place, :4].sum() > 0
+        ]
+        places = [place for place, *_ in came]
+        return [series for _, series, _ in came], [label for *_, label in came], numbers[places]
+
+
 class Collector:
     """The statistics of one step, by series; tensors of one series are merged.
 
@@ -90,6 +110,7 @@ class Collector:
         self._references: list[_Reference] = []
         self._bytes = 0
         self._launches: list[_Launch] = []
+        self._summaries: list[_Summaries] = []
         self._looks: dict[tuple[int, int], tuple[TokenMask, Deferred]] = {}
 
     def add(self, series: Series, tensor: Tensor, mask: TokenMask | None = None) -> None:
@@ -105,6 +126,12 @@ class Collector:
         if self._bytes > self._limit(tensor.device) or series in self._immediate:
             self.flush()
 
+    def add_summaries(
+        self, series: list[Series], labels: list[summaries.Label | None], numbers: Tensor
+    ) -> None:
+        """Take in what a compiled graph found out by itself: `summaries.combine`."""
+        self._summaries.append(_Summaries(series, labels, Deferred([numbers])))
+
     def flush(self) -> None:
         """Reduce what was collected by reference, one launch per device, and let go of it."""
         references, self._references, self._bytes = self._references, [], 0
@@ -119,35 +146,50 @@ class Collector:
 
     def ready(self) -> bool:
         """Whether `read` would not wait for the device."""
-        return not self._references and all(
-            each.result.ready() and each.left_out.ready() for each in self._launches
+        return (
+            not self._references
+            and all(each.result.ready() and each.left_out.ready() for each in self._launches)
+            and all(each.numbers.ready() for each in self._summaries)
         )
 
     def read(self) -> Mapping[Series, Statistics]:
         """The statistics of every series."""
         self.flush()
-        rows = self._read_rows()
+        summed = [each.read() for each in self._summaries]
+        self._summaries.clear()
+        rows = self._read_rows(summed)
         if rows is not None:
             return rows
+        for names, labels, numbers in summed:
+            for each, label, own in zip(names, labels, numbers, strict=True):
+                self._found[each].append(_statistics_of_summary(label, own))
         for launch in self._launches:
             for series, found in _read(launch):
                 self._found[series].append(found)
         self._launches.clear()
         return {series: merge_statistics(parts) for series, parts in self._found.items()}
 
-    def _read_rows(self) -> Rows | None:
+    def _read_rows(
+        self, summed: list[tuple[list[Series], list[summaries.Label], Floats]]
+    ) -> Rows | None:
         """All series in one table, where nothing has to be merged or corrected."""
         labels = [label for launch in self._launches for label in launch.labels]
-        series = [label.series for label in labels]
-        plain = all(label.positions is None for label in labels)
-        if self._found or not labels or not plain or len(set(series)) < len(series):
+        compiled = [label for _, some, _ in summed for label in some]
+        series = [label.series for label in labels] + [each for some, *_ in summed for each in some]
+        plain = all(label.positions is None for label in labels) and not any(
+            label.rows for label in compiled
+        )
+        if self._found or not series or not plain or len(set(series)) < len(series):
             return None
         tables = [launch.result.read_table() for launch in self._launches]
         known = [table for table in tables if table is not None]
         if len(known) < len(tables):
             return None
         self._launches.clear()
-        return Rows(series, np.concatenate(known), [(each.dtype, each.shape) for each in labels])
+        known += [summaries.table_of(numbers) for *_, numbers in summed]
+        shapes = [(each.dtype, each.shape) for each in labels]
+        shapes += [(each.dtype, each.shape) for each in compiled]
+        return Rows(series, np.concatenate(known), shapes)
 
     def _reduce(self, series: Series, tensor: Tensor, mask: TokenMask | None) -> None:
         aligned = mask.align(tensor) if mask is not None else None
@@ -235,3 +277,16 @@ def _read(launch: _Launch) -> list[tuple[Series, Statistics]]:
             )
         )
     return found
+
+
+def _statistics_of_summary(label: summaries.Label, numbers: Floats) -> Statistics:
+    finite, nan, positive, negative, zero, tiny, *moments, rows = numbers.tolist()
+    counted = None
+    if label.rows:
+        nan -= (label.rows - rows) * (math.prod(label.shape) // label.rows)
+        counted = (int(rows), label.rows)
+    number = int(finite + nan + positive + negative)
+    found = Reduction(
+        number, int(nan), int(positive), int(negative), int(zero), int(tiny - zero), *moments
+    )
+    return statistics_of_reduction(found, dtype=label.dtype, shape=label.shape, positions=counted)

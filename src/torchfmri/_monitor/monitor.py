@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -46,6 +45,7 @@ from torchfmri._monitor.history_table import history_table
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
 from torchfmri._records import Finding, History, HistoryFolder, Series, Step
+from torchfmri._torch import Attached
 from torchfmri._viewer import RunView, View
 from torchfmri.exceptions import MEANT_FOR_THE_USER, GuardError, InspectionError
 from torchfmri.statistics import Statistics
@@ -76,7 +76,7 @@ class MonitorWarning(RuntimeWarning):
     """The Monitor, or a part of it, had to stop; training goes on without it."""
 
 
-class Monitor:
+class Monitor(Attached):
     """Follows a training loop and keeps the statistics of each layer at each watched step.
 
     Either `with monitor.step():` around each step of the loop, or `monitor.attach()` once: a step
@@ -180,7 +180,6 @@ class Monitor:
         self._guards = self._hold is not None
         given = check_optimizers(optimizer)
         self._trained = TrainedModel(model)
-        self._block: ExitStack | None = None
         # What is written at exit must not keep the model alive, and is written without it.
         self._describe = partial(describe, model, given or None)
         described = weakref.ref(self._describe)
@@ -213,7 +212,9 @@ class Monitor:
         check_flag("view", view)
         if not view or switched_off() or not _is_first():
             return None
-        return RunView(type(unwrap(self.model)).__name__)
+        model = unwrap(self.model)
+        types = {name: type(module).__name__ for name, module in named_layers(model).items()}
+        return RunView(type(model).__name__, types)
 
     @property
     def view(self) -> View | None:
@@ -265,6 +266,7 @@ class Monitor:
         if self._folder is not None:
             self._safely(self._folder.flush)
         self._looking(lambda view: view.find(self._live.findings()))
+        self._looking(lambda view: view.end())
 
     @kept_whole
     def _take_off(self) -> None:
@@ -275,23 +277,10 @@ class Monitor:
         if self._hold is not None:
             self._hold.detach()
 
-    def __enter__(self) -> Monitor:
-        with ExitStack() as stack:
-            stack.enter_context(whole_restorations())
-            self.attach()
-            stack.callback(self.detach)
-            self._block = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._block is not None:
-            self._block.close()
-            self._block = None
+    def _attach(self, stack: ExitStack) -> None:
+        stack.enter_context(whole_restorations())
+        self.attach()
+        stack.callback(self.detach)
 
     @contextmanager
     def step(self) -> Iterator[MonitoredStep]:

@@ -12,10 +12,12 @@ from torch import nn
 
 from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager
+from torchfmri._monitor.compiled_calls import CompiledCalls
 from torchfmri._monitor.watched_step import Plan, StepSink
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, is_compiled_in_place
 
-_EAGER = "watched steps ran eagerly: compiled code calls no hooks"
+_EAGER = "watched steps ran eagerly: "
+_COMPILED = "watched steps ran compiled, with the statistics inside the graph"
 
 
 class StepHooks:
@@ -40,11 +42,14 @@ class StepHooks:
         self._model, self._loss, self._sink, self._entered = model, loss, sink, entered
         self._attached: ExitStack | None = None
         self._is_eager = False
+        self._compiled: CompiledCalls | None = None
         of_calls = plan.what & {"activations", "gradients"}
         first: dict[int, tuple[str, nn.Module]] = {}
         for name, module in plan.modules.items() if of_calls else ():
             first.setdefault(id(module), (name, module))
         targets = [Target(name, module, of_calls) for name, module in first.values()]
+        if type(model).__name__ == "OptimizedModule" or is_compiled_in_place(model):
+            self._compiled = self._inside_the_graph(targets, plan)
         short = None
         if of_calls == {"activations", "gradients"}:
             short = sink.short_way([each for each in targets if not _is_scripted(each)])
@@ -52,8 +57,32 @@ class StepHooks:
         self._taps = Taps(targets, sink, sink.wants_call, short)
         self._padding = sink.follow_padding(model.modules() if of_calls else ())
 
+    def _inside_the_graph(self, targets: list[Target], plan: Plan) -> CompiledCalls | None:
+        """The layers of a compiled model watched inside its graph; None where they cannot be."""
+        reason = "histograms are not taken inside a compiled graph" if plan.histogram else ""
+        if not reason:
+            found = CompiledCalls(
+                self._model, targets, self._sink, self._enter_model, self._left, self._run_eagerly
+            )
+            reason = found.reason
+        self._sink.noted("", _EAGER + reason if reason else _COMPILED)
+        return None if reason else found
+
+    def _run_eagerly(self) -> None:
+        """From now on: what could not be compiled is watched by hooks that compiled code skips."""
+        assert self._compiled is not None
+        reason = self._compiled.reason
+        self.detach()
+        self._compiled = None
+        self._sink.unnoted(_COMPILED)
+        self._sink.noted("", _EAGER + reason)
+        self.attach()
+
     def attach(self) -> None:
         """Put the hooks on, unless they are still there from the last step."""
+        if self._compiled is not None:
+            self._attach_compiled(self._compiled)
+            return
         if self._attached is None:
             self._attached = ExitStack()
             self._attached.callback(self._sink.forget_calls)
@@ -69,8 +98,17 @@ class StepHooks:
         if not self._is_eager and "torch._dynamo" in sys.modules:
             self._is_eager = True
             self._attached.enter_context(compiled_code_as_eager())
-            if type(self._model).__name__ == "OptimizedModule":
-                self._sink.noted("", _EAGER)
+
+    def _attach_compiled(self, compiled: CompiledCalls) -> None:
+        if compiled.reason:
+            self._run_eagerly()
+        elif self._attached is None:
+            self._attached = ExitStack()
+            self._attached.callback(self._sink.forget_calls)
+            self._attached.callback(compiled.detach)
+            compiled.attach()
+            if self._loss is not None:
+                self._add(self._loss.register_forward_hook, self._leave_loss, self._loss)
 
     def detach(self) -> None:
         """Take the hooks off; safe to call twice."""
@@ -81,6 +119,8 @@ class StepHooks:
 
     def next_step(self) -> None:
         """Forget the graph of the step that is over."""
+        if self._compiled is not None:
+            self._compiled.collect_gradients()
         self._taps.next_step()
 
     def _add(
@@ -106,6 +146,9 @@ class StepHooks:
         self._entered()
 
     def _leave_model(self, _: object, __: object, keywords: Mapping[str, Any], output: Any) -> None:
+        self._left(keywords, output)
+
+    def _left(self, keywords: Mapping[str, Any], output: Any) -> None:
         step = self._sink.step
         if self._loss is None and step is not None and self._sink.wants_call():
             # Hugging Face's Trainer has the loss divided by the items of all micro-batches.

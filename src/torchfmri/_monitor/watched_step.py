@@ -208,6 +208,10 @@ class StepSink:
         if layer and layer not in layers:
             layers.append(layer)
 
+    def unnoted(self, text: str) -> None:
+        """Take a reservation back."""
+        self._history.notes.pop(text, None)
+
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         """A tensor that cannot be reduced is noted; any other failure ends the Monitor."""
         if isinstance(error, InspectionError):
@@ -240,6 +244,10 @@ class WatchedStep:
         self._updates: Updates | None = None
         self._moved: list[Moved] = []
         self._numbers: Deferred | None = None
+
+    def wants(self, what: str) -> bool:
+        """Whether this is watched at all."""
+        return what in self._plan.what
 
     # -- the loss ----------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from torchfmri._files import require_forms
+
 Severity: TypeAlias = Literal["alarm", "warn", "inform"]
 Phase: TypeAlias = Literal["data", "forward", "loss", "backward", "optimizer"]
 
@@ -13,6 +15,10 @@ SEVERITIES: tuple[Severity, ...] = ("alarm", "warn", "inform")
 """From the worst."""
 PHASES: tuple[Phase, ...] = ("data", "forward", "loss", "backward", "optimizer")
 """In the order of a training step."""
+_FORMS: dict[str, Any] = {
+    "problem": str, "severity": str, "layers": [str], "phase": str, "step": (int, None),
+    "text": str, "advice": str, "evidence": dict, "consequences": list,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,26 @@ class Finding:
             "evidence": dict(self.evidence),
             "consequences": [each.to_dict() for each in self.consequences],
         }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Finding:
+        """The finding that `to_dict` gave.
+
+        Raises:
+            KeyError: A part of it is missing.
+            ValueError: It is none.
+        """
+        require_forms(data, _FORMS)
+        if data["severity"] not in SEVERITIES or data["phase"] not in PHASES:
+            raise ValueError(f"{data['severity']!r} or {data['phase']!r} is unknown")
+        return cls(
+            problem=data["problem"],
+            severity=data["severity"],
+            layers=tuple(data["layers"]),
+            phase=data["phase"],
+            step=data["step"],
+            text=data["text"],
+            advice=data["advice"],
+            evidence=data["evidence"],
+            consequences=tuple(map(cls.from_dict, data["consequences"])),
+        )

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import check_file, check_number, check_path, is_whole, require
-from torchfmri._model import nearest_names
+from torchfmri._model import nearest_names, not_found
 from torchfmri._records.finding import Finding
 from torchfmri._records.history_files import write_records
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 
 # What is stored of each series at each step; the rest of a Statistics is derived from these.
@@ -262,7 +262,7 @@ class History:
         """
         known = self._updated()
         if parameter not in known:
-            raise LayerNotFoundError(parameter, nearest_names(parameter, known), len(known))
+            raise not_found(parameter, known, "history[-1].update_ratios", "parameter")
         ratios: Floats = self._ratios([parameter])[0]
         return ratios
 
@@ -360,7 +360,7 @@ class History:
         if layer not in self.layers:
             if reason:
                 raise InspectionError(f"Nothing is known of {layer!r}{why}.")
-            raise LayerNotFoundError(layer, nearest_names(layer, self.layers), len(self.layers))
+            raise not_found(layer, self.layers, "history.layers")
         known = ", ".join(series.what for series in self.series if series.layer == layer)
         raise InspectionError(f"Nothing is known of the {what!r} of {layer!r}, only {known}{why}.")
 

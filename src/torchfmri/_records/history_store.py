@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchfmri._files import list_names, make_folder
+from torchfmri._files import list_names, make_folder, require_forms
 from torchfmri._records.finding import Finding
 from torchfmri._records.history import STORED, History, Rows, Series, Step
 from torchfmri._records.inspection_files import Columns, read_sealed, write_sealed
@@ -31,12 +31,25 @@ _SHARE = 0.01
 a run of a month has some hundred files. The first step, and the first whose loss is not finite, do
 not wait."""
 
+_FORMS: dict[str, Any] = {
+    "before": int, "series": [[str]], "labels": [list], "scalars": [str], "sets": [[str]],
+    "missing": {str: str}, "notes": {str: [str]}, "findings": list, "columns": {str: list},
+}  # fmt: skip
 
 # -- writing -------------------------------------------------------------------------------------
 
 
-def save_history(history: History, path: Path, findings: Sequence[Finding] = ()) -> None:
-    """Write the steps of a history to one file; histograms are not kept."""
+def save_history(
+    history: History, path: Path, findings: Sequence[Finding] = (), before: int = 0
+) -> None:
+    """Write the steps of a history to one file; histograms are not kept.
+
+    Args:
+        history: The steps.
+        path: The file.
+        findings: What was found so far; by default what the history has.
+        before: How many steps of the run are in other files, so that a lost file is noticed.
+    """
     steps = list(history)
     columns = Columns()
     tables = np.full((len(steps), len(history.series), len(STORED)), math.nan)
@@ -58,6 +71,7 @@ def save_history(history: History, path: Path, findings: Sequence[Finding] = ())
         "updates": np.concatenate([np.empty((2, 0)), *updates], 1),
     }
     said = {
+        "before": before,
         "series": [list(series) for series in history.series],
         "labels": [[dtype, list(shape or ())] for dtype, shape in _labels(history)],
         "scalars": scalars,
@@ -128,20 +142,48 @@ def load_history(path: Path) -> History:
     problems = []
     for file in files:
         try:
-            parts.append(_load_file(file))
+            part = _load_file(file)
+            _require_name(file.name, part["steps"])
+            parts.append(part)
         except FileFormatError as error:
             problems.append(str(error))
     if not parts:
         raise FileFormatError(str(path), f"none of its files can be read: {problems[0]}")
     history = _merged(parts)
-    for problem in problems:
-        history.notes[f"{problem}: its steps are missing"] = [""]
+    problems = [f"{problem}: its steps are missing" for problem in problems]
+    for text in problems or _gaps(parts):
+        history.notes[text] = [""]
     return history
+
+
+def _file_name(first: int) -> str:
+    return f"{_FILE}{first:09d}{_ENDING}"
+
+
+def _require_name(name: str, steps: Sequence[Step]) -> None:
+    """Raise for a copy under another name, which would give its steps twice."""
+    if not steps or name != _file_name(steps[0].number):
+        holds = f"its first step is {steps[0].number}" if steps else "it holds no steps"
+        raise FileFormatError(name, f"{holds}, so it is not the file of this name")
+
+
+def _gaps(parts: Sequence[dict[str, Any]]) -> Iterable[str]:
+    """Words on the files that are gone; the last ones cannot be told from an earlier end."""
+    count = 0
+    for part in parts:
+        before = part["before"]
+        if before != count and part["steps"]:
+            yield (
+                f"Before step {part['steps'][0].number} {before} steps were written, and {count} "
+                "are here: a file of the folder is missing"
+            )
+        count = before + len(part["steps"])
 
 
 def _load_file(path: Path) -> dict[str, Any]:
     said, tensors = read_sealed(path, KIND)
     try:
+        require_forms(said, _FORMS)
         arrays = {
             name: np.array(tensors[key].values).reshape(shape)
             for name, (key, shape) in said["columns"].items()
@@ -149,15 +191,24 @@ def _load_file(path: Path) -> dict[str, Any]:
         series = [Series(*each) for each in said["series"]]
         if arrays["tables"].shape[1:] != (len(series), len(STORED)):
             raise ValueError("its tables do not fit its series")
-        return {**said, "series": series, "arrays": arrays, "steps": list(_steps(said, arrays))}
+        if len(said["labels"]) != len(series):
+            raise ValueError("its labels do not fit its series")
+        return {
+            **said,
+            "series": series,
+            "labels": [(str(dtype), tuple(shape)) for dtype, shape in said["labels"]],
+            "findings": [Finding.from_dict(each) for each in said["findings"]],
+            "arrays": arrays,
+            "steps": list(_steps(said, arrays)),
+        }
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise FileFormatError(path.name, f"its description is wrong ({error})") from error
 
 
 def _steps(said: dict[str, Any], arrays: Mapping[str, Any]) -> Iterable[Step]:
-    at = 0
+    at, sets = 0, [tuple(each) for each in said["sets"]]
     for row, number in enumerate(arrays["number"].tolist()):
-        parameters = tuple(said["sets"][int(arrays["sets"][row])])
+        parameters = sets[int(arrays["sets"][row])]
         present = arrays["present"][row]
         yield Step(
             number=number,
@@ -181,7 +232,7 @@ def _merged(parts: Sequence[dict[str, Any]]) -> History:
     """One history of the steps of several files, in the order of their numbers."""
     history = History(length=max(1, sum(len(part["steps"]) for part in parts)))
     for part in parts:
-        labels = [(str(dtype), tuple(shape)) for dtype, shape in part["labels"]]
+        labels = part["labels"]
         for row, step in enumerate(part["steps"]):
             table = part["arrays"]["tables"][row]
             seen = np.flatnonzero(~np.isnan(table[:, STORED.index("count")]))
@@ -190,13 +241,8 @@ def _merged(parts: Sequence[dict[str, Any]]) -> History:
         history.missing |= part["missing"]
         for text, layers in part["notes"].items():
             history.notes[text] = list(dict.fromkeys([*history.notes.get(text, []), *layers]))
-        history.findings = [_finding(each) for each in part["findings"]] or history.findings
+        history.findings = part["findings"] or history.findings
     return history
-
-
-def _finding(said: dict[str, Any]) -> Finding:
-    consequences = tuple(_finding(each) for each in said["consequences"])
-    return Finding(**{**said, "layers": tuple(said["layers"]), "consequences": consequences})
 
 
 # -- while a model trains ------------------------------------------------------------------------
@@ -221,7 +267,8 @@ class HistoryFolder:
         findings: Callable[[], Sequence[Finding]] = lambda: (),
         seconds: float = _SECONDS,
     ) -> None:
-        self.folder = Path(folder)
+        # Steps are written later, perhaps from another working directory.
+        self.folder = Path(folder).absolute()
         if self.folder.is_dir() and any(name.startswith(_FILE) for name in list_names(self.folder)):
             raise InspectionError(
                 f"folder={str(folder)!r}: it holds the steps of another run. Choose another "
@@ -229,7 +276,7 @@ class HistoryFolder:
             )
         if self.folder.exists() and not self.folder.is_dir():
             raise InspectionError(f"folder={str(folder)!r}: that is a file. Name a folder.")
-        make_folder(self.folder.absolute())
+        make_folder(self.folder)
         self._pending = _Pending(self.folder, findings, seconds)
         # The last steps of a program that simply ends are written too.
         self._finalizer = weakref.finalize(self, self._pending.write)
@@ -253,6 +300,7 @@ class _Pending:
         self._began = self._last = time.monotonic()
         self._steps = History(length=1 << 40)
         self._began_writing = self._was_lost = False
+        self._written = 0
 
     def add(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         copied = Step(
@@ -272,5 +320,6 @@ class _Pending:
         self._last = time.monotonic()
         self._began_writing = True
         if len(steps):
-            name = f"{_FILE}{steps[0].number:09d}{_ENDING}"
-            save_history(steps, self._folder / name, self._findings())
+            name = _file_name(steps[0].number)
+            save_history(steps, self._folder / name, self._findings(), self._written)
+            self._written += len(steps)

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from torchfmri._arguments import check_file, check_path
-from torchfmri._model import nearest_names
+from torchfmri._model import not_found
 from torchfmri._records.inspection_files import load_inspection, save_inspection
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import WHAT, check_what
-from torchfmri._text import Row, html_table, text_table
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri._text import Row, html_table, printable, text_table
+from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 
 
@@ -57,8 +57,7 @@ class Inspection(Mapping[str, Record]):
         try:
             return self._records[layer]
         except KeyError:
-            names = list(self._records)
-            raise LayerNotFoundError(layer, nearest_names(layer, names), len(names)) from None
+            raise not_found(layer, self._records, "list(inspection)") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)
@@ -161,7 +160,7 @@ class Inspection(Mapping[str, Record]):
 
     def _summary(self) -> str:
         watched = sorted({each for record in self._records.values() for each in record.what})
-        parts = [f"{len(self)} layers of {self.model}"]
+        parts = [f"{len(self)} layers of {printable(self.model)}"]
         if watched:
             parts.append(", ".join(each for each in WHAT if each in watched))
         if self.loss is not None:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torchfmri._capture import TokenMask
 from torchfmri._files import (
     Column,
+    is_intact,
     map_file,
     new_file,
     parse_tensors,
+    require_forms,
     seal,
     size_of,
     unseal,
@@ -28,6 +30,12 @@ from torchfmri.exceptions import FileFormatError, InspectionError
 from torchfmri.statistics import Statistics
 
 KIND, VERSION = "inspection", 1
+_FORMS: dict[str, Any] = {
+    "model": str, "loss": (float, None), "missing": {str: str}, "notes": {str: [str]},
+    "tokens": [str], "layers": [str], "records": [dict], "token_ids": (list, None),
+    "kept": (list, None),
+}  # fmt: skip
+_RECORD: dict[str, Any] = {"layer": str, "kind": str, "names": [str], "what": [str]}
 _TAGS = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
@@ -53,7 +61,13 @@ class Columns(dict[str, Column]):
 
 
 def tensor_of(stored: Stored, shape: tuple[int, ...]) -> Tensor:
-    """A stored tensor as one of torch's, in memory of its own."""
+    """A stored tensor as one of torch's, in memory of its own.
+
+    Raises:
+        ValueError: torch has no such tensors, or they have no such shape.
+    """
+    if stored.tag not in _DTYPES:
+        raise ValueError(f"{stored.tag} is none of {', '.join(_DTYPES)}")
     values = np.array(stored.values)
     if stored.tag == "BF16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).reshape(shape)
@@ -76,13 +90,16 @@ def read_sealed(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Stored
     """
     if not path.exists():
         raise FileFormatError(str(path), "there is no such file")
-    tensors, metadata = parse_tensors(map_file(path, size_of(path)), path.name)
+    data = map_file(path, size_of(path))
+    tensors, metadata = parse_tensors(data, path.name)
     if "torchfmri" not in metadata:
         raise FileFormatError(path.name, f"it is no {kind} that torchfmri saved")
     said = unseal(metadata["torchfmri"].encode(), path.name)
     if said.get("kind") != kind or said.get("version") != VERSION:
         found = f"{said.get('kind')!r} of version {said.get('version')!r}"
         raise FileFormatError(path.name, f"it holds {found}, not {kind!r} of version {VERSION}")
+    if not is_intact(data, metadata):
+        raise FileFormatError(path.name, "its checksum is wrong: it was changed or damaged")
     return said, tensors
 
 
@@ -195,6 +212,7 @@ def load_inspection(path: Path) -> dict[str, Any]:
     """
     said, tensors = read_sealed(path, KIND)
     try:
+        require_forms(said, _FORMS)
         return _loaded(said, tensors)
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError, InspectionError) as error:
         raise FileFormatError(path.name, f"its description is wrong ({error})") from error
@@ -204,6 +222,7 @@ def _loaded(said: dict[str, Any], tensors: Mapping[str, Stored]) -> dict[str, An
     masks: dict[tuple[str | None, ...], TokenMask] = {}
     by_name: dict[str, Record] = {}
     for each in said["records"]:
+        require_forms(each, _RECORD)
         record = Record(each["layer"], each["kind"], frozenset(map(check_what, each["what"])))
         record.names = tuple(each["names"])
         record.calls = [_loaded_call(record.layer, call, tensors, masks) for call in each["calls"]]
@@ -238,7 +257,9 @@ def _loaded_value(
     said: dict[str, Any], tensors: Mapping[str, Stored],
     masks: dict[tuple[str | None, ...], TokenMask],
 ) -> Value:  # fmt: skip
-    dtype, shape = getattr(torch, said["dtype"]), tuple(map(int, said["shape"]))
+    dtype, shape = getattr(torch, str(said["dtype"]), None), tuple(map(int, said["shape"]))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{str(said['dtype'])[:40]!r} is no dtype")
     mask = None
     if said["mask"] is not None:
         key = tuple(said["mask"])

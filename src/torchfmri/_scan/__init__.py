@@ -16,7 +16,7 @@ from torchfmri._scan.run.dataset import DatasetScan, scan_rows
 from torchfmri._scan.run.dataset_rows import Row, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
 from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
-from torchfmri._scan.run.live_board import LiveBoard
+from torchfmri._scan.run.live_board import TELL_EVERY, LiveBoard
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.model_call import device_of, logits_of, refuse_unknown_ids, takes
 from torchfmri._scan.run.prompt import Prompt, encode
@@ -27,9 +27,10 @@ from torchfmri._scan.scan_record import Scan
 from torchfmri._scan.store.repair import Repair, repair
 from torchfmri._scan.store.saving import require_replaceable
 from torchfmri._scan.two_scans import contrast
-from torchfmri._scan.viewing import board_of, view
+from torchfmri._scan.viewing import board_of, difference_of, view
 
 __all__ = [
+    "TELL_EVERY",
     "Anatomy",
     "DatasetScan",
     "LiveBoard",
@@ -49,6 +50,7 @@ __all__ = [
     "board_of",
     "contrast",
     "device_of",
+    "difference_of",
     "encode",
     "layer_bands",
     "lens",

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torchfmri._arguments import check_file, check_number, is_whole, require
-from torchfmri._contrast import GLM, Classification, Contrast, TestOptions, classify, compare
+from torchfmri._contrast import (
+    GLM,
+    Classification,
+    Contrast,
+    TestOptions,
+    classify,
+    compare,
+    difference,
+)
 from torchfmri._files import new_file
 from torchfmri._scan.pictures import figures as pictures
 from torchfmri._scan.pictures.readouts import ReadoutMethods
@@ -112,6 +120,12 @@ class Scan(ReadoutMethods):
         if isinstance(self._sequences, StoredSequences):
             return tuple(entry.name for entry in self._sequences.entries)
         return tuple(sequence.name for sequence in self._sequences)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the scan is stored; None for one in memory."""
+        stored = isinstance(self._sequences, StoredSequences)
+        return self._sequences.folder if stored else None  # type: ignore[attr-defined]
 
     @property
     def only(self) -> ScannedSequence:
@@ -312,6 +326,7 @@ class Scan(ReadoutMethods):
         test: str = "t",
         permutations: int | None = None,
         seed: int = 0,
+        labels: object = None,
     ) -> Contrast:
         """What differs between conditions, with a test over prompts; see docs/contrast.md.
 
@@ -322,27 +337,26 @@ class Scan(ReadoutMethods):
             by: The field of the rows that holds the condition.
             paired: The field that says which prompts are pairs.
             metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed".
-            level: "layer", "voxel", "head", or "unit" for the signed activation.
-            layers: A pattern, or several.
-            tokens: Which tokens count: "all", "prompt", "generated", "last", "prompt_last", a
-                position, (first, end), a compiled regular expression, {"characters": (first, end)},
-                {"field": name} or {"role": name}.
+            level: "layer", "voxel", "head", "feature", or "unit" for the signed activation.
+            layers: A pattern, or several; for features, over the places of dictionaries.
+            tokens: "all", "prompt", "generated", "last", "prompt_last", a position, (first, end), a
+                compiled pattern, {"characters": (first, end)}, {"field": name} or {"role": name}.
             alpha: The threshold.
             height_control: What it bounds: "fdr", "bonferroni", "max", "fpr", or None.
             two_sided: Whether the other direction counts.
             test: Where p comes from: "t", or "permutation".
             permutations: How many relabellings; by default 1,000 where they are needed.
             seed: Of the relabellings.
+            labels: Texts for features: {feature: text}, a list, or {place: one of these}.
 
         Raises:
             LayerNotFoundError: No layer matches.
             InspectionError: Nothing can be compared; the message says why.
         """
         options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
-        question = Question(metric, level, layers, tokens, by, paired)
-        table = tabulate([self._source()], question)
-        definition = a if b is None else {str(a): 1.0, str(b): -1.0}
-        found = compare(table, definition, is_paired=paired is not None, options=options)
+        question = Question(metric, level, layers, tokens, by, paired, labels)
+        table, asked = tabulate([self._source()], question), a if b is None else difference(a, b)
+        found = compare(table, asked, is_paired=paired is not None, options=options)
         self._warn_of_problems()
         return found
 
@@ -418,14 +432,14 @@ class Scan(ReadoutMethods):
         if len(tables) == 1:
             tables[0].notes.append("no mean vectors of these tokens: probes of rms voxels alone")
         found = classify(
-            tables, {str(a): 1.0, str(b): -1.0}, is_paired=paired is not None,
+            tables, difference(a, b), is_paired=paired is not None,
             folds=folds, permutations=permutations, seed=seed,
         )  # fmt: skip
         self._warn_of_problems()
         return found
 
     def _source(self) -> Source:
-        return Source(self.anatomy, self._sequences, self.meta)
+        return Source(self.anatomy, self._sequences, self.meta, folder=self.folder)
 
     # -- pictures --------------------------------------------------------------------------------
 
@@ -557,9 +571,9 @@ class Scan(ReadoutMethods):
     def _board(self, columns: Sequence[int] | None = None) -> ScanBoard:
         """What the viewer shows of this scan: all layers, or those of some columns."""
         if isinstance(self._sequences, StoredSequences):
-            known = [Entry(e.name, e.tokens, e.condition) for e in self._sequences.entries]
+            known = [Entry(e.name, e.tokens, e.condition, e.text) for e in self._sequences.entries]
             return ScanBoard(self, known, self._sequences.folder, columns)
-        known = [Entry(each.name, len(each), each.condition) for each in self]
+        known = [Entry(each.name, len(each), each.condition, each.beginning) for each in self]
         return ScanBoard(self, known, None, columns)
 
     # -- on disk ---------------------------------------------------------------------------------
@@ -643,7 +657,8 @@ class Scan(ReadoutMethods):
         """The scan as a long table in memory: conditions and fields of the rows are columns.
 
         Texts that repeat are categories. A field whose name is that of a column of the scan is
-        called `field_` and its name. Needs the extra `tables`.
+        called `field_` and its name. `head` is -1 for voxels that are no heads. Needs the extra
+        `tables`.
 
         Args:
             by: What has a row: each "token", or each "layer", "voxel" or "head" at each token.

@@ -10,14 +10,21 @@ from numpy.typing import NDArray
 
 from torchfmri._arguments import is_list, require
 from torchfmri._contrast import Contrast, TestOptions, compare
-from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
+from torchfmri._scan.prompts.prompt_values import SIGNED, Question, Source, tabulate
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.scan_record import Scan
 from torchfmri.exceptions import InspectionError
 
+_Place = tuple[Scan, int]
 _PARTNER = "$partner"
 """The field in which matched prompts get the number of their pair."""
+_ABOUT_TOKENS = "only tokens of text that both have are compared"
+_ABOUT_VECTORS = (
+    "mean vectors were made while scanning, over all chosen tokens of each model, also of text "
+    "that only one of them wrote: choose tokens='prompt', or scan the same texts with "
+    "max_new_tokens=0"
+)
 
 
 def contrast(
@@ -36,6 +43,7 @@ def contrast(
     test: str = "t",
     permutations: int | None = None,
     seed: int = 0,
+    labels: object = None,
 ) -> Contrast:
     """What differs between the prompts of two scans, or between two models on the same prompts.
 
@@ -47,11 +55,12 @@ def contrast(
         a: A scan, or several.
         b: Likewise; its prompts are what those of `a` are compared with.
         names: What to call the two.
-        paired: True pairs the prompts by name, otherwise by text: two models, two checkpoints. Only
-            tokens of text that both have are then compared. Or a field of the rows to pair by.
+        paired: True pairs the prompts by name, the others by text: two models, two checkpoints.
+            Only tokens of text that both have are then compared. Or a field of the rows to pair by.
         metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed" (level="unit").
-        level: "layer", "voxel", "head", or "unit" for the signed activation.
-        layers: A pattern, or several.
+        level: "layer", "voxel", "head", "feature" (both scans need the same dictionary), or "unit"
+            for the signed activation.
+        layers: A pattern, or several; for features, over the places where they were read.
         tokens: Which tokens count: "all", "prompt", "generated", "last", "prompt_last", a position,
             (first, end), a compiled regular expression, {"characters": (first, end)}, {"field":
             name} or {"role": name}.
@@ -61,6 +70,7 @@ def contrast(
         test: Where p comes from: "t", or "permutation".
         permutations: How many relabellings; by default 1,000 where they are needed.
         seed: Of the relabellings.
+        labels: Texts for features: {feature: text}, a list, or {place: one of these}.
 
     Returns:
         The contrast a - b.
@@ -70,17 +80,18 @@ def contrast(
     """
     options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
     field = paired if isinstance(paired, str) else _PARTNER if paired else None
-    question = Question(metric, level, layers, tokens, "condition", field)
+    question = Question(metric, level, layers, tokens, "condition", field, labels)
     sides = (_scans("a", a), _scans("b", b))
     labels = _names(sides, names)
     if paired is True:
         sources, notes = _matched(sides, labels)
+        notes.append(_ABOUT_VECTORS if metric == SIGNED else _ABOUT_TOKENS)
     else:
         if not paired:
             _refuse_overlap(sides)
         notes = []
         sources = [
-            Source(scan.anatomy, scan, scan.meta, label)  # type: ignore[arg-type]
+            Source(scan.anatomy, scan, scan.meta, label, scan.folder)  # type: ignore[arg-type]
             for label, scans in zip(labels, sides, strict=True)
             for scan in scans
         ]
@@ -136,40 +147,70 @@ def _matched(
 ) -> tuple[list[Source], list[str]]:
     """The prompts of both sides, paired by name or text, with the tokens that both have."""
     first, second = ([(scan, k) for scan in side for k in range(len(scan))] for side in sides)
-    by_name = [{scan.names[k]: (scan, k) for scan, k in each} for each in (first, second)]
-    keys = [name for name in by_name[0] if name in by_name[1]]
-    found = by_name
-    if not keys:
-        found = [{_prompt_text(scan[k]): (scan, k) for scan, k in each} for each in (first, second)]
-        keys = [text for text in found[0] if text in found[1]]
-    if not keys:
+    pairs, by_text = _pairs(first, second)
+    if not pairs:
+        names = (", ".join(scan.names[k] for scan, k in each[:2]) for each in (first, second))
         raise InspectionError(
-            "No prompt of the one is a prompt of the other, neither by name "
-            f"({', '.join(list(by_name[0])[:2])}; {', '.join(list(by_name[1])[:2])}) nor by text: "
-            "paired=True needs the same prompts. Leave it out to compare different ones."
+            f"No prompt of the one is a prompt of the other, neither by name ({'; '.join(names)}) "
+            "nor by text: paired=True needs the same prompts. Leave it out to compare different "
+            "ones."
         )
     sources = []
-    for side, other, label in ((0, 1, labels[0]), (1, 0, labels[1])):
-        for scan in dict.fromkeys(found[side][key][0] for key in keys):
+    for side, label in enumerate(labels):
+        for scan in dict.fromkeys(pair[side][0] for pair in pairs):
             own = [
-                (found[side][key], found[other][key], str(number))
-                for number, key in enumerate(keys)
-                if found[side][key][0] is scan
+                (pair[side], pair[1 - side], str(number))
+                for number, pair in enumerate(pairs)
+                if pair[side][0] is scan
             ]
-            sources.append(Source(scan.anatomy, _Partners(own), scan.meta, label))
-    lengths = [len(each) for each in found]
+            sources.append(Source(scan.anatomy, _Partners(own), scan.meta, label, scan.folder))
     notes = [
-        f"{count - len(keys)} prompts of {label!r} have no partner and are left out"
-        for count, label in zip(lengths, labels, strict=True)
-        if count > len(keys)
+        f"{len(places) - len(pairs)} prompts of {label!r} have no partner and are left out"
+        for places, label in zip((first, second), labels, strict=True)
+        if len(places) > len(pairs)
     ]
-    return sources, [*notes, "only tokens of text that both have are compared"]
+    if 0 < by_text < len(pairs):
+        notes.append(f"{by_text} of {len(pairs)} pairs matched by text, the others by name")
+    return sources, notes
+
+
+def _pairs(
+    first: Sequence[_Place], second: Sequence[_Place]
+) -> tuple[list[tuple[_Place, _Place]], int]:
+    """Prompts of the same name, then of the same text, and how many of the latter.
+
+    Of several prompts with one name or text, the first is the partner of the first, and so on.
+    """
+    partner: dict[int, int] = {}
+    by_text = 0
+    for key in (_name_at, _text_at):
+        taken = set(partner.values())
+        free: dict[str, list[int]] = {}
+        for at in range(len(second)) if len(partner) < len(first) else ():
+            if at not in taken:
+                free.setdefault(key(second[at]), []).append(at)
+        before = len(partner)
+        for at in range(len(first)) if free else ():
+            if at not in partner and (found := free.get(key(first[at]))):
+                partner[at] = found.pop(0)
+        by_text = len(partner) - before
+    return [(first[at], second[partner[at]]) for at in sorted(partner)], by_text
+
+
+def _name_at(place: _Place) -> str:
+    scan, k = place
+    return scan.names[k]
+
+
+def _text_at(place: _Place) -> str:
+    scan, k = place
+    return _prompt_text(scan[k])
 
 
 class _Partners(Sequence[ScannedSequence]):
-    """Sequences whose tokens without a partner are marked as special, so that they do not count."""
+    """Sequences whose tokens without a partner have no values, so that they do not count."""
 
-    def __init__(self, places: Sequence[tuple[tuple[Scan, int], tuple[Scan, int], str]]) -> None:
+    def __init__(self, places: Sequence[tuple[_Place, _Place, str]]) -> None:
         self._places = places
 
     def __len__(self) -> int:
@@ -184,27 +225,41 @@ class _Partners(Sequence[ScannedSequence]):
             return [self[each] for each in range(*index.indices(len(self)))]
         (scan, own), (other_scan, other), number = self._places[index]
         sequence, partner = scan[own], other_scan[other]
-        special = sequence.tokens.special | ~shared_tokens(sequence, partner)
-        tokens = type(sequence.tokens)(
-            **{
-                **{name: getattr(sequence.tokens, name) for name in _TOKENS},
-                "special": special,
-            }
-        )
+        shared = shared_tokens(sequence, partner)
         fields: Mapping[str, Any] = {**sequence.fields, _PARTNER: number}
+        tables: dict[str, Any] = {
+            name: _SharedTables(getattr(sequence, name), shared) for name in _TABLES
+        }
         return ScannedSequence(
-            **{name: getattr(sequence, name) for name in _KEPT}, tokens=tokens, fields=fields
+            **{name: getattr(sequence, name) for name in _KEPT}, **tables, fields=fields
         )
 
     def __iter__(self) -> Iterator[ScannedSequence]:
         return (self[index] for index in range(len(self)))
 
 
-_TOKENS = ("ids", "spelling", "surprisal", "entropy", "generated")
-_KEPT = (
-    "name", "layers", "voxels", "statistics", "tensors", "condition", "padding", "checks",
-    "vectors",
-)  # fmt: skip
+_TABLES = ("layers", "voxels", "tensors")
+_KEPT = ("name", "tokens", "statistics", "condition", "padding", "checks", "vectors")
+
+
+class _SharedTables(Mapping[str, NDArray[Any]]):
+    """Tables with a row for each token: nan where a token has no partner. Made when asked for."""
+
+    def __init__(self, tables: Mapping[str, NDArray[Any]], shared: NDArray[np.bool_]) -> None:
+        self._tables, self._shared = tables, shared
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        table = self._tables[name]
+        if len(table) != len(self._shared):  # read out of something else than tokens
+            return table
+        alone = ~self._shared.reshape(-1, *[1] * (table.ndim - 1))
+        return np.where(alone, np.nan, table) if alone.any() else table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
 
 
 def shared_tokens(sequence: ScannedSequence, partner: ScannedSequence) -> NDArray[np.bool_]:

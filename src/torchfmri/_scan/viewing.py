@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from torchfmri._arguments import check_flag, require
+from torchfmri._contrast import Contrast, ContrastBoard, load_contrast
 from torchfmri._records import History
 from torchfmri._scan.loading import load
+from torchfmri._scan.pictures.scan_board import ScanBoard
 from torchfmri._scan.scan_record import Scan
 from torchfmri._viewer import Board, DiffBoard, Run, RunBoard, View, runs_in, serve
 from torchfmri.exceptions import InspectionError
 
-Viewed = Scan | History | str | PathLike[str]
+Viewed = Scan | Contrast | History | str | PathLike[str]
 
 
 def view(
@@ -27,12 +29,14 @@ def view(
     token: str | None = None,
     remote: bool = False,
     state: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> View:
-    """Show a scan or a training run in a browser, and return the view, which serves until closed.
+    """Show a scan, a contrast or a training run in a browser; the view serves until it is closed.
 
     Args:
-        what: A `Scan`, the folder of one, the `History` of a Monitor, or the folder that a
-            Monitor writes (`Monitor(folder="run")`), also while it trains; or a folder of those.
+        what: A `Scan` or the folder of one; a `Contrast` or its file; the `History` of a Monitor,
+            or the folder that a Monitor writes (`Monitor(folder="run")`), also while it trains; or
+            a folder of those.
         other: Another scan: the page shows `other` - `what`, layer by layer, token by token.
         browser: Whether to open a browser; the address is printed in any case.
         host: What to bind to; other addresses than this machine's own need `remote`.
@@ -40,9 +44,11 @@ def view(
         token: What the address starts with, 16 letters and digits or more; random by default.
         remote: Whether other machines may connect. Nothing is encrypted.
         state: What to show first, such as `view.state` of another time.
+        tokenizer: That of the model, to spell the tokens that a lens names (`scan(lens=True)`);
+            without it those that are not in the text are numbers.
 
     Raises:
-        FileFormatError: The path holds neither a scan nor a run.
+        FileFormatError: The path holds neither a scan, nor a contrast, nor a run.
         ImportError: starlette and uvicorn are missing (extra `viewer`).
     """
     check_flag("browser", browser)
@@ -50,23 +56,43 @@ def view(
     mapped = state is None or isinstance(state, Mapping)
     require(mapped, "state", state, "give a mapping, such as view.state of another view")
     board = board_of(what)
+    if isinstance(board, ScanBoard):
+        board.tokenizer = tokenizer
     if other is not None:
-        board = DiffBoard(board, board_of(other))
+        board = difference_of(board, board_of(other))
     shown = serve(board, host=host, port=port, token=token, remote=remote, browser=browser)
     if state is not None:
         shown.state = dict(state)
     return shown
 
 
+def difference_of(first: Board, second: Board) -> Board:
+    """Second - first.
+
+    Raises:
+        InspectionError: They have different columns, such as tokens and steps.
+    """
+    if first.axis != second.axis or ContrastBoard.kind in (first.kind, second.kind):
+        raise InspectionError(
+            f"The difference of a {first.kind} and a {second.kind} cannot be shown: give two "
+            "scans, or two runs."
+        )
+    return DiffBoard(first, second)
+
+
 def board_of(what: Viewed) -> Board:
-    """What the viewer shows of a scan, a history, or the path of a scan or a run."""
+    """What the viewer shows of a scan, a contrast, a history, or the path of one of these."""
     if isinstance(what, Scan):
         return what._board()
+    if isinstance(what, Contrast):
+        return ContrastBoard(what)
     if isinstance(what, History):
         return RunBoard(run=Run.of_history(what))
-    meaning = "give a Scan, a Monitor's history, or the path of a scan or a run"
+    meaning = "give a Scan, a Contrast, a Monitor's history, or the path of one of these"
     require(isinstance(what, str | PathLike), "what", what, meaning)
     path = Path(what)
+    if path.suffix == ".contrast" and path.is_file():
+        return ContrastBoard(load_contrast(path), path)
     if runs_in(path):
         return RunBoard(path)
     if path.is_dir() and not any(path.iterdir()):

@@ -33,7 +33,7 @@ from torchfmri._text.rows import (
     star,
 )
 from torchfmri._text.table import Row, html_table, text_table
-from torchfmri._text.words import how_many, listed, percent
+from torchfmri._text.words import apart, how_many, listed, percent
 
 __all__ = [
     "ASCII",
@@ -45,6 +45,7 @@ __all__ = [
     "Grid",
     "Progress",
     "Row",
+    "apart",
     "bytes_text",
     "change_text",
     "describe_bad",

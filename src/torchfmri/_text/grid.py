@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from torchfmri._files import printable
 from torchfmri._text.columns import (
     BOLD,
     DIM,
@@ -46,10 +47,11 @@ class Grid:
         """For the terminal, as wide as that, or as `width`; columns that do not fit are named."""
         width = line_width(width)
         style = output_style()
-        wanted = max(map(display_width, [self.heading, *self.names]))
+        names = [printable(each) for each in self.names]  # perhaps somebody else's
+        wanted = max(map(display_width, [self.heading, *names]))
         columns, dropped = fit(list(self.columns), width - min(wanted, _NARROWEST_NAME))
         room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
-        labels = shorten_apart(self.names, room, style.ellipsis)
+        labels = shorten_apart(names, room, style.ellipsis)
 
         def draw(name: str, cells: Sequence[str], code: str) -> str:
             padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
@@ -58,7 +60,7 @@ class Grid:
 
         lines = [*wrap(self.title, width), ""]
         lines.append(draw(self.heading[:room], [column.title for column in columns], BOLD))
-        for index, name in enumerate(self.names):
+        for index, name in enumerate(names):
             code = BOLD if index in self.emphasised else ""
             lines.append(draw(labels[name], [column.cells[index] for column in columns], code))
         if dropped:

@@ -11,6 +11,20 @@ def percent(share: float) -> str:
     return f"{value:,.0f} %" if value >= 10 else f"{value:.2g} %"
 
 
+def apart(one: float, other: float, digits: int = 4) -> tuple[str, str]:
+    """Two numbers with as many digits as it takes to tell them apart, and at least `digits`.
+
+    Example:
+        >>> apart(1.0, 1.00003)
+        ('1', '1.00003')
+    """
+    for count in range(digits, 18):
+        texts = f"{one:.{count}g}", f"{other:.{count}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
 def listed(layers: Sequence[str], most: int = 3) -> str:
     """Names in quotes, the first of them if there are many."""
     shown = ", ".join(repr(each or "the model") for each in layers[:most])

@@ -26,6 +26,7 @@ def token_gradients(
     keep: Literal["factors", "norms", "voxels"] | None = None,
     max_bytes: int = MAX_BYTES,
     voxel: int = VOXEL,
+    channels: Literal["last", "first"] | None = None,
 ) -> TokenGradients: ...
 
 
@@ -48,6 +49,7 @@ def token_gradients(
     keep: Literal["factors", "norms", "voxels"] | None = None,
     max_bytes: int = MAX_BYTES,
     voxel: int = VOXEL,
+    channels: Literal["last", "first"] | None = None,
 ) -> TokenGradients | TokenLossGradients:
     """A context manager around a forward and a backward pass: gradients token by token.
 
@@ -66,6 +68,9 @@ def token_gradients(
             and norms per token loss.
         max_bytes: How much the factors may keep in memory.
         voxel: How many neighbouring output units are one voxel, where it is no head or expert.
+        channels: Where the features of the model's float inputs are: "last", (b, s, d), or "first",
+            (b, d, s). Per position only; by default the layers tell, and what they leave open is
+            refused.
 
     Returns:
         The token gradients, to be read after the block: `tokens["0.weight"].norm()`.
@@ -77,8 +82,15 @@ def token_gradients(
     check_module("model", model)
     if per == "position":
         return TokenGradients(
-            model, pattern, keep=keep or "factors", max_bytes=max_bytes, voxel=voxel
+            model,
+            pattern,
+            keep=keep or "factors",
+            max_bytes=max_bytes,
+            voxel=voxel,
+            channels=channels,
         )
+    if channels is not None:
+        raise InspectionError(f"channels={channels!r} belongs to per='position': leave it out.")
     if per == "token_loss":
         parameters, _ = find_parameters(named_layers(model), pattern)
         return TokenLossGradients(model, parameters, max_bytes, keep or "norms")

@@ -1,11 +1,13 @@
 """PyTorch's own mechanisms: private symbols, hooks, graph edges, nested containers.
 
 Every private symbol of torch that we use stands in `private`, with a fallback; nothing else touches
-one. `hooks` is the object registered on modules, `elements` walks containers of tensors, `edges`
+one. `hooks` is the object registered on modules, `attached`
+puts things on for the time of a block, `elements` walks containers of tensors, `edges`
 finds where an input enters the graph, `backward_passes` numbers backward passes, and `deferred`
 fetches numbers from a GPU without waiting for it.
 """
 
+from torchfmri._torch.attached import Attached
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
@@ -13,6 +15,7 @@ from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_t
 from torchfmri._torch.hooks import Hook, ReplacingHook
 from torchfmri._torch.private import (
     NO_BACKWARD,
+    CompiledForward,
     DispatchMode,
     HookSet,
     OutputHooks,
@@ -33,23 +36,27 @@ from torchfmri._torch.private import (
     is_compiled_in_place,
     is_compiler_error,
     is_transformed,
-    keep_address,
     leave,
     may_autocast,
     node_sequence_number,
     norms,
+    operator_schema,
     own_copy,
     saved_count,
     saved_tensor_errors,
     saved_tensor_hooks,
     scaler_went_on,
     sequence_number,
+    set_to_zero,
+    uncompiled,
     users_of_memory,
 )
 
 __all__ = [
     "NO_BACKWARD",
+    "Attached",
     "Backwards",
+    "CompiledForward",
     "Deferred",
     "DispatchMode",
     "Element",
@@ -79,12 +86,12 @@ __all__ = [
     "is_compiled_in_place",
     "is_compiler_error",
     "is_transformed",
-    "keep_address",
     "leave",
     "map_tensors",
     "may_autocast",
     "node_sequence_number",
     "norms",
+    "operator_schema",
     "own_copy",
     "runs_checkpoint",
     "runs_grad",
@@ -93,6 +100,8 @@ __all__ = [
     "saved_tensor_hooks",
     "scaler_went_on",
     "sequence_number",
+    "set_to_zero",
+    "uncompiled",
     "users_of_memory",
     "view_geometry",
 ]

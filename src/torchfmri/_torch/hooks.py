@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from torchfmri._torch.private import take_off
+
 
 class Hook:
     """A hook that acts on one module or tensor only, and that copies and pickles as a no-op.
 
     deepcopy and torch.save carry hooks along; a copy of the model must not write into our record.
+    Its hooks leave it at its first call: while it is being copied they cannot.
     It returns None whatever happens, so that nothing the model computes can change.
 
     Args:
@@ -36,7 +39,10 @@ class Hook:
         self._failed = failed
 
     def __call__(self, *arguments: Any) -> None:
-        if self._act is None or (self._owner is not None and self._owner() is not arguments[0]):
+        if self._act is None:
+            take_off(self, arguments[0])
+            return
+        if self._owner is not None and self._owner() is not arguments[0]:
             return
         try:
             self._act(*arguments)
@@ -63,7 +69,10 @@ class ReplacingHook(Hook):
     __slots__ = ()
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._act is None or (self._owner is not None and self._owner() is not arguments[0]):
+        if self._act is None:
+            take_off(self, arguments[0])
+            return None
+        if self._owner is not None and self._owner() is not arguments[0]:
             return None
         return self._act(*arguments)
 

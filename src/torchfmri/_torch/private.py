@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -85,6 +86,30 @@ class _Hooks(dict[int, Any]):
     """The hooks of a tensor, which others may add theirs to: their handles refer to it weakly."""
 
     __slots__ = ("__weakref__",)
+
+
+def operator_schema(func: object) -> Any:
+    """The schema of an operator of `torch.ops`, with name and arguments; None of other functions.
+
+    Without the symbols no operator is known.
+    """
+    operators = getattr(torch, "_ops", None)
+    if isinstance(func, getattr(operators, "OpOverloadPacket", ())):
+        overloads = func.overloads()  # type: ignore[attr-defined]
+        func = getattr(func, overloads[0]) if overloads else None
+    return func._schema if isinstance(func, getattr(operators, "OpOverload", ())) else None  # type: ignore[attr-defined]
+
+
+def take_off(hook: object, module: object) -> None:
+    """Take a hook off a module while the module calls it; without the symbols it stays."""
+    if not isinstance(module, nn.Module) or torch.compiler.is_compiling():
+        return
+    state = vars(module)
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = state.get(kind) or {}
+        for number in [number for number, each in hooks.items() if each is hook]:
+            for table in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+                (state.get(table) or {}).pop(number, None)
 
 
 class HookSet:
@@ -356,6 +381,16 @@ def copy_into(copies: list[Tensor], tensors: list[Tensor]) -> None:
         one.copy_(other)
 
 
+def set_to_zero(tensors: list[Tensor]) -> None:
+    """Fill each tensor with zeros, in few launches where torch has foreach operations."""
+    zero = getattr(torch, "_foreach_zero_", None)
+    if zero is not None and tensors:
+        zero(tensors)
+        return
+    for each in tensors:
+        each.zero_()
+
+
 def infers_shapes() -> bool:
     """Whether a pipeline stage runs its module to learn shapes, on memory that nobody has filled.
 
@@ -482,25 +517,19 @@ def _as_list(value: Any) -> list[Any]:
 DispatchMode = TorchDispatchMode
 
 
-def leave(mode: TorchDispatchMode) -> None:
+def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
     """Leave a mode that was entered by hand, and others inside it that an interrupt left behind."""
-    entered = _get_current_dispatch_mode_stack()
+    entered: list[Any]
+    if isinstance(mode, TorchFunctionMode):
+        entered = list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    else:
+        entered = list(_get_current_dispatch_mode_stack())
     if not any(each is mode for each in entered):
         return
     for each in reversed(entered):
-        each.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        each.__exit__(None, None, None)
         if each is mode:
             return
-
-
-def keep_address(tensor: Tensor) -> None:
-    """Tell the compiler that a tensor stays where it is, so that CUDA graphs can write into it.
-
-    Without the symbol they are not used, and the code runs more slowly.
-    """
-    mark = getattr(torch._dynamo, "mark_static_address", None)
-    if mark is not None:
-        mark(tensor)
 
 
 def compiled_graphs() -> int | None:
@@ -513,3 +542,53 @@ def is_compiler_error(error: BaseException) -> bool:
     """Whether an exception is the compiler's own and not the model's; without the symbol, never."""
     kind = getattr(getattr(torch._dynamo, "exc", None), "TorchDynamoException", None)
     return kind is not None and isinstance(error, kind)
+
+
+class CompiledForward:
+    """Where a compiled module keeps what its calls run, so that something else can stand there.
+
+    Args:
+        module: Compiled by `torch.compile(module)` or `module.compile()`.
+
+    Attributes:
+        module: As given.
+        call: The compiled code.
+        known: Whether it was found; without the symbols, never.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        state = vars(module)
+        context = state.get("dynamo_ctx")
+        self._key = "forward"
+        if context is None and is_compiled_in_place(module):
+            self._key = "_compiled_call_impl"
+            context = _context_of(state.get(self._key))
+        self.call: Any = state.get(self._key)
+        self._compile = context if callable(context) and callable(self.call) else None
+        self.known = self._compile is not None
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function with the settings that the module was compiled with."""
+        assert self._compile is not None
+        found: Callable[..., Any] = self._compile(function)
+        return found
+
+    def put(self, call: Callable[..., Any]) -> None:
+        """Have `call` run in place of the compiled code."""
+        vars(self.module)[self._key] = call
+
+    def put_back(self) -> None:
+        """Have the compiled code run again."""
+        vars(self.module)[self._key] = self.call
+
+
+def _context_of(compiled: Any) -> Any:
+    """The settings in the closure of a compiled function; None where it has none."""
+    code = getattr(compiled, "__code__", None)
+    for name, cell in zip(
+        getattr(code, "co_freevars", ()), getattr(compiled, "__closure__", None) or (), strict=False
+    ):
+        if name == "self":
+            return cell.cell_contents
+    return None

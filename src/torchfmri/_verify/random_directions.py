@@ -52,7 +52,7 @@ def norm_of(tensor: Tensor) -> float:
 
 
 def seed_all(seed: int) -> None:
-    """The same random numbers from here on, whoever draws them."""
+    """Fix the random numbers that are drawn from here on."""
     # Not torch.manual_seed: before CUDA is used, that queues a call to be made when it is.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

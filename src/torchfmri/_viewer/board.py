@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchfmri._viewer.tiles import Table
+from torchfmri._viewer.tiles import Mask, Table
 
 LAYERS, TRACKS = "layers", "tracks"
-KINDS = ("table", "lines", "matrix", "text")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Metric:
         meaning: One sentence for somebody who sees it for the first time.
         unit: What a value is, for the colour bar.
         signed: Whether it compares, so that colours go both ways from 0.
-        linear: Whether colours follow the value, not its logarithm.
+        shown: Whether it has a button; others are read for `Overlay`.
     """
 
     name: str
@@ -35,6 +34,22 @@ class Metric:
     meaning: str
     unit: str = ""
     signed: bool = False
+    shown: bool = True
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What is drawn over the colours of a plane of few columns.
+
+    Attributes:
+        opacity: The metric, from 0 to 1, by which cells fade.
+        outline: The metric that is not 0 where a cell is outlined.
+        meaning: What both say, for the colour bar.
+    """
+
+    opacity: str
+    outline: str
+    meaning: str
 
 
 @dataclass(frozen=True)
@@ -64,8 +79,10 @@ class Panel:
         name: What identifies it.
         title: Above it.
         kind: How `data` is drawn. "table": `columns` (names) and `rows` (lists of cells); a cell
-            that is a layer's name is a link to it. "lines": `x` and `series` (name -> values).
+            that is a layer's name is a link to it, and so is `{"column": n, "text": ...}`.
+            "lines": `x` and `series` (name -> values).
             "matrix": `rows`, `columns` (names) and `values` (row, column), with `signed`.
+            "bars": `names`, `values`, and `columns`: the column that a bar leads to, or None.
             "text": `text`.
         data: What is drawn.
     """
@@ -82,11 +99,19 @@ class Panel:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a sequence without reading it."""
+    """What is known of a sequence without reading it.
+
+    Attributes:
+        name: What identifies it.
+        columns: How many it has.
+        condition: Its label.
+        text: How it begins, as it is listed; the name stands in where it is not known.
+    """
 
     name: str
     columns: int
     condition: str = ""
+    text: str = ""
 
 
 class Board(ABC):
@@ -103,6 +128,11 @@ class Board(ABC):
     def going(self) -> bool:
         """Whether columns are being added now; a live board rests between two prompts."""
         return self.live
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The state that a page opens with, as far as it is not the usual one."""
+        return {}
 
     @property
     @abstractmethod
@@ -126,7 +156,10 @@ class Board(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """`title`, `model`, `notes` (list of texts), `python` (how to get the result)."""
+        """`title`, `model`, `notes` (list of texts), `python` (how to get the result).
+
+        Of a board that compares also `ends`: what values below and above 0 mean.
+        """
 
     @abstractmethod
     def entries(self) -> Sequence[Entry]:
@@ -152,6 +185,17 @@ class Board(ABC):
     def values(self, sequence: int, metric: str, plane: str) -> Table:
         """(column, row) the values of a plane."""
 
+    def missing(self, sequence: int, metric: str, plane: str) -> Mask | None:
+        """(column or 1, row or 1) where nothing was measured; None: everything was.
+
+        A value there that is not finite is shown as none. Everywhere else it is a finding.
+        """
+        return None
+
+    def overlay(self, sequence: int) -> Overlay | None:
+        """What is drawn over the colours; None for nothing."""
+        return None
+
     def names(self, plane: str) -> Sequence[str]:
         """The names of the rows of a plane."""
         return self.layers
@@ -163,6 +207,14 @@ class Board(ABC):
     def panels(self, sequence: int) -> Sequence[Panel]:
         """Further panels, such as a table of peaks."""
         return ()
+
+    def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
+        """Further panels about one cell: what a head attended to, what a layer would have said."""
+        return ()
+
+    def doing(self) -> dict[str, str]:
+        """`now`: what is being worked on. `problem`: what went wrong last. Both may be empty."""
+        return {"now": "", "problem": ""}
 
     def refresh(self) -> bool:
         """Look for new sequences and columns; whether there are some."""

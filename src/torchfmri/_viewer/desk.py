@@ -62,6 +62,7 @@ class Desk:
             "plane": self._plane_header,
             "tile": self._tile,
             "values": self._values,
+            "panels": self._panels,
         }
 
     def answer(self, name: str, given: Mapping[str, str]) -> Answer:
@@ -90,17 +91,17 @@ class Desk:
             "id": board.id, "kind": board.kind, "axis": board.axis, "live": board.live,
             "going": board.going,
             "layers": list(board.layers), "types": list(board.types), "parts": list(board.parts),
-            "sequences": len(board.entries()), **board.about(),
+            "sequences": len(board.entries()), "state": dict(board.start),
+            "panels": type(board).panels_at is not Board.panels_at, **board.about(),
         }  # fmt: skip
 
     def _sequences(self, given: Mapping[str, str]) -> Answer:
         words = given.get("search", "").casefold().split()
         first = _number(given, "first", 0)
         found = [
-            {"index": index, "name": each.name, "columns": each.columns,
-             "condition": each.condition}
+            {"index": index, **vars(each)}
             for index, each in enumerate(self.board.entries())
-            if all(word in f"{each.name} {each.condition}".casefold() for word in words)
+            if all(word in f"{each.name} {each.condition} {each.text}".casefold() for word in words)
         ]  # fmt: skip
         return {"total": len(found), "found": list(islice(found, first, first + LISTED))}
 
@@ -108,10 +109,11 @@ class Desk:
         index = self._index(given)
         board = self.board
         entry = board.entries()[index]
+        overlay = board.overlay(index)
         return {
-            "name": entry.name,
-            "condition": entry.condition,
+            **vars(entry),
             "columns": board.length(index),
+            "overlay": None if overlay is None else vars(overlay),
             "live": board.live,
             "metrics": [vars(each) for each in board.metrics(index)],
             "tracks": [vars(each) for each in board.tracks(index)],
@@ -136,6 +138,13 @@ class Desk:
                 return plane.tile(level, x, mean=given.get("pool") == "mean")
         except IndexError as error:
             raise Question(f"There is no {error}.") from error
+
+    def _panels(self, given: Mapping[str, str]) -> Answer:
+        index, column = self._index(given), _number(given, "column", 0)
+        if column >= self.board.length(index):
+            raise Question(f"There is no {self.board.axis} {column}.")
+        found = self.board.panels_at(index, given.get("row", ""), column)
+        return {"panels": [each.to_dict() for each in found]}
 
     def _values(self, given: Mapping[str, str]) -> Answer:
         table = self.table(*self._place(given))
@@ -170,15 +179,16 @@ class Desk:
             length = self.board.length(sequence)
             if known is None or length != known.columns:
                 table = self.table(sequence, metric, name)
+                missing = self.board.missing(sequence, metric, name)
                 grown = known is not None and len(table) <= GROWTH * max(known.columns, 32)
                 if known is not None and grown and known.fits(table[known.columns :]):
-                    known = _longer(known, table)
+                    known = known.longer(table, missing)
                 else:
-                    headroom = HEADROOM if self.board.live else 1.0
-                    signed = self._signed(sequence, metric) and name != TRACKS
                     known = Plane(
-                        table, metric, signed=signed, headroom=headroom, bars=name == TRACKS
-                    )
+                        table, metric, missing=missing, bars=name == TRACKS,
+                        signed=self._signed(sequence, metric) and name != TRACKS,
+                        headroom=HEADROOM if self.board.live else 1.0,
+                    )  # fmt: skip
                     version += 1
                 self._planes[key] = (known, version)
             self._planes.move_to_end(key)
@@ -213,20 +223,6 @@ class Desk:
         if metric not in known:
             raise Question(f"There is no metric {metric[:40]!r}: {', '.join(known) or 'none'}.")
         return index, metric, plane
-
-
-def _longer(plane: Plane, table: Table) -> Plane:
-    """The plane with the codes of another and more columns."""
-    longer = Plane(table[:0], plane.metric, signed=plane.signed, bars=plane.bars)
-    longer.values, longer.columns = table, len(table)
-    longer.levels = 1 + max(0, math.ceil(math.log2(max(len(table), 1) / 256)))
-    longer.nonfinite = plane.nonfinite + (~np.isfinite(table[plane.columns :])).sum(0)
-    for name in ("scale", "limit", "tops", "middle"):
-        setattr(longer, name, getattr(plane, name))
-    if plane.bars:  # the page does the same with what it is sent
-        sizes = np.abs(table[plane.columns :])
-        longer.tops = np.maximum(plane.tops, sizes.max(0, initial=0, where=np.isfinite(sizes)))
-    return longer
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:

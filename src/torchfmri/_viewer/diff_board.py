@@ -71,6 +71,7 @@ class DiffBoard(Board):
             "model": first["model"] if same else f"{second['model']} − {first['model']}",
             "notes": [*first["notes"], *second["notes"]],
             "python": f"{second['python']}\nother = {first['python']}",
+            "ends": [f"lower in {second['title']}", f"higher in {second['title']}"],
         }
 
     def entries(self) -> Sequence[Entry]:
@@ -92,10 +93,11 @@ class DiffBoard(Board):
     def metrics(self, sequence: int) -> Sequence[Metric]:
         """Those of both."""
         known = {each.name for each in self._pair[0].metrics(sequence)}
+        title = self.about()["title"]
         return [
             replace(
                 each, signed=True,
-                meaning=f"Second minus first. {each.meaning}", unit=f"difference of {each.unit}",
+                meaning=f"{title}. {each.meaning}", unit=f"difference of {each.unit}",
             )
             for each in self._pair[1].metrics(sequence) if each.name in known
         ]  # fmt: skip
@@ -130,6 +132,24 @@ class DiffBoard(Board):
             - tables[0][:, [places[0][name] for name in self._both]]
         )
         return result
+
+    def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
+        """What is not in both."""
+        if plane == TRACKS:
+            return np.isnan(self.values(sequence, metric, plane))
+        found = np.zeros((self.length(sequence), len(self.names(plane))), np.bool_)
+        target = {name: at for at, name in enumerate(self.names(plane))}
+        for board in self._pair:
+            absent = board.missing(sequence, metric, plane)
+            own = [target[name] for name in board.names(plane)]
+            length = board.length(sequence)
+            found[length:] = True
+            if plane == LAYERS:
+                alone = set(target).difference(board.layers)
+                found[:, [at for name, at in target.items() if name in alone]] = True
+            if absent is not None:
+                found[:length, own] |= absent[:length]
+        return found if found.any() else None
 
     def names(self, plane: str) -> Sequence[str]:
         """The names of the rows of a plane."""

@@ -67,6 +67,7 @@ def whole_page(board: Board, sequence: int = 0) -> str:
             answer["id"] = (
                 "page"  # the same scan gives the same file; addresses and paths stay here
             )
+            answer["panels"] = False  # there would be one for every cell
     # Inside a script element "</script>" and "<!--" would end or hide what follows.
     data = json.dumps({"sequence": sequence, "answers": answers}, ensure_ascii=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

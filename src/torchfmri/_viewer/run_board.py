@@ -58,10 +58,11 @@ class Run:
 
     Args:
         model: The name of the model; empty where it is not known.
+        types: Layer -> the type of its module, as far as it is known.
     """
 
-    def __init__(self, model: str = "") -> None:
-        self.model = model
+    def __init__(self, model: str = "", types: Mapping[str, str] | None = None) -> None:
+        self.model, self.types = model, dict(types or {})
         self.series: list[Series] = []
         self.numbers: list[int] = []
         self.curves = GrowingTable(len(_CURVES))
@@ -85,7 +86,7 @@ class Run:
             names, values = history.matrix(what, "rms")
             if what != UPDATES:  # a value that is not finite makes the whole so
                 lost = history.matrix(what, "nan")[1] + history.matrix(what, "inf")[1]
-                values = np.where(lost > 0, np.nan, values)
+                values = np.where(lost > 0, np.inf, values)
             columns[:, [self._index[Series(name, what)] for name in names]] = values.T
         for step, rms in zip(history, columns, strict=True):
             self._append(step, rms)
@@ -131,12 +132,14 @@ class RunView:
 
     Args:
         model: The name of the model.
+        types: Layer -> the type of its module.
     """
 
-    def __init__(self, model: str) -> None:
-        self._run = Run(model)
+    def __init__(self, model: str, types: Mapping[str, str]) -> None:
+        self._run = Run(model, types)
         self._known: list[Finding] = []
-        self.view: View = serve(RunBoard(run=self._run), name="Monitor")
+        self._board = RunBoard(run=self._run)
+        self.view: View = serve(self._board, name="Monitor")
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Take one step."""
@@ -144,6 +147,10 @@ class RunView:
         self._run.add(step, found)
         if len(self._run.series) != known:
             self.view.changed()
+
+    def end(self) -> None:
+        """The run is over: nothing more is added to the page."""
+        self._board.end()
 
     def find(self, findings: Sequence[Finding]) -> None:
         """Take what is wrong so far."""
@@ -195,15 +202,23 @@ class RunBoard(Board):
         """Whether it is a run of this process, or its last file was written a moment ago."""
         return self._going
 
-    @property
-    def _first(self) -> Run:
-        return next(iter(self._runs.values()), Run())
+    def end(self) -> None:
+        """No step is added any more."""
+        self._going = False
 
     @property
     def layers(self) -> Sequence[str]:
         """Layers and parameters of all runs, parameters under their layers."""
         known = dict.fromkeys(each.layer for run in self._runs.values() for each in run.series)
         return sorted(known, key=lambda name: _model_order(name, list(known)))
+
+    @property
+    def types(self) -> Sequence[str]:
+        """The type of each layer's module; of a parameter, what it is."""
+        known: dict[str, str] = {}
+        for run in self._runs.values():
+            known |= run.types
+        return [known.get(name, "") for name in self.layers]
 
     def about(self) -> dict[str, Any]:
         """What the head of the page says."""
@@ -252,6 +267,12 @@ class RunBoard(Board):
                 table[:, place[series.layer]] = stored[:, at]
         return table
 
+    def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
+        """What was not watched at a step; a loss that is NaN was."""
+        if plane == TRACKS:
+            return None
+        return np.isnan(self.values(sequence, metric, plane))
+
     def health(self, sequence: int) -> Sequence[Health]:
         """The findings so far, the worst first; layers that are no rows are left out."""
         order = {"alarm": 0, "warn": 1}
@@ -294,5 +315,5 @@ def _model_order(name: str, known: Sequence[str]) -> tuple[int, str]:
 
 def _rms(statistics: Statistics) -> float:
     if not statistics.finite or statistics.finite < statistics.count:
-        return math.nan  # a value that is not finite makes the whole so
+        return math.inf  # a value that is not finite makes the whole so; NaN: not measured
     return statistics.l2 / math.sqrt(statistics.finite)

@@ -4,14 +4,15 @@ A plane is a table (columns, rows): tokens or steps across, layers or voxels dow
 columns wide and hold every row. Level l pools 2**l neighbouring columns into one, so that the whole
 of a plane fits into one tile of the last level.
 
-A byte is 0 where a value is not finite, else 128 + round(127 * asinh(x / scale) / asinh(limit /
-scale)): nearly linear below the row's scale and logarithmic above it, with the sign kept. The scale
-and the limit of each row travel as float32 in the plane's header, so that a page can change how it
-maps values to colours without asking again.
+A byte is 0 where a value is not finite, 1 where nothing was measured, else 128 + round(126 *
+asinh(x / scale) / asinh(limit / scale)): nearly linear below the row's scale and logarithmic above
+it, with the sign kept. The scale and the limit of each row travel as float32 in the plane's header,
+so that a page can change how it maps values to colours without asking again.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from typing import Any
@@ -21,11 +22,15 @@ from numpy.typing import NDArray
 
 WIDTH = 256
 """Columns of a tile."""
+NOT_FINITE, NOT_MEASURED, ZERO, STEPS = 0, 1, 128, 126
+"""Codes: of what is no number, of what was not measured, of 0; and how many follow it each way."""
 QUANTILE = 0.995
-SAMPLED = 16_384
+SAMPLED = 8_192
 """Percentiles of a row are over at most so many evenly spaced columns."""
-_COMMON = 1 << 20
+_COMMON = 1 << 18
 """A scale common to all rows is that of at most so many values."""
+_POOLED = 6
+"""The level that is kept once the table was read; coarser ones are made of it."""
 DECADES = 2
 """How many powers of ten the colours of a logarithmic metric span."""
 TILE_BYTES = 32 << 20
@@ -36,6 +41,7 @@ LINEAR = frozenset({"activation", "surprisal", "entropy", "loss", "seconds"})
 """Metrics whose colours follow the value itself; those of others follow its logarithm."""
 
 Table = NDArray[np.floating[Any]]
+Mask = NDArray[np.bool_]
 
 
 class Plane:
@@ -44,6 +50,7 @@ class Plane:
     Args:
         values: (column, row); read, never changed.
         metric: What the values are.
+        missing: (column or 1, row or 1) where nothing was measured; None where everything was.
         signed: Whether they compare, and colours go both ways from 0.
         headroom: How many times the largest value of a row its code can hold: more than 1 for a
             table that still grows.
@@ -52,27 +59,19 @@ class Plane:
     Example:
         >>> plane = Plane(np.array([[1.0, -2.0], [4.0, np.nan]], np.float32), "activation")
         >>> plane.levels, list(plane.tile(0, 0))
-        (1, [181, 255, 1, 0])
+        (1, [181, 254, 2, 0])
     """
 
     def __init__(
-        self, values: Table, metric: str, *, signed: bool = False, headroom: float = 1.0,
-        bars: bool = False,
+        self, values: Table, metric: str, *, missing: Mask | None = None, signed: bool = False,
+        headroom: float = 1.0, bars: bool = False,
     ) -> None:  # fmt: skip
         self.values, self.metric, self.signed, self.bars = values, metric, signed, bars
         self.columns, self.rows = values.shape
-        self.levels = 1 + max(0, math.ceil(math.log2(max(self.columns, 1) / WIDTH)))
+        # A board that grows may have been longer by the time it was asked for this.
+        self._missing = None if missing is None else missing[: max(1, self.columns)]
         self.logarithmic = not signed and metric not in LINEAR
-        self.nonfinite = np.zeros(self.rows, np.int64)
-        largest = np.zeros(self.rows)
-        for block in self._blocks(values):
-            finite = np.isfinite(block)
-            if finite.all():
-                sizes = np.abs(block)
-            else:
-                self.nonfinite += (~finite).sum(0)
-                sizes = np.where(finite, np.abs(block), 0)
-            largest = np.maximum(largest, sizes.max(0, initial=0))
+        self.nonfinite, self.missing, largest = self._read()
         self.tops, self.middle = self._percentiles()
         if bars:
             self.tops = largest
@@ -86,10 +85,80 @@ class Plane:
         self._tiles: OrderedDict[tuple[int, int, bool], bytes] = OrderedDict()
         self._bytes = 0
 
-    @staticmethod
-    def _blocks(values: Table) -> list[Table]:
-        step = max(1, _BLOCK // max(1, values.shape[1]))
-        return [values[at : at + step] for at in range(0, len(values), step)]
+    @property
+    def levels(self) -> int:
+        """How many levels there are: the last one is a single tile."""
+        return 1 + max(0, math.ceil(math.log2(max(self.columns, 1) / WIDTH)))
+
+    def longer(self, values: Table, missing: Mask | None = None) -> Plane:
+        """The plane of a table that has grown, with the codes of this one."""
+        plane = copy.copy(self)
+        plane.values, plane.columns = values, len(values)
+        plane._missing = None if missing is None else missing[: max(1, len(values))]
+        plane._tiles, plane._bytes = OrderedDict(), 0
+        fresh = plane._marked(self.columns, len(values))
+        plane.nonfinite = self.nonfinite + np.isinf(fresh).sum(0)
+        plane.missing = self.missing + np.isnan(fresh).sum(0)
+        whole = self.columns >> _POOLED
+        plane._pooled = np.concatenate([self._pooled[:whole], plane._pool_from(whole)])
+        if self.bars:  # the page does the same with what it is sent
+            largest = np.abs(fresh).max(0, initial=0, where=np.isfinite(fresh))
+            plane.tops = np.maximum(self.tops, largest)
+        return plane
+
+    def _marked(self, first: int, last: int) -> Table:
+        """(column, row) some columns, infinite where a value is no number, NaN where there is none.
+
+        So marked, numpy's own functions pool as they should: a value wins over none, infinity over
+        all.
+        """
+        part = self.values[first:last]
+        finite = np.isfinite(part)
+        if finite.all():
+            return part
+        if self._missing is None:
+            return np.where(finite, part, np.inf)
+        whole = self._missing.shape[0] == 1
+        missing = self._missing if whole else self._missing[first:last]
+        return np.where(finite, part, np.where(missing, np.nan, np.inf))
+
+    def _pool_from(self, first: int) -> Table:
+        """(column, row) columns of the level that is kept, from one on."""
+        step = 1 << _POOLED
+        many = max(1, _BLOCK // max(1, self.rows * step)) * step
+        parts = [
+            pool(self._marked(at, min(at + many, self.columns)), step)
+            for at in range(first * step, self.columns, many)
+        ]
+        return np.concatenate(parts) if parts else np.empty((0, self.rows), np.float32)
+
+    def _read(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """(row,) how many values are not finite, how many are missing, and the largest size.
+
+        Reads the table once: pooled values are finite where all that they stand for are, or are
+        missing.
+        """
+        self._pooled = self._pool_from(0)
+        nonfinite, missing = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
+        with np.errstate(invalid="ignore"):
+            largest = np.abs(self._pooled).max(0, initial=0).astype(np.float64)
+        odd = np.flatnonzero(~np.isfinite(largest))
+        if self._missing is not None:  # a missing value leaves no trace in what it is pooled with
+            odd = np.arange(self.rows)
+        for row in odd.tolist():
+            column = np.asarray(self.values[:, row])
+            known = np.isfinite(column)
+            lost = ~known & self._lost(row)
+            missing[row] = int(lost.sum())
+            nonfinite[row] = len(column) - int(known.sum()) - missing[row]
+            largest[row] = np.abs(column).max(initial=0, where=known)
+        return nonfinite, missing, largest
+
+    def _lost(self, row: int) -> Mask:
+        """(column or 1,) where a row was not measured."""
+        if self._missing is None:
+            return np.zeros(1, np.bool_)
+        return self._missing[:, row if self._missing.shape[1] > 1 else 0]
 
     def _percentiles(self) -> tuple[NDArray[np.float64], dict[str, float]]:
         """(row,) the 99.5th percentile of |value|, and what a scale common to all rows needs.
@@ -128,6 +197,7 @@ class Plane:
             "limit": self.limit.tolist(),
             "tops": self.tops.astype(np.float32).tolist(),
             "nonfinite": self.nonfinite.tolist(),
+            "missing": self.missing.tolist(),
             **self.middle,
         }
 
@@ -136,14 +206,21 @@ class Plane:
         with np.errstate(invalid="ignore"):
             return not bool((np.abs(values) > self.limit).any(where=np.isfinite(values)))
 
-    def encode(self, values: Table) -> NDArray[np.uint8]:
-        """(column, row) -> (row, column) bytes."""
-        table = np.asarray(values, np.float64).T
-        finite = np.isfinite(table)
+    def coded(self, first: int, last: int) -> NDArray[np.uint8]:
+        """(row, column) the bytes of some columns."""
+        return self._encode(self._marked(first, last))
+
+    def _encode(self, marked: Table) -> NDArray[np.uint8]:
+        """(column, row) of marked values -> (row, column) bytes."""
+        table = np.asarray(marked, np.float64).T
         scale = self.scale[:, None].astype(np.float64)
         limit = np.arcsinh(self.limit[:, None].astype(np.float64) / scale)
-        code = np.arcsinh(np.where(finite, table, 0.0) / scale) / limit
-        return np.where(finite, 128 + np.rint(127 * np.clip(code, -1, 1)), 0).astype(np.uint8)
+        with np.errstate(invalid="ignore"):
+            code = np.clip(np.arcsinh(table / scale) / limit, -1, 1)
+            found = (ZERO + np.rint(STEPS * np.nan_to_num(code))).astype(np.uint8)
+        found[np.isinf(table)] = NOT_FINITE
+        found[np.isnan(table)] = NOT_MEASURED
+        return found
 
     def tile(self, level: int, x: int, *, mean: bool = False) -> bytes:
         """The bytes of a tile, row by row; its last columns are left out where the plane ends.
@@ -161,8 +238,12 @@ class Plane:
             raise IndexError(f"tile {x} of level {level}")
         key = (level, x, mean)
         if key not in self._tiles:
-            values = pool(self.values[first : first + WIDTH * step], step, mean=mean)
-            self._tiles[key] = self.encode(values).tobytes()
+            if level >= _POOLED and not mean:
+                start, count = first >> _POOLED, WIDTH * step >> _POOLED
+                values = pool(self._pooled[start : start + count], step >> _POOLED)
+            else:
+                values = pool(self._marked(first, first + WIDTH * step), step, mean=mean)
+            self._tiles[key] = self._encode(values).tobytes()
             self._bytes += len(self._tiles[key])
             while self._bytes > TILE_BYTES and len(self._tiles) > 1:
                 self._bytes -= len(self._tiles.popitem(last=False)[1])
@@ -171,10 +252,12 @@ class Plane:
 
 
 def pool(values: Table, step: int, *, mean: bool = False) -> Table:
-    """Every `step` columns as one: the value of the largest size with its sign, NaN wins.
+    """Every `step` columns as one: the value of the largest size, with its sign.
+
+    Infinity wins, NaN loses to everything.
 
     Example:
-        >>> pool(np.array([[1.0], [-3.0], [2.0]]), 2).tolist()
+        >>> pool(np.array([[1.0], [-3.0], [2.0], [np.nan]]), 2).tolist()
         [[-3.0], [2.0]]
     """
     if step == 1 or not len(values):
@@ -196,9 +279,13 @@ def pool(values: Table, step: int, *, mean: bool = False) -> Table:
 
 def _pool_group(group: Table, mean: bool) -> Table:
     if mean:
-        pooled: Table = group.mean(1, dtype=np.float64)
-        return pooled
-    # argmax takes NaN for the largest; infinity loses to it, and is shown like it anyway.
-    chosen = np.abs(group).argmax(1)
-    taken: Table = np.take_along_axis(group, chosen[:, None], 1)[:, 0]
+        known = ~np.isnan(group)
+        with np.errstate(invalid="ignore"):
+            total = np.where(known, group, 0).sum(1, dtype=np.float64)
+            averaged: Table = total / known.sum(1)
+        return averaged
+    # Two plain passes are several times faster than finding the place of the largest size.
+    high, low = np.fmax.reduce(group, axis=1), np.fmin.reduce(group, axis=1)
+    high[-low > high] = low[-low > high]
+    taken: Table = high
     return taken

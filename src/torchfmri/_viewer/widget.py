@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from torchfmri._viewer.board import Board
 from torchfmri._viewer.desk import Desk, Question, to_json
 from torchfmri._viewer.page import bundle
+from torchfmri._viewer.still import still
 from torchfmri.exceptions import InspectionError
 
 
@@ -33,17 +35,23 @@ def widget_of(board: Board, height: int = 640) -> Any:
         _esm = bundle()
         state = traitlets.Dict().tag(sync=True)
         height = traitlets.Int(640).tag(sync=True)
+        # What a notebook shows whose kernel is gone.
+        still = traitlets.Unicode("").tag(sync=True)
 
         def _repr_mimebundle_(self, **options: Any) -> Any:
-            """The widget, and for whoever cannot show one (nbconvert) what it is about."""
+            """The widget, and for whoever cannot show one (nbconvert) a still picture of it."""
             bundles = super()._repr_mimebundle_(**options)
             data = bundles[0] if isinstance(bundles, tuple) else bundles
             if data is not None:
                 data["text/plain"] = f"torchfmri viewer: {board.about()['model']}"
+                if picture:
+                    data["image/png"] = picture
             return bundles
 
     desk = Desk(board)
-    widget = Viewer(height=height)
+    shown = bool(board.entries()) and board.length(0) > 0 and bool(board.metrics(0))
+    picture = base64.b64encode(still(board)).decode("ascii") if shown else ""
+    widget = Viewer(height=height, still=picture)
 
     def answer(_: Any, question: Any, __: Any) -> None:
         number = question.get("number") if isinstance(question, dict) else None

@@ -9,9 +9,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchfmri._arguments import check_number
 from torchfmri._model import CHOICES, load_model
-from torchfmri._scan import LiveBoard, LiveToken, Scanner, ScanOptions
+from torchfmri._scan import TELL_EVERY, LiveBoard, LiveToken, Scanner, ScanOptions
+from torchfmri._text import plural
 from torchfmri._viewer import View
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
@@ -57,7 +60,7 @@ class Chat:
         self._scanner, self.board, self._tokens = scanner, board, tokens
         self._out, self._chat, self._number = out, chat, 0
         self._waiting: queue.Queue[str | None] = queue.Queue(_WAITING + 1)
-        self._stopping = False
+        self._stopping, self._now = False, ""
         self._thread = threading.Thread(target=self._work, name="torchfmri-chat", daemon=True)
         self._thread.start()
 
@@ -72,6 +75,7 @@ class Chat:
         if self._waiting.qsize() >= _WAITING:
             raise InspectionError(f"{_WAITING} prompts are waiting. Try again later.")
         self._waiting.put(prompt)
+        self._say(self._now)
 
     def close(self) -> None:
         """Stop at the next token, and wait until the model is left alone.
@@ -82,29 +86,42 @@ class Chat:
         self._waiting.put(None)
         self._thread.join()
 
+    def _say(self, now: str) -> None:
+        """Show what is worked on, and how many prompts wait for it."""
+        self._now = now
+        waiting = self._waiting.qsize()
+        queue = f"{plural(waiting, 'prompt')} waiting" if waiting and not self._stopping else ""
+        self.board.now = ", ".join(filter(None, (now, queue)))
+
     def _on_token(self, token: LiveToken) -> None:
         if self._stopping:
             raise _Stopped
         self.board.on_token(token)
+        if np.isnan(token.activation).all() and self._scanner.options.per is not None:
+            # The last token is written and never run: what follows is the pass for gradients.
+            self._say("Computing gradients: they appear when they are complete")
 
     def _work(self) -> None:
         while (prompt := self._waiting.get()) is not None and not self._stopping:
             self._number += 1
             name = f"{self._number:03d} {' '.join(prompt.split())[:40]}"
             self.board.begin(name)
+            self.board.problem = ""
+            self._say("Answering")
             scan = None
             try:
                 scan = self._scanner.scan(
                     prompt, self._tokens, chat=self._chat, names=[name],
-                    on_token=self._on_token, generate={"do_sample": False},
+                    on_token=self._on_token, tell_every=TELL_EVERY, generate={"do_sample": False},
                 )  # fmt: skip
                 if self._out is not None:
                     scan.save(self._out, append=self._out.exists())
             except _Stopped:
                 pass
             except (InspectionError, OSError, RuntimeError) as error:
-                # The page goes on; whoever started the command reads why.
+                self.board.problem = f"{prompt[:40]!r} failed: {error}"
                 print(f"torchfmri chat: {name!r} failed: {error}", file=sys.stderr, flush=True)
+            self._say("")
             self.board.finish(scan)
 
 

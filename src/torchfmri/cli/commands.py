@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torchfmri import __version__
+from torchfmri._files import finite_json
 from torchfmri._text import printable, terminal_text
 from torchfmri.cli import (
     chat,
@@ -185,7 +185,9 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
     try:
         data, text, code = options.run(options)
         if data or text:  # of several processes only the first has something to say
-            as_json = json.dumps(_finite(data), indent=2, allow_nan=False) if options.json else ""
+            as_json = (
+                json.dumps(finite_json(data), indent=2, allow_nan=False) if options.json else ""
+            )
             print(as_json or terminal_text(text))
         sys.stdout.flush()
     except BrokenPipeError:
@@ -200,12 +202,3 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         print(f"torchfmri {options.command}: error: {message}", file=sys.stderr)
         return FAILED
     return int(code)
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

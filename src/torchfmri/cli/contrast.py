@@ -57,7 +57,7 @@ def _add_values(parser: ArgumentParser) -> None:
     group.add_argument(
         "--level",
         default="voxel",
-        choices=("layer", "voxel", "head", "unit"),
+        choices=("layer", "voxel", "head", "unit", "feature"),
         help="of what (default: %(default)s)",
     )
     group.add_argument(
@@ -104,17 +104,16 @@ def run(options: Namespace) -> Result:
         found = found.calibrate(options.calibrate, options.seed)
     text = [found.table(options.peaks)]
     if found.calibration is not None:
-        text.append(f"calibration: {found.calibration[1]} of {found.calibration[0]} relabellings "
-                    "found anything")  # fmt: skip
+        text.append(f"calibration: {found.calibration}")
     text += [f"wrote {path}" for path in _write(options, found)]
     data = {
         "question": found.question,
         "summary": found.summary,
         "survive": int(found.survives.sum()),
         "tested": int((found.p == found.p).sum()),
-        "peaks": [peak._asdict() for peak in found.peaks(options.peaks)],
+        "peaks": found.tidy(found.ranked(options.peaks)),
         "notes": list(found.notes),
-        "calibration": found.calibration,
+        "calibration": found.calibration and found.calibration._asdict(),
     }
     return data, "\n".join(text), 0
 

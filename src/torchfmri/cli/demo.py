@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 from torchfmri._arguments import check_number, require
 from torchfmri._model import NamedModel, load_model
-from torchfmri._scan import Scan, Scanner, ScanOptions
+from torchfmri._scan import TELL_EVERY, Scan, Scanner, ScanOptions
 from torchfmri.cli.scan import spoken, summary
 from torchfmri.exceptions import InspectionError
 
@@ -55,6 +57,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
             options.max_new_tokens,
             chat=chat,
             on_token=speak,
+            tell_every=TELL_EVERY,
             generate={"do_sample": False},
         )
     _say("drawing")
@@ -69,11 +72,28 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
         "",
         f"Open {files[-1].resolve().as_uri()} in a browser"
         + (f", or look at {files[0]}" if len(files) > 1 else ""),
-        f"Look around in it with: torchfmri view {options.out / 'scan.fmri'}",
         f"Read it with torchfmri.load({str(options.out / 'scan.fmri')!r})",
+        f"Look around in it with: {command()} view {shlex.quote(str(options.out / 'scan.fmri'))}",
     ]
     data = {**summary(scan), "files": [str(path) for path in files]}
     return data, "\n".join(lines), 0
+
+
+def command() -> str:
+    """How this program is called from here: by its name, or by a path where that is not found."""
+    own = Path(sys.executable).with_name("torchfmri")
+    found = shutil.which("torchfmri")
+    if found is not None and Path(found).resolve() == own.resolve():
+        return "torchfmri"
+    if not own.exists():  # installed without its script
+        return f"{shlex.quote(_near(Path(sys.executable)))} -m torchfmri"
+    return shlex.quote(_near(own))
+
+
+def _near(path: Path) -> str:
+    """A path as it is shortest to type from the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def choose_model() -> NamedModel:

@@ -17,6 +17,7 @@ import torch
 from torchfmri._arguments import check_number, require
 from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
+    TELL_EVERY,
     DatasetScan,
     LiveBoard,
     LiveToken,
@@ -241,6 +242,7 @@ def _scan_prompt(
             chat=options.chat,
             seed=options.seed,
             on_token=on_token if speak is not None or board is not None else None,
+            tell_every=TELL_EVERY,
             generate=generate,
         )
     if board is not None:

@@ -1,4 +1,4 @@
-"""The command `torchfmri view`: a scan, two of them, or a training run in a browser."""
+"""The command `torchfmri view`: scans, a contrast, or a training run in a browser."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from torchfmri._scan import board_of
-from torchfmri._viewer import DiffBoard, View, serve
+from torchfmri._scan import board_of, difference_of
+from torchfmri._viewer import View, serve
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri view`."""
     parser.add_argument(
-        "what", metavar="SCAN", help="a scan (NAME.fmri), or a run or folder of runs of a Monitor"
+        "what",
+        metavar="SCAN",
+        help="a scan (NAME.fmri), a contrast (NAME.contrast), or a Monitor's run or folder of runs",
     )
     parser.add_argument("other", nargs="?", metavar="SCAN2", help="show SCAN2 - SCAN")
     add_server_arguments(parser)
@@ -43,10 +45,10 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     """Serve until Ctrl-C."""
     for name in filter(None, (options.what, options.other)):
         if not Path(name).exists():
-            raise FileNotFoundError(f"There is no {name!r}. Give the folder of a scan, or a run.")
+            raise FileNotFoundError(f"There is no {name!r}. Give a scan, a contrast, or a run.")
     board: Any = board_of(options.what)
     if options.other is not None:
-        board = DiffBoard(board, board_of(options.other))
+        board = difference_of(board, board_of(options.other))
     with served(options, board, "view") as view:
         url = view.url
         view.wait()

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from torchfmri._arguments import check_flag
 from torchfmri._monitor import Monitor, MonitoredStep, Writer, check_options, check_writer
 from torchfmri.exceptions import InspectionError, NonFiniteWarning
+from torchfmri.integrations.dashboards import trainer_runs, writer_for
 from torchfmri.integrations.findings import first_nonfinite_step, warn_of_findings
 
 try:
@@ -27,7 +29,9 @@ class MonitorCallback(TrainerCallback):
     found wrong is said at once, as a `FindingWarning`.
 
     Args:
-        *writers: As for `Monitor.add_writer`.
+        *writers: As for `Monitor.add_writer`. Without any, the TensorBoard, Weights & Biases or
+            trackio run that the Trainer opened (`report_to`) gets a summary.
+        dashboards: False to leave that run alone.
         **options: As for `Monitor`: watch, what, every, histogram, history, max_bytes,
             on_nonfinite, incidents.
 
@@ -35,7 +39,9 @@ class MonitorCallback(TrainerCallback):
         monitor: The Monitor; None until training begins.
     """
 
-    def __init__(self, *writers: Writer, **options: Any) -> None:
+    def __init__(self, *writers: Writer, dashboards: bool = True, **options: Any) -> None:
+        check_flag("dashboards", dashboards)
+        self._dashboards = dashboards
         self.monitor: Monitor | None = None
         self._writers = [check_writer(each) for each in writers]
         self._options = check_options(options)
@@ -51,8 +57,13 @@ class MonitorCallback(TrainerCallback):
             raise InspectionError("The Trainer handed no model to its callbacks.")
         if self.monitor is None or self.monitor.model is not model:
             self.monitor = Monitor(model, **self._options)
-            for write in self._writers:
+            for write in self._writers or self._summaries(args, state):
                 self.monitor.add_writer(write)
+
+    def _summaries(self, args: Any, state: Any) -> list[Writer]:
+        """Writers for the runs that the Trainer has opened before this callback is asked."""
+        runs = trainer_runs(args, state) if self._dashboards else ()
+        return [write for run in runs if (write := writer_for(run)) is not None]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to watch."""

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torchfmri._arguments import check_flag
 from torchfmri._monitor import Monitor, Writer, check_options, check_writer
+from torchfmri.integrations.dashboards import lightning_runs, writer_for
 from torchfmri.integrations.findings import warn_of_findings
 
 try:
@@ -24,7 +26,9 @@ class MonitorCallback(Callback):
     `training_step` returns. What is found wrong is said at once, as a `FindingWarning`.
 
     Args:
-        *writers: As for `Monitor.add_writer`.
+        *writers: As for `Monitor.add_writer`. Without any, the TensorBoard or Weights & Biases
+            run of the Trainer's loggers gets a summary.
+        dashboards: False to leave that run alone.
         **options: As for `Monitor`: watch, what, every, histogram, history, scaler, max_bytes,
             on_nonfinite, incidents.
 
@@ -32,7 +36,9 @@ class MonitorCallback(Callback):
         monitor: The Monitor; None until training begins.
     """
 
-    def __init__(self, *writers: Writer, **options: Any) -> None:
+    def __init__(self, *writers: Writer, dashboards: bool = True, **options: Any) -> None:
+        check_flag("dashboards", dashboards)
+        self._dashboards = dashboards
         self.monitor: Monitor | None = None
         self._writers = [check_writer(each) for each in writers]
         self._options = check_options(options)
@@ -44,7 +50,9 @@ class MonitorCallback(Callback):
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             options = {"scaler": scaler, **self._options}
             self.monitor = Monitor(pl_module, trainer.optimizers, **options)
-            for write in self._writers:
+            runs = lightning_runs(trainer) if self._dashboards and not self._writers else ()
+            found = [write for run in runs if (write := writer_for(run)) is not None]
+            for write in self._writers or found:
                 self.monitor.add_writer(write)
         self.monitor.attach()
 

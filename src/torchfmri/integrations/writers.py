@@ -9,7 +9,7 @@ layer, named `<what>/<layer>/<statistic>`, such as `gradients/layers.0.mlp/rms`:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -141,6 +141,8 @@ class TensorBoardWriter(_Summary):
 class WandbWriter(_Summary):
     """Writes each watched step to a Weights & Biases run.
 
+    Kinds of layers are called `layers.N.mlp` there, because `*` makes a pattern of a name.
+
     Args:
         run: What `wandb.init()` returned, such as the run that the trainer has opened.
         fields: Statistics of every layer to write besides the summary, such as `FIELDS`.
@@ -158,13 +160,14 @@ class WandbWriter(_Summary):
         require(hasattr(run, "log"), "run", run, "give a run, which wandb.init() returns")
         super().__init__(fields, histograms, images)
         self._run = run
-        if hasattr(run, "define_metric"):  # the trainer counts steps of its own
-            run.define_metric("torchfmri/step")
-            run.define_metric("torchfmri/*", step_metric="torchfmri/step")
+        self._defined: set[str] = set()
 
     def __call__(self, step: Step, found: Mapping[Series, Statistics]) -> None:
         """Write one step."""
-        row: dict[str, Any] = {**self.numbers(step, found), "torchfmri/step": step.number}
+        numbers = self.numbers(step, found)
+        row: dict[str, Any] = {name.replace("*", "N"): numbers[name] for name in numbers}
+        self._define(row)
+        row["torchfmri/step"] = step.number
         images, histograms = self.pictures(step, found), self.histograms(found)
         if images or histograms:
             import wandb
@@ -177,6 +180,18 @@ class WandbWriter(_Summary):
                 for (layer, what), each in histograms.items()
             }
         self._run.log(row)
+
+    def _define(self, names: Iterable[str]) -> None:
+        """Draw numbers over our steps: a trainer counts steps of its own.
+
+        Trainers define "*" over theirs, and a number that two patterns fit gets either of them,
+        so every number is defined by its name, in which no "*" may stand.
+        """
+        if not hasattr(self._run, "define_metric"):
+            return
+        for name in [each for each in names if each not in self._defined]:
+            self._run.define_metric(name, step_metric="torchfmri/step")
+            self._defined.add(name)
 
     def found(self, step: int, findings: Sequence[Finding]) -> None:
         """Send what was found wrong as alerts."""

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torchfmri._arguments import (
 from torchfmri._capture import CallKey
 from torchfmri._model import compiled_code_as_eager, spared_grad, unwrap, watched
 from torchfmri._records import History
-from torchfmri._torch import gradient_scale
+from torchfmri._torch import Attached, gradient_scale
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.capture import Capture, Captured
 from torchfmri.routing.meta_loss import Divergence, MetaLoss
@@ -49,7 +48,7 @@ class StepResult(NamedTuple):
     applied: bool
 
 
-class LearningDynamics:
+class LearningDynamics(Attached):
     """Trains a model of SparseProtoLinear layers: a context manager around its training loop.
 
     The main loss trains everything but the routing (prototypes and gates). The routing learns from
@@ -125,7 +124,6 @@ class LearningDynamics:
         self._keep_signals = keep_signals
         self._scaler = scaler
         self._pass = 0
-        self._stack: contextlib.ExitStack | None = None
         self.history = History()
         self.signals: dict[CallKey, Signals] = {}
         self.step = 0
@@ -133,24 +131,11 @@ class LearningDynamics:
 
     # -- attaching -----------------------------------------------------------------------------
 
-    def __enter__(self) -> LearningDynamics:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(watched(self._model))
-            stack.enter_context(compiled_code_as_eager())
-            stack.callback(self._capture.detach)
-            self._capture.attach()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
+    def _attach(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(watched(self._model))
+        stack.enter_context(compiled_code_as_eager())
+        stack.callback(self._capture.detach)
+        self._capture.attach()
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def _plain(entry: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _characters(path: str, wanted: frozenset[str]) -> frozenset[str]:
-    """Those of the wanted characters that a font file has; none if it cannot be read."""
+    """Return the wanted characters that a font file has; none if it cannot be read."""
     from matplotlib.font_manager import get_font
 
     try:

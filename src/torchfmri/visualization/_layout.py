@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfmri._arguments import require
-from torchfmri._model import check_names, match_names, nearest_names
+from torchfmri._model import check_names, match_names, not_found
 from torchfmri._records import Inspection, check_what
 from torchfmri._text import describe_bad, describe_state, layer_label, share_text, shorten, star
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 from torchfmri.visualization._figure import ORANGE, escape
 
@@ -162,7 +162,7 @@ def layer_statistics(
     for pattern in check_names(layers):
         matched = match_names(pattern, names)
         if not matched:
-            raise LayerNotFoundError(pattern, nearest_names(pattern, names), len(names))
+            raise not_found(pattern, names, "list(inspection)")
         chosen.update(matched)
     rows = [row for row in inspection.rows(what) if row.layer in chosen]
     rows.sort(key=lambda row: _first_finished(inspection, row.layer))

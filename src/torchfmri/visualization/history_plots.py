@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchfmri._model import match_names, nearest_names
+from torchfmri._model import match_names, not_found
 from torchfmri._records import COUNTS, NO_STEPS, UPDATES, Floats, History
 from torchfmri._text import layer_label, plural, shorten
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import GREY, MEANING, axes_or_new, escape
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _choose(names: list[str], patterns: str | Sequence[str]) -> list[int]:
     for pattern in several:
         found = match_names(pattern, names)
         if not found:
-            raise LayerNotFoundError(pattern, nearest_names(pattern, names), len(names))
+            raise not_found(pattern, names)
         chosen.update(found)
     return [index for index, name in enumerate(names) if name in chosen]
 

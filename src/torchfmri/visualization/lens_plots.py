@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ _LABELS = {
 }
 _CELL = (0.72, 0.24)
 _MOST_INCHES = (24.0, 14.0)
+_LETTERS_PER_INCH = 12  # of a title
 
 
 def plot_lens(
@@ -120,8 +122,7 @@ def plot_logit_attribution(
     ax.set_xticks(range(columns + 2), labels, fontsize=7)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    if title:
-        ax.set_title(escape(title), fontsize=9, loc="left")
+    _write_title(ax, title)
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.02)
     bar.set_label("adds to the logit", fontsize=8)
     bar.ax.tick_params(labelsize=7)
@@ -147,8 +148,7 @@ def plot_token_bars(
     ax.tick_params(axis="y", labelsize=7)
     ax.set_ylabel("adds to the logit", fontsize=8)
     ax.spines[["top", "right"]].set_visible(False)
-    if title:
-        ax.set_title(escape(title), fontsize=9, loc="left")
+    _write_title(ax, title)
     return ax
 
 
@@ -158,3 +158,10 @@ def _write_tokens(ax: Axes, tokens: Sequence[str]) -> None:
     texts = [escape(fonts.writable(each)) for each in labels]
     ax.set_xticks(range(len(texts)), texts, rotation=50, ha="right", rotation_mode="anchor",
                   fontsize=7.5, fontfamily=fonts.families)  # fmt: skip
+
+
+def _write_title(ax: Axes, title: str) -> None:
+    """Write the title above a plot, in as many lines as its width asks for."""
+    inches = ax.get_window_extent().width / ax.figure.dpi
+    lines = wrap(title, max(20, int(inches * _LETTERS_PER_INCH)))
+    ax.set_title(escape("\n".join(lines)), fontsize=9, loc="left")

@@ -80,10 +80,11 @@ class ReadoutMethods:
         """The whole pattern of one layer, (heads, query, key), where the scan has kept it.
 
         Args:
-            layer: The layer that computes attention.
+            layer: The layer that computes attention, or a name of its block such as `L3.attn`.
             sequence: Which sequence; may be left out where there is only one.
 
         Raises:
+            LayerNotFoundError: There is no such layer.
             InspectionError: The scan has not kept it.
         """
         chosen = self._reading(sequence).sequence

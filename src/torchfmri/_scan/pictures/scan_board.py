@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._scan.pictures.cell_panels import cell_panels
 from torchfmri._scan.pictures.summary import failed_checks
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import Reading, metrics_of, voxel_name
+from torchfmri._scan.record.readouts import LENS
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._text import layer_label, plural, printable
 from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
@@ -77,6 +79,9 @@ class ScanBoard(Board):
         path: Where it is stored, for "copy Python".
         layers: The columns of the layers that are shown; all by default.
         panels: Further panels.
+
+    Attributes:
+        tokenizer: Spells tokens that a lens names and the text does not have; may be None.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class ScanBoard(Board):
         self._chosen = list(range(count)) if layers is None else list(layers)
         self._names = [layer_label(scan.anatomy.layers[each]) for each in self._chosen]
         self._readings: OrderedDict[int, Reading] = OrderedDict()
+        self.tokenizer: Any = None
 
     @property
     def id(self) -> str:
@@ -176,6 +182,45 @@ class ScanBoard(Board):
             raise LookupError(f"the voxels have {metrics_of(reading.sequence, 'voxel')}")
         return reading.table(metric, "voxel")[:, place]
 
+    def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
+        """Tokens and layers that were not measured."""
+        if plane == TRACKS:
+            found = np.isnan(self.values(sequence, metric, TRACKS))
+        else:
+            found = self._unmeasured(sequence, metric)
+            if plane != LAYERS:
+                found = found[:, [self._names.index(plane)]]
+        return found if found.any() else None
+
+    def _unmeasured(self, sequence: int, metric: str) -> NDArray[np.bool_]:
+        """(token, layer) what was not measured.
+
+        A NaN that the model computed must not be taken for that. So of the tokens only the first
+        and last ones count, in which no layer has a value: they were in a cache, or never run. Of
+        the layers, those that the scan says it missed, and those without a learning cost. And a
+        head that `generate` runs on the last token of the prompt alone.
+        """
+        known = ~np.isnan(self.values(sequence, metric, LAYERS))
+        columns, rows = known.any(1), known.any(0)
+        if not columns.any() or known.all():
+            return np.zeros((1, len(rows)), np.bool_)
+        first, last = int(columns.argmax()), len(columns) - int(columns[::-1].argmax())
+        places = np.arange(len(columns))[:, None]
+        layers = [self.scan.anatomy.layers[each] for each in self._chosen]
+        missed = self.scan.meta.get("missed") or {}
+        listed = np.array([name in missed or metric == "learning_cost" for name in layers])
+        written = self._written(sequence)
+        start = int(written.argmax()) - 1 if written.any() else 0
+        outside = np.array([not any(map(str.isdigit, name.split("."))) for name in layers])
+        head = outside & rows & (known.argmax(0) == start)
+        beyond = (places < first) | (places >= last)
+        found: NDArray[np.bool_] = beyond | (~rows & listed) | (head & (places < start))
+        return found
+
+    def _written(self, sequence: int) -> NDArray[np.bool_]:
+        """(token,) whether the model wrote it."""
+        return self.reading(sequence).sequence.tokens.generated
+
     def names(self, plane: str) -> Sequence[str]:
         """The names of the rows of a plane."""
         if plane in (LAYERS, TRACKS):
@@ -188,24 +233,83 @@ class ScanBoard(Board):
     def health(self, sequence: int) -> Sequence[Health]:
         """Where values are not finite, what stayed silent, and checks that failed."""
         reading = self.reading(sequence)
-        found = [*_broken(reading, self._names, self._chosen)]
+        found = list(self._broken(sequence))
         found += [Health(text, "warn") for text in failed_checks(reading.sequence)]
         found += [Health(text, "inform") for text in reading.sequence.unmeasured]
         return found
+
+    def _broken(self, sequence: int) -> Iterator[Health]:
+        """Activations that are not finite although they were measured, and layers without any."""
+        if "activation" not in self.reading(sequence).sequence.layers or not self.length(sequence):
+            return
+        table = self.values(sequence, "activation", LAYERS)
+        silent = ~table.any(0)  # NaN is true here
+        finite = np.isfinite(table)
+        if not finite.all():
+            bad = ~finite & ~self._unmeasured(sequence, "activation")
+            if bad.any():
+                column = int(bad.any(1).argmax())
+                layer = self._names[int(bad[column].argmax())]
+                layers = plural(int(bad.any(0).sum()), "layer")
+                where = f"first at {layer}, token {column}"
+                text = f"{layers} with NaN or infinite activations, {where}"
+                yield Health(text, "alarm", layer, column)
+            silent = _silent(table)
+        dead = [self._names[row] for row in np.flatnonzero(silent)]
+        if dead:
+            text = f"{plural(len(dead), 'layer')} silent at every token: {', '.join(dead[:3])}"
+            yield Health(text + (" …" if len(dead) > 3 else ""), "warn", dead[0])
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """Those that were handed over."""
         return self._panels
 
+    def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
+        """What heads attended to there, and what a lens reads."""
+        label, part = row.partition("[")[0], None
+        if label not in self._names:
+            return ()
+        if label != row:
+            names = list(self.names(label))
+            if row not in names:
+                return ()
+            if "[head " in row:
+                part = (names.index(row), len(names))
+        own = self.reading(sequence).sequence
+        lens = (self.scan.meta.get("readouts") or {}).get(LENS) or []
+        return tuple(
+            cell_panels(own, self._layer(label), part, column, lens=lens, spelling=self._spell(own))
+        )
+
+    def _spell(self, sequence: ScannedSequence) -> Mapping[int, str]:
+        """The tokens of a sequence by id, and all others where a tokenizer is known."""
+        known = dict(zip(sequence.tokens.ids.tolist(), sequence.tokens.pieces, strict=True))
+        return known if self.tokenizer is None else _Spelling(known, self.tokenizer)
+
     def _layer(self, label: str) -> str:
         return self.scan.anatomy.layers[self._chosen[self._names.index(label)]]
 
 
+class _Spelling(dict[int, str]):
+    """Token id -> text, of any token."""
+
+    def __init__(self, known: Mapping[int, str], tokenizer: Any) -> None:
+        super().__init__(known)
+        self._tokenizer = tokenizer
+
+    def get(self, token: int, default: Any = None) -> Any:
+        """The text of a token; what the text at hand does not have is decoded."""
+        if token not in self:
+            self[token] = self._tokenizer.decode([token])
+        return self[token]
+
+
 def token_columns(tokens: Tokens, first: int, last: int) -> dict[str, Any]:
     """The texts of some tokens; one that is no character by itself is its bytes in hexadecimal."""
+    spelling = tokens.spelling[first:last]
     pieces = [
         _cut(piece) if piece or not spelt else f"‹{spelt[:8].hex(' ')}›"
-        for piece, spelt in zip(tokens.pieces[first:last], tokens.spelling[first:last], strict=True)
+        for piece, spelt in zip(tokens.pieces_of(first, last), spelling, strict=True)
     ]
     return {
         "pieces": pieces,
@@ -229,29 +333,8 @@ def _curves(sequence: ScannedSequence, names: Sequence[str]) -> NDArray[np.float
     return np.stack([curves[name] for name in names], 1)
 
 
-def _broken(reading: Reading, names: Sequence[str], chosen: Sequence[int]) -> list[Health]:
-    """Where an activation is not finite although others of its token and its layer are."""
-    table = reading.sequence.layers.get("activation")
-    if table is None or not table.size:
-        return []
-    finite: NDArray[np.bool_] = np.isfinite(table)
-    if len(chosen) != table.shape[1]:
-        finite = finite[:, list(chosen)]
-    found = []
-    if not finite.all():
-        bad = ~finite & finite.any(1, keepdims=True)
-        bad[:, ~finite.any(0)] = False
-        if bad.any():
-            column = int(bad.any(1).argmax())
-            layer = names[int(bad[column].argmax())]
-            where = f"first at {layer}, token {column}"
-            layers = plural(int(bad.any(0).sum()), "layer")
-            text = f"{layers} with NaN or infinite activations, {where}"
-            found.append(Health(text, "alarm", layer, column))
-    known = np.isfinite(table)
-    silent = set(np.flatnonzero((np.where(known, table, 0) == 0).all(0) & known.any(0)).tolist())
-    dead = [name for name, column in zip(names, chosen, strict=True) if column in silent]
-    if dead:
-        text = f"{plural(len(dead), 'layer')} silent at every token: {', '.join(dead[:3])}"
-        found.append(Health(text + (" …" if len(dead) > 3 else ""), "warn", dead[0]))
+def _silent(table: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """(layer,) whether a layer has values, and all of them are 0."""
+    finite = np.isfinite(table)
+    found: NDArray[np.bool_] = ~table.any(0, where=finite) & finite.any(0)
     return found

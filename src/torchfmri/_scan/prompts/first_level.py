@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._contrast import GLM, Level, first_level
-from torchfmri._scan.prompts.prompt_values import Question, Source, chosen_columns
+from torchfmri._scan.prompts.prompt_values import SIGNED, Question, Source, chosen_columns
 from torchfmri._scan.prompts.token_choice import choose_tokens, token_words
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -29,32 +31,27 @@ def fit_glm(source: Source, formula: str, question: Question) -> GLM:
         InspectionError: formulaic is not installed, the formula names something unknown, or no
             prompt has enough tokens.
     """
+    if question.level == "feature":
+        raise InspectionError(
+            "A linear model is of layers, voxels or heads. Test features with scan.contrast "
+            "(level='feature')."
+        )
+    if question.metric == SIGNED or question.level == "unit":
+        raise InspectionError(
+            "A linear model is of layers, voxels or heads: of units only mean vectors are kept, "
+            "which have no tokens to regress over. Test units with scan.contrast (metric='signed', "
+            "level='unit')."
+        )
     split = _Formula(formula, source)
     columns, places = chosen_columns(source, question)
-    means: list[Any] = []
-    slopes: list[Any] = []
-    names: list[str] = []
-    short: list[str] = []
-    partly = 0
-    for sequence, regressors in zip(source.sequences, split.token_designs(), strict=True):
-        reading = Reading(source.anatomy, sequence, source.meta)
-        table = reading.table(question.metric, "layer" if question.level == "layer" else "voxel")
-        measured = np.isfinite(table).any(1) if table.shape[1] else np.zeros(len(table), bool)
-        kept = choose_tokens(sequence, question.tokens, measured)
-        kept &= np.isfinite(regressors).all(1)
-        values = table[kept][:, places].astype(np.float64)
-        gone = ~np.isfinite(values).all(0)
-        partly = max(partly, int(gone.sum()))
-        found = first_level(np.where(gone, 0.0, values), regressors[kept])
-        names.append(sequence.name)
-        if found is None:
-            short.append(sequence.name)
-            found = (
-                np.full(len(places), np.nan),
-                np.full((regressors.shape[1], len(places)), np.nan),
-            )
-        means.append(np.where(gone, np.nan, found[0]))
-        slopes.append(np.where(gone, np.nan, found[1]))
+    rows = zip(source.sequences, split.token_designs(), split.known, strict=True)
+    fitted = [
+        _fit_prompt(Reading(source.anatomy, sequence, source.meta), question, places, regressors)
+        for sequence, regressors, known in rows
+        if known
+    ]
+    names = [each.name for each in fitted]
+    short = [each.name for each in fitted if each.is_short]
     if len(short) == len(names):
         raise InspectionError(
             f"No prompt has enough tokens for {plural(len(split.token_names), 'regressor')} of "
@@ -62,16 +59,68 @@ def fit_glm(source: Source, formula: str, question: Question) -> GLM:
             "without a value do not count: with per=None only generated ones have a surprisal. "
             "Choose other tokens, leave regressors out, or scan with per='position'."
         )
+    # The average token is one of those that count, so it is known only now.
+    middle = np.concatenate([each.regressors for each in fitted if not each.is_short]).mean(0)
+    slopes = np.stack([each.slopes for each in fitted])
+    means = np.stack([each.mean for each in fitted]) + np.einsum("r,nrv->nv", middle, slopes)
+    lacking = np.stack([each.lacks for each in fitted]).any(0)
     return GLM(
         formula=formula,
-        levels=_levels(split, np.stack(means), np.stack(slopes)),
+        levels=_levels(split, means, slopes),
         columns=columns,
         prompts=tuple(names),
         metric=question.metric,
         level=question.level,
         tokens=token_words(question.tokens),
         model=str(source.meta.get("model") or ""),
-        notes=tuple(_notes(short, partly, split)),
+        notes=tuple(_notes(short, int(lacking.sum()), split)),
+        token_names=split.token_names,
+        token_designs=tuple(each.regressors - middle for each in fitted),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """The first level of one prompt.
+
+    Attributes:
+        name: Of the prompt.
+        mean: (v,) its values where all regressors are 0.
+        slopes: (r, v).
+        regressors: (s, r) of the tokens that count.
+        lacks: (v,) which columns lack a value at one of these tokens.
+        is_short: Whether there are too few tokens, so that everything is nan.
+    """
+
+    name: str
+    mean: NDArray[np.float64]
+    slopes: NDArray[np.float64]
+    regressors: NDArray[np.float64]
+    lacks: NDArray[np.bool_]
+    is_short: bool
+
+
+def _fit_prompt(
+    reading: Reading,
+    question: Question,
+    places: NDArray[np.int64],
+    regressors: NDArray[np.float64],
+) -> _Fitted:
+    table = reading.table(question.metric, "layer" if question.level == "layer" else "voxel")
+    measured = np.isfinite(table).any(1) if table.shape[1] else np.zeros(len(table), bool)
+    kept = choose_tokens(reading.sequence, question.tokens, measured)
+    kept &= np.isfinite(regressors).all(1)
+    values = table[kept][:, places].astype(np.float64)
+    lacks = np.asarray(~np.isfinite(values).all(0), bool)
+    found = first_level(np.where(lacks, 0.0, values), regressors[kept])
+    mean, slopes = found or (np.array(np.nan), np.full((regressors.shape[1], 1), np.nan))
+    return _Fitted(
+        name=reading.sequence.name,
+        mean=np.where(lacks, np.nan, mean),
+        slopes=np.where(lacks, np.nan, slopes),
+        regressors=regressors[kept],
+        lacks=lacks,
+        is_short=found is None,
     )
 
 
@@ -95,7 +144,13 @@ def _notes(short: Sequence[str], partly: int, split: _Formula) -> list[str]:
     if split.token_names:
         said.append(
             "coefficients of prompts are of their values at average tokens: regressors of tokens "
-            f"({', '.join(split.token_names)}) are held at their means over all prompts"
+            f"({', '.join(split.token_names)}) are held at their means over the tokens that count"
+        )
+    if split.left_out:
+        said.append(
+            f"{plural(len(split.left_out), 'prompt')} without a value of a field that the formula "
+            f"names left out: {', '.join(map(repr, split.left_out[:3]))}"
+            f"{', ...' if len(split.left_out) > 3 else ''}"
         )
     if short:
         said.append(
@@ -103,7 +158,8 @@ def _notes(short: Sequence[str], partly: int, split: _Formula) -> list[str]:
             f"{', '.join(map(repr, short[:3]))}"
         )
     if partly:
-        said.append(f"up to {partly:,} columns lack values at some tokens and are not tested")
+        columns = plural(partly, "column")
+        said.append(f"{columns} without a value at some tokens: not tested")
     return said
 
 
@@ -134,25 +190,52 @@ class _Formula:
         self._mixed: dict[str, list[Any]] = {}
         for term in terms:
             self._sort(term)
+        self._leave_out(terms)
         self._tokens = self._token_matrix()
         self.token_names = tuple(map(str, self._tokens.columns))
 
     def _frame(self) -> Any:
         """What is known of the prompts, a row each."""
         sequences = self._source.sequences
-        columns = field_columns(sequences, OF_TOKENS)
+        columns = field_columns(sequences, (*OF_TOKENS, "tokens"))
         data: dict[str, list[Any]] = {each.name: [] for each in columns}
         data |= {"condition": [], "tokens": []}
         for sequence in sequences:
             for each in columns:
                 if each.name != "condition":
-                    data[each.name].append(each.value(sequence.fields))
-            data["condition"].append(sequence.condition)
+                    value = each.value(sequence.fields)
+                    data[each.name].append(None if value == "" else value)
+            data["condition"].append(sequence.condition or None)
             data["tokens"].append(len(sequence))
         return self._pandas.DataFrame(data)
 
+    def _leave_out(self, terms: Sequence[Any]) -> None:
+        """Leave out the prompts that lack a field of the formula, which are no baseline."""
+        needed = set().union(*map(self._variables, terms)).difference(OF_TOKENS)
+        lacks = self._prompts[sorted(needed)].isna()
+        self.known = ~lacks.any(axis=1).to_numpy(dtype=bool)
+        names = [sequence.name for sequence in self._source.sequences]
+        self.left_out = [name for name, known in zip(names, self.known, strict=True) if not known]
+        if names and not self.known.any():
+            empty = ", ".join(map(repr, lacks.columns[lacks.any()]))
+            raise InspectionError(
+                f"No prompt has a value of every field that the formula names: {empty} lack some. "
+                "Leave one of them out, or choose another field."
+            )
+        self._prompts = self._prompts[self.known]
+
     def _variables(self, term: Any) -> set[str]:
         needed = set(map(str, self._formulaic.Formula([term]).required_variables))
+        # formulaic does not say what poly, bs, center and the like are of.
+        inside = {name for factor in term.factors for name in _names_in(factor)}
+        hidden = sorted(inside.intersection(OF_TOKENS) - needed)
+        if hidden:
+            raise InspectionError(
+                f"{term} cannot be fitted: such a transform learns from all rows at once, and each "
+                f"prompt has a regression of its own. Write {hidden[0]} + I({hidden[0]}**2), or a "
+                f"function of single values such as np.log({hidden[0]} + 1)."
+            )
+        needed |= inside.intersection(self._prompts.columns)
         unknown = needed.difference(OF_TOKENS, self._prompts.columns)
         if unknown:
             raise InspectionError(
@@ -202,7 +285,7 @@ class _Formula:
         return self._pandas.DataFrame(found).drop(columns="Intercept", errors="ignore")
 
     def token_designs(self) -> Iterator[NDArray[np.float64]]:
-        """(s, r) of each prompt in turn."""
+        """(s, r) of each prompt in turn, also of those that are left out."""
         ends = np.cumsum([0, *self._lengths])
         whole = self._tokens.to_numpy(dtype=np.float64)
         known = np.isfinite(whole).all(1)
@@ -224,13 +307,15 @@ class _Formula:
         found = self._pandas.DataFrame(
             self._formulaic.model_matrix(self._formulaic.Formula(list(terms)), self._prompts)
         )
-        if len(found) < len(self._prompts):
-            raise InspectionError(
-                f"{len(self._prompts) - len(found)} prompts lack a value that the formula names. "
-                "Scan without them, or choose another field."
-            )
         names = tuple(map(str, found.columns))
         return names, found.to_numpy(dtype=np.float64)
+
+
+def _names_in(factor: Any) -> set[str]:
+    """The names that a factor written in Python uses."""
+    if factor.eval_method.value != "python":
+        return set()
+    return {each.id for each in ast.walk(ast.parse(factor.expr)) if isinstance(each, ast.Name)}
 
 
 def _token_values(sequence: ScannedSequence) -> dict[str, NDArray[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,22 @@ from numpy.typing import NDArray
 from torchfmri._arguments import require
 from torchfmri._contrast import Columns, PromptTable
 from torchfmri._model import check_names, match_names, nearest_names
+from torchfmri._scan.prompts.feature_values import FeatureRows
+from torchfmri._scan.prompts.prompt_vectors import mean_of, vectors_of
 from torchfmri._scan.prompts.token_choice import (
     TokenChoice,
     check_tokens,
     choose_tokens,
     token_words,
+    why_none,
 )
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.reading import DELTA, Reading
-from torchfmri._scan.record.sequence import METRICS, VECTORS, ScannedSequence
+from torchfmri._scan.record.sequence import METRICS, ScannedSequence
 from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
-LEVELS = ("layer", "voxel", "head", "unit")
+LEVELS = ("layer", "voxel", "head", "unit", "feature")
 SIGNED = "signed"
 _IN_MEMORY = 512 << 20
 """Larger tables are kept in a temporary file that is mapped."""
@@ -41,12 +45,14 @@ class Source:
         sequences: To be iterated over, several times.
         meta: How they were measured.
         label: The condition of all of them; None leaves it to each.
+        folder: Where they are stored, or None.
     """
 
     anatomy: Anatomy
     sequences: Sequence[ScannedSequence]
     meta: Mapping[str, Any]
     label: str | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,12 @@ class Question:
     Attributes:
         metric: "activation", "gradient", "learning_cost", "delta_sc", or "signed" for the mean
             vectors.
-        level: "layer", "voxel", "head" or "unit".
-        layers: A pattern, or several.
+        level: "layer", "voxel", "head", "unit" or "feature".
+        layers: A pattern, or several; over the places of dictionaries for "feature".
         tokens: Which tokens count.
         by: The field that holds the condition.
         paired: The field that pairs belong together by, or None.
+        labels: The user's texts for features; None without.
     """
 
     metric: str = "activation"
@@ -69,6 +76,7 @@ class Question:
     tokens: TokenChoice = "all"
     by: str = "condition"
     paired: str | None = None
+    labels: object = None
 
     def __post_init__(self) -> None:
         known = (*METRICS, DELTA, SIGNED)
@@ -82,6 +90,16 @@ class Question:
                 f"metric={self.metric!r} has no level={self.level!r}: signed activations are "
                 "compared unit by unit (metric='signed', level='unit'), the other metrics by "
                 "layer, voxel or head."
+            )
+        if self.level == "feature" and self.metric != "activation":
+            raise InspectionError(
+                f"metric={self.metric!r} has no level='feature': of features, activations are kept "
+                "(metric='activation')."
+            )
+        if self.labels is not None and self.level != "feature":
+            raise InspectionError(
+                f"labels= are texts for features, and level={self.level!r} has none: "
+                "level='feature'."
             )
         for name in ("by", "paired"):
             value = getattr(self, name)
@@ -97,12 +115,13 @@ def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
         LayerNotFoundError: No layer matches.
         InspectionError: There is no such metric, field or token.
     """
-    shared = _Shared(sources, question)
+    shared = _shared(sources, question)
     names: list[str] = []
     groups: list[str] = []
-    pairs: list[str] = []
+    pairs: list[str | None] = []
     counts: list[int] = []
     places: list[int] = []
+    texts: list[int] = []
     left_out: list[str] = []
     values: NDArray[Any] | None = None
     total = sum(len(each.sequences) for each in sources)
@@ -111,7 +130,10 @@ def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
         if group is None:
             left_out.append(sequence.name)
             continue
-        row, count = shared.row(source, sequence)
+        if isinstance(shared, FeatureRows):
+            row, count = shared.row(sequence)
+        else:
+            row, count = shared.row(source, sequence)
         if values is None:
             values = _room(total, len(row))
         values[len(names)] = row
@@ -119,14 +141,19 @@ def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
         groups.append(group)
         counts.append(count)
         places.append(place)
+        texts.append(hash(b"".join(sequence.tokens.spelling)))
         if question.paired is not None:
-            pairs.append(_pair(sequence, question.paired))
+            value = sequence.fields.get(question.paired)
+            pairs.append(None if value is None else str(value))
     if values is None:
         raise _no_conditions(sources, question.by)
+    if question.paired is not None and not any(each is not None for each in pairs):
+        raise _no_pairs(sources, question.paired)
     if not any(counts):
         raise InspectionError(
-            f"tokens={question.tokens!r} chooses no token of any prompt. Choose 'all', 'prompt', "
-            "'generated' or 'last', or look at scan[0].tokens for what there is."
+            f"tokens={question.tokens!r} chooses no token of any prompt that has a value. "
+            f"{why_none(question.tokens)} Choose 'all', 'prompt', 'generated' or 'last', or look "
+            "at scan[0].text and scan[0].tokens for what there is."
         )
     notes = list(shared.notes)
     if left_out:
@@ -148,7 +175,21 @@ def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
         places=np.array(places, np.int64),
         vectors=lambda labels, number: mean_vectors(sources, question.tokens, labels, number),
         notes=notes,
+        texts=texts,
+        scans=tuple(dict.fromkeys(each.folder.name for each in sources if each.folder is not None)),
     )
+
+
+def _shared(sources: Sequence[Source], question: Question) -> FeatureRows | _Shared:
+    """The columns of the table, and how a prompt becomes a row of it."""
+    if question.level != "feature":
+        return _Shared(sources, question)
+    prompts = (
+        sequence
+        for source, sequence in _walk(sources)
+        if _label(source, sequence, question.by) is not None
+    )
+    return FeatureRows(prompts, question.layers, question.tokens, question.labels)
 
 
 def _walk(sources: Sequence[Source]) -> Iterator[tuple[Source, ScannedSequence]]:
@@ -174,15 +215,13 @@ def _label(source: Source, sequence: ScannedSequence, by: str) -> str | None:
     return None if value is None or value == "" else str(value)
 
 
-def _pair(sequence: ScannedSequence, paired: str) -> str:
-    value = sequence.fields.get(paired)
-    if value is None:
-        has = ", ".join(map(repr, sequence.fields)) or "none"
-        raise InspectionError(
-            f"{sequence.name!r} has nothing in {paired!r}, by which prompts are paired; its fields "
-            f"are {has}."
-        )
-    return str(value)
+def _no_pairs(sources: Sequence[Source], paired: str) -> InspectionError:
+    first = next(sequence for _, sequence in _walk(sources))
+    has = ", ".join(map(repr, first.fields)) or "none"
+    return InspectionError(
+        f"No prompt has anything in {paired!r}, by which prompts are paired; the fields of "
+        f"{first.name!r} are {has}. Name one of them, or leave paired= out."
+    )
 
 
 def _no_conditions(sources: Sequence[Source], by: str) -> InspectionError:
@@ -217,7 +256,9 @@ class _Shared:
                 )
             )
         self._index: dict[int, NDArray[np.int64]] = {}
-        for source, (_, places), own in zip(sources, found, keys, strict=True):
+        self._layers: dict[int, list[str]] = {}
+        for source, (columns, places), own in zip(sources, found, keys, strict=True):
+            self._layers[id(source)] = list(dict.fromkeys(columns.layer.tolist()))
             order = {key: place for place, key in enumerate(own)}
             chosen = np.array([order[key] for key in shared], np.int64)
             self._index[id(source)] = places[chosen]
@@ -230,19 +271,14 @@ class _Shared:
                     f"partner in the other scan and are left out{which}"
                 )
         each, _ = found[0]
-        place = {
-            key: index
-            for index, key in enumerate(
-                zip(each.layer, each.kind, each.start, each.count, strict=True)
-            )
-        }
+        place = {key: index for index, key in enumerate(keys[0])}
         self.columns = each[np.array([place[key] for key in shared], np.int64)]
 
     def row(self, source: Source, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
         """(v,) of one prompt, and how many tokens count."""
         question, index = self._question, self._index[id(source)]
         if question.metric == SIGNED:
-            layers = list(dict.fromkeys(self.columns.layer.tolist()))
+            layers = self._layers[id(source)]  # all that it has: places count over these
             found = vectors_of(sequence, question.tokens)
             absent = [layer for layer in layers if layer not in found]
             if absent:
@@ -254,19 +290,8 @@ class _Shared:
         level = "layer" if question.level == "layer" else "voxel"
         table = reading.table(question.metric, level)
         measured = np.isfinite(table).any(1) if table.shape[1] else np.zeros(len(table), bool)
-        kept = choose_tokens(sequence, question.tokens, measured)
+        kept = choose_tokens(sequence, question.tokens, measured) & measured
         return mean_of(table[kept][:, index]), int(kept.sum())
-
-
-def mean_of(rows: NDArray[np.floating]) -> NDArray[np.float64]:
-    """(v,) the mean over tokens of what is finite; nan where nothing is."""
-    finite = np.isfinite(rows)
-    if finite.all() and len(rows):
-        return np.asarray(rows.mean(0, dtype=np.float64))
-    count = finite.sum(0)
-    total = np.where(finite, rows, 0.0).sum(0, dtype=np.float64)
-    found: NDArray[np.float64] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-    return found
 
 
 def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray[np.int64]]:
@@ -337,30 +362,6 @@ def _matching(pattern: str | Sequence[str], layers: Sequence[str]) -> list[str]:
     return [layer for layer in layers if layer in chosen]
 
 
-def vectors_of(
-    sequence: ScannedSequence, tokens: TokenChoice
-) -> Mapping[str, NDArray[np.floating[Any]]]:
-    """Layer -> (w,) the mean vector over the chosen tokens: as kept, or from full tensors.
-
-    Raises:
-        InspectionError: There are neither.
-    """
-    if isinstance(tokens, str) and tokens in sequence.vectors:
-        return sequence.vectors[tokens]
-    if sequence.tensors:
-        return {
-            layer: mean_of(tensor[choose_tokens(sequence, tokens, np.isfinite(tensor).any(1))])
-            for layer, tensor in sequence.tensors.items()
-        }
-    kept = ", ".join(map(repr, sequence.vectors)) or "none"
-    possible = ", ".join(map(repr, VECTORS))
-    raise InspectionError(
-        f"{sequence.name!r} has no mean vectors over {token_words(tokens)}; it has those over "
-        f"{kept}. Scan with ScanOptions(vectors=...) ({possible}), or keep layers in full with "
-        "tensors=, for any other choice."
-    )
-
-
 def has_vectors(source: Source, tokens: TokenChoice) -> bool:
     """Whether the first sequence has mean vectors over these tokens."""
     first = next(iter(source.sequences), None)
@@ -372,8 +373,9 @@ def has_vectors(source: Source, tokens: TokenChoice) -> bool:
 def mean_vectors(
     sources: Sequence[Source], tokens: TokenChoice, labels: Mapping[int, int], number: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Layer -> (k, w) the mean of the prompts' vectors in each group."""
+    """Layer -> (k, w) the mean of the prompts' vectors in each group, of layers that all have."""
     totals: dict[str, NDArray[np.float64]] = {}
+    having: dict[str, int] = {}
     counts = np.zeros(number)
     for place, (_, sequence) in enumerate(_walk(sources)):
         if place not in labels:
@@ -382,5 +384,9 @@ def mean_vectors(
         for layer, vector in vectors_of(sequence, tokens).items():
             if layer not in totals:
                 totals[layer] = np.zeros((number, len(vector)))
+            if totals[layer].shape[1] != len(vector):  # two models of different width
+                continue
             totals[layer][labels[place]] += vector
-    return {layer: total / counts[:, None] for layer, total in totals.items()}
+            having[layer] = having.get(layer, 0) + 1
+    everywhere = [layer for layer in totals if having[layer] == counts.sum()]
+    return {layer: totals[layer] / counts[:, None] for layer in everywhere}

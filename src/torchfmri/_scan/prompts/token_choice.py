@@ -25,7 +25,8 @@ WORDS = {
 _KEYS = ("match", "characters", "field", "role")
 _FORMS = (
     f"one of {', '.join(map(repr, WORDS))}; a position, or (first, end) of positions; a compiled "
-    "regular expression; or one of {'match': 'regex'}, {'characters': (first, end)}, {'field': "
+    "regular expression of text, not of bytes; or one of {'match': 'regex'}, "
+    "{'characters': (first, end)}, {'field': "
     "'name of a field'}, {'role': 'user'}"
 )
 
@@ -36,7 +37,8 @@ def check_tokens(tokens: Any) -> None:
     Raises:
         InspectionError: It says which there are.
     """
-    good = isinstance(tokens, (re.Pattern, slice)) or is_whole(tokens)
+    good = isinstance(tokens, slice) or is_whole(tokens)
+    good = good or (isinstance(tokens, re.Pattern) and isinstance(tokens.pattern, str))
     good = good or (isinstance(tokens, str) and tokens in WORDS) or _is_span(tokens)
     if isinstance(tokens, Mapping) and len(tokens) == 1 and next(iter(tokens)) in _KEYS:
         key, value = next(iter(tokens.items()))
@@ -63,7 +65,8 @@ def token_words(tokens: TokenChoice) -> str:
     if isinstance(tokens, re.Pattern):
         return f"tokens that match {tokens.pattern!r}"
     if isinstance(tokens, slice):
-        return f"tokens {tokens.start}:{tokens.stop}"
+        step = "" if tokens.step is None else f":{tokens.step}"
+        return f"tokens {tokens.start}:{tokens.stop}{step}"
     if isinstance(tokens, int):
         return f"token {tokens}"
     if isinstance(tokens, Mapping):
@@ -75,6 +78,19 @@ def token_words(tokens: TokenChoice) -> str:
             "role": f"the tokens of the {value}",
         }[key]
     return f"tokens {tokens[0]}:{tokens[1]}"
+
+
+def why_none(tokens: TokenChoice) -> str:
+    """What to know where a choice chooses nothing."""
+    if isinstance(tokens, (re.Pattern, Mapping)):
+        return (
+            "It is looked for in the whole text, from the first character on, where the text of "
+            "special tokens counts though they are never chosen."
+        )
+    return (
+        "The last token that was written has none, because the model was not run on it; 'last' is "
+        "the last one that has."
+    )
 
 
 def choose_tokens(

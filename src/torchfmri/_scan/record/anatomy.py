@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import check_number, is_list, require
-from torchfmri._model import nearest_names
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri._model import not_found
+from torchfmri.exceptions import InspectionError
 
 KINDS = ("units", "head", "expert")
 """What a voxel is: neighbouring units, an attention head, or an expert."""
@@ -123,9 +123,7 @@ class Anatomy:
             LayerNotFoundError: There is no such layer in the scan.
         """
         if layer not in self.index:
-            raise LayerNotFoundError(
-                layer, nearest_names(layer, self.layers), len(self.layers), "scan.layers"
-            )
+            raise not_found(layer, self.layers, "scan.layers")
         return self.index[layer]
 
     def voxels_of(self, layer: str) -> slice:

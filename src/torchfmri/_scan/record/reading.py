@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model import check_names, match_names, nearest_names
+from torchfmri._model import check_names, match_names, not_found
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.blocks import inside_of, kinds_of
 from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, ScannedSequence
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 
 DELTA = "delta_sc"
 BY = ("layer", "voxel")
@@ -71,9 +71,7 @@ class Reading:
         for each in check_names(pattern):
             found = match_names(each, names)
             if not found:
-                raise LayerNotFoundError(
-                    each, nearest_names(each, names), len(names), "scan.layers"
-                )
+                raise not_found(each, names, "scan.layers")
             chosen.update(found)
         return [column for column, name in enumerate(names) if name in chosen]
 

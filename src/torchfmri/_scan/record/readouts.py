@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model import check_names, match_names, nearest_names
+from torchfmri._model import (
+    check_names,
+    match_names,
+    names_in_block,
+    nearest_names,
+    parse_place,
+)
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
@@ -60,11 +66,31 @@ def choose_readouts(
         raise InspectionError(f"This scan has no {what.replace('_', ' ')}. {advice}")
     chosen: set[str] = set()
     for each in check_names(pattern):
-        matching = match_names(each, list(found))
+        matching = match_names(each, list(found)) or _in_block(each, list(found))
         if not matching:
             raise LayerNotFoundError(each, nearest_names(each, list(found)), len(found), "scan")
         chosen.update(matching)
     return {layer: values for layer, values in found.items() if layer in chosen}
+
+
+def _in_block(name: str, layers: Sequence[str]) -> list[str]:
+    """The layers that a name such as `L2.attn` means among those of one kind of readout.
+
+    The model is gone, so that the number of the block has to tell: of the layers that compute
+    attention, those in that block.
+
+    Raises:
+        InspectionError: It names a head, and readouts have all heads of a layer.
+    """
+    place = parse_place(name)
+    if place is None:
+        return []
+    if place.head is not None:
+        raise InspectionError(
+            f"{name!r} names a head, and a scan has all heads of a layer together. Name the layer, "
+            f"'L{place.block}.attn', and read head {place.head} of it."
+        )
+    return names_in_block(layers, place)
 
 
 @dataclass(frozen=True, eq=False)

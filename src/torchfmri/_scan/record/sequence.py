@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,8 @@ STATISTICS = ("count", "mean", "std", "min", "max", "nan", "inf", "zero")
 VECTORS = ("all", "prompt", "generated", "last")
 """The tokens over which mean vectors are kept: all, those given, those written, the last one that
 the model was run on. Special tokens never count."""
+_LISTED = 120
+"""Characters of a text by which it is listed."""
 _PASS = " while generating (live=False takes them from a pass over the finished sequence)"
 
 
@@ -64,19 +66,33 @@ class Tokens:
 
         The other tokens of a character are the empty string, so that the pieces add up to the text.
         """
-        pieces: list[str] = []
-        pending = b""
-        for each in self.spelling:
-            pending += each
-            text, pending = _complete(pending)
-            pieces.append(text)
-        if pending and pieces:
-            pieces[-1] += pending.decode("utf-8", errors="replace")
-        return pieces
+        return _spell(self.spelling)
+
+    def pieces_of(self, first: int, last: int) -> list[str]:
+        """`pieces[first:last]`, without spelling the whole of a long text."""
+        start = max(0, first - _CHARACTER)
+        return _spell(self.spelling[start : last + _CHARACTER])[first - start : last - start]
+
+
+_CHARACTER = 4
+"""Bytes of a character in UTF-8 at most, so that it has begun at most so many tokens earlier."""
+
+
+def _spell(spelling: Sequence[bytes]) -> list[str]:
+    pieces: list[str] = []
+    pending = b""
+    for each in spelling:
+        text, pending = _complete(pending + each)
+        pieces.append(text)
+    if pending and pieces:
+        pieces[-1] += pending.decode("utf-8", errors="replace")
+    return pieces
 
 
 def _complete(data: bytes) -> tuple[str, bytes]:
     """The characters that are complete, and the bytes of one that may yet become so."""
+    if data.isascii():  # most tokens of most texts
+        return data.decode("ascii"), b""
     for length in range(min(3, len(data)), 0, -1):
         tail = data[-length:]
         needed = 2 if tail[0] >> 5 == 0b110 else 3 if tail[0] >> 4 == 0b1110 else 4
@@ -133,6 +149,15 @@ class ScannedSequence:
     def text(self) -> str:
         """The whole text."""
         return self.tokens.text
+
+    @property
+    def beginning(self) -> str:
+        """How the prompt begins, on one line and without special tokens: what lists call it."""
+        tokens = self.tokens
+        given = ~tokens.special & ~tokens.generated
+        kept = np.flatnonzero(given if given.any() else ~tokens.special)[:_LISTED]
+        spelt = b"".join(tokens.spelling[at][: 4 * _LISTED] for at in kept)
+        return " ".join(spelt.decode("utf-8", errors="replace").split())[:_LISTED]
 
     @property
     def unmeasured(self) -> list[str]:

@@ -48,6 +48,7 @@ class BatchRun:
         vectors: Which mean vectors are kept.
         seed: Of sampling.
         on_token: Told of each token as it comes.
+        tell_every: Seconds that tokens may wait to be told together.
         notes: What has to be known about the result.
         missed: Layer -> what was not captured of it, and why.
         is_compiled: Whether the steps of generating ran compiled.
@@ -63,6 +64,7 @@ class BatchRun:
     vectors: VectorPlan | None = None
     seed: int | None = None
     on_token: Callable[[LiveToken], None] | None = None
+    tell_every: float = 0.0
     notes: list[str] = field(default_factory=list)
     missed: dict[str, str] = field(default_factory=dict)
     is_compiled: bool = False
@@ -141,6 +143,7 @@ class BatchRun:
                 tensors=self.tensors if options.per is None else frozenset(),
                 vectors=self.vectors if options.per is None else None,
                 on_step=self._tell(prompt) if self.on_token is not None else None,
+                tell_every=self.tell_every,
             )
             config = self.decoding.setting(model, "compile_config")
             with recording, recorded_inside(recording, config) as compiled:

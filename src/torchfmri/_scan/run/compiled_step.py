@@ -1,9 +1,9 @@
 """CAPTURE: the outputs of all layers in a step that runs compiled, recorded inside its graph.
 
 Compiled code calls no hooks that were added after it, so the step is compiled once more, with hooks
-that are traced into the graph. Each hands over its output; at the end of the graph all outputs are
-joined into one buffer with a fixed address, which CUDA graphs can write. The code is a function of
-our own, so that what the user compiled is neither used nor touched.
+that are traced into the graph. Each hands over its output, and the graph returns all of them joined
+to one tensor. The code is a function of our own, so that what the user compiled is neither used nor
+touched.
 """
 
 from __future__ import annotations
@@ -18,23 +18,31 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._scan.run.flat_layout import FlatLayout
-from torchfmri._scan.run.subject import ScannedLayer
 from torchfmri._scan.run.token_axis import first_tensor
-from torchfmri._torch import keep_address
+from torchfmri._torch import HookSet
 
 _steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], CompiledStep]]
 _steps = weakref.WeakKeyDictionary()
 """By model: compiling takes a minute, so it is done for the first scan alone."""
+_parts: list[tuple[int, Tensor]] = []
+"""The outputs of the step that is traced, each with its place. One list for all hooks, not one that
+each of them refers to: torch would make sure before every step that it is the same one for all."""
 
 
-class _Buffer(nn.Module):
-    """What the graph writes into; CUDA graphs take buffers of modules for inputs that stay."""
+@torch.library.custom_op("torchfmri::join", mutates_args=())
+def _join(parts: list[Tensor]) -> Tensor:
+    """(b, 1, w) of each layer -> (b, 1, width).
 
-    values: Tensor
+    An operation of its own, which the compiler does not look into: it would copy hundreds of
+    outputs by a kernel each, where `torch.cat` takes a hundred at a time.
+    """
+    return torch.cat(parts, -1)
 
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("values", values)
+
+@_join.register_fake
+def _(parts: list[Tensor]) -> Tensor:
+    first = parts[0]
+    return first.new_empty((first.shape[0], 1, sum(each.shape[-1] for each in parts)))
 
 
 class CompiledStep:
@@ -45,66 +53,19 @@ class CompiledStep:
     Args:
         layout: The layers to record.
         b: Rows of the batch.
-        like: Where, and in what dtype, outputs are.
         options: Of `torch.compile`.
     """
 
-    def __init__(
-        self, layout: FlatLayout, b: int, like: Tensor, options: Mapping[str, Any]
-    ) -> None:
-        self._count = len(layout.layers)
-        self._parts: list[tuple[int, Tensor]] = []
-        self._recorded = {"layers": 0}
-        shape = (b, 1, layout.width)
-        self._buffer = _Buffer(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        keep_address(self._buffer.values)
-        self.hooks = [self._make_hook(place, each, b) for place, each in enumerate(layout.layers)]
-        self._run = torch.compile(self._make_step(), **options)
-
-    def _make_hook(self, place: int, layer: ScannedLayer, b: int) -> Callable[..., None]:
-        assert layer.axis is not None
-        parts, axis, copies = self._parts, layer.axis, layer.is_written
-
-        def record(module: nn.Module, arguments: object, output: object) -> None:
-            if not torch.compiler.is_compiling():
-                return
-            tensor = first_tensor(output)
-            rows = None if tensor is None else axis.rows(tensor, b, 1)
-            if rows is not None:
-                parts.append((place, rows.clone() if copies else rows))
-
-        return record
-
-    def _make_step(self) -> Callable[..., Any]:
-        parts, recorded, buffer = self._parts, self._recorded, self._buffer
-        count = self._count
-
-        def step(model: nn.Module, keywords: dict[str, Any]) -> Any:
-            parts.clear()
-            output = model(**keywords)
-            recorded["layers"] = len(parts)
-            if len(parts) == count:
-                ordered: list[Any] = [None] * count
-                for place, tensor in parts:
-                    ordered[place] = tensor
-                buffer.values.copy_(torch.cat(ordered, -1))
-            parts.clear()
-            return output
-
-        # A code object of its own: what torch has compiled is kept, and limited, by code object.
-        return types.FunctionType(
-            step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__
-        )
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last call recorded all layers."""
-        return self._recorded["layers"] == self._count
+    def __init__(self, layout: FlatLayout, b: int, options: Mapping[str, Any]) -> None:
+        self._hooks = [
+            _make_hook(place, each.is_written) for place, each in enumerate(layout.layers)
+        ]
+        self._run = torch.compile(_make_step(layout, b), **options)
 
     def __call__(
         self, model: nn.Module, keywords: Mapping[str, Any], again: bool
-    ) -> tuple[Any, Tensor]:
-        """The output of the model, and (b, 1, width) of its layers.
+    ) -> tuple[Any, Tensor | None]:
+        """The output of the model, and (b, 1, width) of its layers; None where one is missing.
 
         Args:
             model: The model.
@@ -114,20 +75,63 @@ class CompiledStep:
                 longer than to run them.
         """
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=again):
-            output = self._run(model, dict(keywords))
-        return output, self._buffer.values.clone()
+            output, flat = self._run(model, dict(keywords))
+        # The next step may write its result to the same place.
+        return output, None if flat is None else flat.clone()
 
     @contextlib.contextmanager
     def attached(self, layout: FlatLayout) -> Iterator[None]:
         """Have the hooks on these layers, so that tracing meets them."""
-        handles: list[Any] = []
+        hooks = HookSet()
         try:
-            for layer, hook in zip(layout.layers, self.hooks, strict=True):
-                handles.append(layer.module.register_forward_hook(hook))
+            for layer, hook in zip(layout.layers, self._hooks, strict=True):
+                hooks.after([layer.module], hook)
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            hooks.remove()
+
+
+def _make_hook(place: int, copies: bool) -> Callable[..., None]:
+    def record(module: nn.Module, arguments: object, keywords: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            return
+        tensor = first_tensor(output)
+        if tensor is not None:
+            _parts.append((place, tensor.clone() if copies else tensor))
+
+    return record
+
+
+def _make_step(layout: FlatLayout, b: int) -> Callable[..., Any]:
+    """A function of model and keywords, with a code object of its own.
+
+    What torch has compiled is kept, and limited, by code object.
+    """
+    axes = [each.axis for each in layout.layers if each.axis is not None]
+    shapes = [(b, 1, each.width) for each in axes]
+    # Most outputs are (b, 1, w) as they come; the others need to be viewed so.
+    viewed = {
+        place: each for place, each in enumerate(axes) if each.expected(b, 1) != shapes[place]
+    }
+
+    def step(model: nn.Module, keywords: dict[str, Any]) -> tuple[Any, Tensor | None]:
+        _parts.clear()
+        output = model(**keywords)
+        ordered: list[Any] = [None] * len(shapes)
+        for place, tensor in _parts:
+            axis = viewed.get(place)
+            rows = tensor if axis is None else axis.rows(tensor, b, 1)
+            if rows is not None and rows.shape == shapes[place]:
+                ordered[place] = rows
+        _parts.clear()
+        for each in ordered:
+            if each is None:
+                return output, None
+        return output, _join(ordered)
+
+    return types.FunctionType(
+        step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__
+    )
 
 
 def compiled_step(
@@ -138,5 +142,5 @@ def compiled_step(
     key = (names, b, like.dtype, like.device, repr(sorted(options.items())))
     known = _steps.setdefault(model, {})
     if key not in known:
-        known[key] = CompiledStep(layout, b, like, options)
+        known[key] = CompiledStep(layout, b, options)
     return known[key]

@@ -1,12 +1,14 @@
 """CAPTURE: what the layers of a language model do while it generates, token by token.
 
-In the first pass (the prompt) each output is read by itself. The steps after it are made of
-hundreds of tiny calls: hooks keep references, the outputs of all layers are joined to one tensor
-when the step is over, and many steps are reduced together. Nothing waits for the device.
+In the first pass (the prompt) each output is read by itself, or with all others where they are on a
+GPU and not too large. The steps after it are made of hundreds of tiny calls: hooks keep references,
+the outputs of all layers are joined to one tensor when the step is over, and many steps are reduced
+together. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
 from torchfmri._scan.run.subject import ScannedLayer, Subject
 from torchfmri._scan.run.surprisal import Surprisals
 from torchfmri._scan.run.token_axis import first_tensor
+from torchfmri._torch import HookSet
 from torchfmri.exceptions import InspectionError
 
 _STEPS, _HOST_BYTES = 32, 1 << 24
@@ -73,6 +76,7 @@ class LiveRecording:
         tensors: Layers of which the activations are kept in full.
         vectors: Layers of which mean vectors are kept.
         on_step: Told of each step.
+        tell_every: Seconds between two calls of `on_step`; steps of the meantime are told as one.
 
     Attributes:
         subject: As given.
@@ -96,8 +100,12 @@ class LiveRecording:
         tensors: frozenset[str] = frozenset(),
         vectors: VectorPlan | None = None,
         on_step: Callable[[Step], None] | None = None,
+        tell_every: float = 0.0,
     ) -> None:
         self.subject, self._on_step = subject, on_step
+        self._tell_every, self._told_at = tell_every, -tell_every
+        self._untold: list[Tensor] = []  # the ids of steps that were not told yet, (b, n) each
+        self._first_untold = 0
         self._prompt, self._mask, self._endings = prompt, mask, endings
         self._b, self._length = len(prompt), length
         self._padding = int((mask == 0).sum(1).min())  # of the longest row
@@ -112,11 +120,13 @@ class LiveRecording:
         self.tensors: dict[str, Tensor] = {}
         self._wants_tensors = tensors
         single = [each for each in subject.layers if each.is_output and each.calls == 1]
+        self._bytes_of_a_value = like.element_size()
         self.outputs = StepOutputs(layout_of(subject, single, like.device), self._b)
         self._most = heaviest(like.device) if like.is_cuda else _HOST_BYTES
         self._flats: list[Tensor] = []  # steps that wait, (b, 1, width)
         self._first_flat = 0
         self._handles: list[Any] = []
+        self._hooks = HookSet()
         self.seen = self.unseen = 0
         self._fed_ids = torch.full((self._b, length), -1, device=prompt.device)
         self._fed: list[Tensor] = []  # not yet in `_fed_ids`
@@ -154,7 +164,7 @@ class LiveRecording:
                         EagerHook(act, layer.module) if place is None
                         else LayerHook(self._take, layer, self.outputs, place)
                     )  # fmt: skip
-                    self._handles.append(layer.module.register_forward_hook(hook))
+                    self._hooks.after([layer.module], hook)
             self._handles.append(model.register_forward_hook(after))
         except BaseException:
             self._detach()
@@ -169,6 +179,7 @@ class LiveRecording:
         self.activation.flush()
 
     def _detach(self) -> None:
+        self._hooks.remove()
         while self._handles:
             self._handles.pop().remove()
 
@@ -211,7 +222,15 @@ class LiveRecording:
         self._ids = ids[:, count - self._new :]
         if self.vectors is not None and self._new > 0:
             self._choose_tokens(self.vectors)
-        self.outputs.begin(is_step=count == self._new == 1)
+        self.outputs.begin(self._keeps_references(), count)
+
+    def _keeps_references(self) -> bool:
+        """Whether the outputs of this pass are joined when it is over."""
+        if self._count != self._new or self._new == 1:
+            return self._count == self._new
+        layout, width = self.outputs.layout, self._b * self._count * self._bytes_of_a_value
+        read_singly = self._wants_tensors or self.vectors is not None
+        return self.activation.waits and not read_singly and width * layout.width < self._most
 
     def _make_room(self, length: int) -> None:
         """A loop of the user's own may write more than was expected."""
@@ -266,7 +285,10 @@ class LiveRecording:
                 f"its activations while generating: an output of the shape {tuple(tensor.shape)}"
             )
             return
-        self._read(layer, tensor, rows[:, -new:].detach(), self._first + self._new - new)
+        rows = rows.detach()
+        if rows.shape[1] != new:
+            rows = rows[:, -new:]
+        self._read(layer, tensor, rows, self._first + self._new - new)
 
     def _read(self, layer: ScannedLayer, source: Tensor, rows: Tensor, first: int) -> None:
         self.activation.take(layer, source, rows, first)
@@ -295,11 +317,13 @@ class LiveRecording:
 
     def _end_step(self) -> None:
         """Join the outputs of all layers, of which nobody has a reference afterwards."""
-        flat = self.outputs.joined()
+        flat = self.outputs.joined() if self._count == 1 else None
         if flat is not None:
             self.take_flat(flat)
             return
-        for layer, output in self.outputs.single():
+        whole, others = self.outputs.split() if self._count > 1 else ([], self.outputs.single())
+        self.activation.take_together(whole, self._first)
+        for layer, output in others:
             if output is None:
                 self.missed[layer.name] = _WRITTEN
             else:
@@ -329,10 +353,25 @@ class LiveRecording:
         waiting = self._surprisals.bytes + sum(each.nbytes for each in self._flats[:1]) * len(
             self._flats
         )
-        if self._on_step is not None or len(self._flats) >= _STEPS or waiting > self._most:
+        if len(self._flats) >= _STEPS or waiting > self._most:
             self._flush()
         if self._on_step is not None:
-            self._on_step(self._step(self._first, self._ids))
+            if not self._untold:
+                self._first_untold = self._first
+            self._untold.append(self._ids)
+            # To read one step takes as long as to read many: nobody sees more than a few pictures
+            # in a tenth of a second.
+            if time.monotonic() - self._told_at >= self._tell_every:
+                self._tell()
+
+    def _tell(self) -> None:
+        """Tell of the steps that were not told yet."""
+        if self._on_step is None or not self._untold:
+            return
+        self._flush()
+        ids, self._untold = torch.cat(self._untold, 1), []
+        self._on_step(self._step(self._first_untold, ids))
+        self._told_at = time.monotonic()
 
     def _step(self, first: int, ids: Tensor) -> Step:
         where = slice(first, first + ids.shape[1])
@@ -371,6 +410,7 @@ class LiveRecording:
             InspectionError: The model was fed other tokens than these.
         """
         self._check_fed(ids)
+        self._tell()
         if ids.shape[1] != self.seen + 1:
             return
         last = ids[:, -1:].to(self._fed_ids.device)

@@ -15,7 +15,12 @@ from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.scan_record import Scan
-from torchfmri._viewer import LAYERS, TRACKS, Entry, GrowingTable, Health, Metric
+from torchfmri._viewer import LAYERS, TRACKS, Entry, GrowingTable, Health, Metric, Panel
+
+TELL_EVERY = 0.1
+"""Seconds for which the tokens of a fast model wait to be shown together: a page that is drawn ten
+times a second looks live, and a step that is read by itself costs a small model a third of its
+time."""
 
 
 class _Coming:
@@ -38,12 +43,17 @@ class _Coming:
 class LiveBoard(ScanBoard):
     """Sequences that were scanned, and behind them the one that is being scanned.
 
-    Hand `on_token` to a scan; when it is done, hand the result to `finish`.
+    Hand `on_token` to a scan, with `tell_every=TELL_EVERY`; when it is done, hand the result to
+    `finish`.
 
     Args:
         anatomy: That of the model.
         meta: What is measured and how.
         changed: Called when there is another sequence, or more is known of the last one.
+
+    Attributes:
+        now: What is being worked on, for the page.
+        problem: What went wrong last.
     """
 
     live = True
@@ -58,6 +68,7 @@ class LiveBoard(ScanBoard):
         self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
         self.changed = changed
+        self.now = self.problem = ""
 
     @property
     def id(self) -> str:
@@ -68,6 +79,10 @@ class LiveBoard(ScanBoard):
     def going(self) -> bool:
         """Whether a sequence is being scanned."""
         return self._coming is not None
+
+    def doing(self) -> dict[str, str]:
+        """What is being worked on, and what went wrong last."""
+        return {"now": self.now, "problem": self.problem}
 
     def begin(self, name: str) -> None:
         """A sequence begins."""
@@ -87,7 +102,9 @@ class LiveBoard(ScanBoard):
             if scan is not None:
                 self.scan.meta = scan.meta
                 self._done.extend(scan)
-            self._entries = [Entry(each.name, len(each), each.condition) for each in self._done]
+            self._entries = [
+                Entry(each.name, len(each), each.condition, each.beginning) for each in self._done
+            ]
         self.changed()
 
     def entries(self) -> Sequence[Entry]:
@@ -141,6 +158,17 @@ class LiveBoard(ScanBoard):
         if plane == LAYERS:
             return now.layers.values[:length]
         return now.voxels.values[:length, self.scan.anatomy.voxels_of(self._layer(plane))]
+
+    def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
+        """Read out when the sequence is finished."""
+        live = self._now(sequence) is not None
+        return () if live else super().panels_at(sequence, row, column)
+
+    def _written(self, sequence: int) -> NDArray[np.bool_]:
+        now = self._now(sequence)
+        if now is None:
+            return super()._written(sequence)
+        return np.array([each.generated for each in now.tokens], bool)
 
     def health(self, sequence: int) -> Sequence[Health]:
         """Judged when the sequence is finished."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfmri._scan.run.flat_layout import FlatLayout
 from torchfmri._scan.run.subject import ScannedLayer
@@ -16,10 +16,11 @@ from torchfmri._torch import Hook
 from torchfmri.exceptions import InspectionError
 
 _is_compiling = torch.compiler.is_compiling
+_Output: TypeAlias = tuple[ScannedLayer, Tensor | None]
 
 
 class StepOutputs:
-    """The outputs of all layers in a step of one token, by reference.
+    """The outputs of all layers in a pass, by reference.
 
     Args:
         layout: The layers, and their order.
@@ -27,14 +28,14 @@ class StepOutputs:
 
     Attributes:
         layout: As given.
-        is_step: Whether the pass that runs is such a step.
+        is_step: Whether references are kept of the pass that runs.
         slots: The output of each layer; None before its call.
         versions: How often each had been written into when the layer returned it.
     """
 
     def __init__(self, layout: FlatLayout, b: int) -> None:
         self.layout, self._b = layout, b
-        self.is_step = False
+        self.is_step, self._count = False, 1
         self.slots: list[Any] = []
         self.versions: list[int] = []
         # Most outputs are (b, 1, w) as they come; the others need to be viewed so.
@@ -43,14 +44,17 @@ class StepOutputs:
             if each.axis is not None and each.axis.expected(b, 1) != (b, 1, each.axis.width)
         ]  # fmt: skip
 
-    def begin(self, is_step: bool) -> None:
-        """Begin a pass."""
-        self.is_step = is_step
+    def begin(self, is_step: bool, count: int = 1) -> None:
+        """Begin a pass over `count` tokens."""
+        self.is_step, self._count = is_step, count
         self.slots = [None] * len(self.layout.layers)
         self.versions = [0] * len(self.layout.layers)
 
     def joined(self) -> Tensor | None:
-        """All outputs, (b, 1, width); None where one is missing, written into, or of other size."""
+        """All outputs of a single token, (b, 1, width).
+
+        None where one is missing, written into, or of another size.
+        """
         rows = list(self.slots)
         # Not `None in rows`: a tensor compares itself with None, element by element.
         if not all(each is not None for each in rows):
@@ -65,7 +69,18 @@ class StepOutputs:
             return None
         return flat if flat.shape == (self._b, 1, self.layout.width) else None
 
-    def single(self) -> Iterator[tuple[ScannedLayer, Tensor | None]]:
+    def split(self) -> tuple[list[_Output], list[_Output]]:
+        """The outputs that have every token, (b, count, w), and those to be looked at singly."""
+        whole: list[_Output] = []
+        others: list[_Output] = []
+        for layer, output in self.single():
+            assert layer.axis is not None
+            shape = (self._b, self._count, layer.axis.width)
+            fits = output is not None and output.shape == shape == layer.axis.expected(*shape[:2])
+            (whole if fits else others).append((layer, output))
+        return whole, others
+
+    def single(self) -> Iterator[_Output]:
         """Each layer that was called, with its output; None where somebody wrote into that."""
         for layer, output, version in zip(
             self.layout.layers, self.slots, self.versions, strict=True
@@ -87,7 +102,7 @@ class EagerHook(Hook):
 class LayerHook(Hook):
     """The hook on a layer that is called once in a pass.
 
-    In a step of one token it does nothing but keep a reference, for there are hundreds of them.
+    Where references are kept it does nothing else, for there are hundreds of them.
 
     Args:
         called: Told layer and output in any other pass.
@@ -112,7 +127,7 @@ class LayerHook(Hook):
     def __call__(self, *arguments: Any) -> None:
         if _is_compiling():
             return
-        module, _, output = arguments
+        module, output = arguments[0], arguments[-1]
         outputs, place = self._outputs, self._place
         if not outputs.is_step or module is not self._module:
             super().__call__(*arguments)
@@ -135,12 +150,10 @@ class LayerHook(Hook):
 def call_with_tensor(
     called: Callable[[ScannedLayer, Tensor], None],
     layer: ScannedLayer,
-    module: nn.Module,
-    arguments: object,
-    output: object,
+    *call: Any,
 ) -> None:
     """Tell of the first tensor that a layer returned."""
-    tensor = first_tensor(output)
+    tensor = first_tensor(call[-1])
     if tensor is not None:
         called(layer, tensor)
 

@@ -154,6 +154,8 @@ def held_positions(keywords: Mapping[str, Any], fed: int, seen: int, again: bool
     """
     cache = keywords.get("past_key_values")
     length = getattr(cache, "get_seq_length", None)
+    if again and fed == 1 and getattr(cache, "is_compileable", False):
+        return seen  # it counts on the device, and asking takes as long as a small layer
     if callable(length):
         held = _length_of(length)
         if isinstance(held, Tensor):  # a static cache counts on the device: do not wait for it

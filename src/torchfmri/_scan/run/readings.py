@@ -100,7 +100,9 @@ class Readings:
             rows: Its values.
             first: A position.
         """
-        rows = rows.detach().to(self._norms.device)
+        rows = rows.detach() if rows.requires_grad else rows
+        if rows.device != self._norms.device:
+            rows = rows.to(self._norms.device)
         if not self.waits:
             self._put(layer, rows, first)
             return
@@ -125,6 +127,14 @@ class Readings:
         self._norms[:, where, layout.columns] = layout.norms(flat)
         for layer, rows in zip(layout.layers, layout.units(flat), strict=True):
             self._add_statistics(layer, rows, kept)
+
+    def take_together(self, outputs: list[tuple[ScannedLayer, Tensor | None]], first: int) -> None:
+        """Take in (b, n, w) of many layers that are called once, and read them now."""
+        if outputs:
+            layout = layout_of(self._subject, [each for each, _ in outputs], self._norms.device)
+            rows = {each.index: tensor for each, tensor in outputs if tensor is not None}
+            flat = torch.cat([rows[each.index] for each in layout.layers], -1).detach()
+            self.take_flat(layout, flat, first)
 
     def flush(self) -> None:
         """Reduce what waits."""

@@ -111,7 +111,9 @@ def read_out(model: nn.Module, sequences: Sequences, options: ScanOptions) -> Re
         stack.enter_context(compiled_code_as_eager())
         if options.attention is not False:
             sink.kept = _kept_patterns(model, options)
-            stack.enter_context(AttentionReader(model, sink.attention))
+            reader = stack.enter_context(AttentionReader(model, sink.attention))
+            # Called when the block ends: what was seen and could not be read.
+            stack.callback(lambda: found.missed.update(_unread(reader)))
         if options.experts:
             routers = RouterReader(model, sink.routing, sink.missed)
             if not routers.routers:
@@ -141,6 +143,10 @@ def read_out(model: nn.Module, sequences: Sequences, options: ScanOptions) -> Re
             + (f"; the implementation is {implementation!r})" if implementation else ")")
         )
     return found
+
+
+def _unread(reader: AttentionReader) -> dict[str, str]:
+    return {layer: f"attention: {reason}" for layer, reason in reader.unread.items()}
 
 
 def _kept_patterns(model: nn.Module, options: ScanOptions) -> frozenset[str]:

@@ -23,6 +23,7 @@ from torchfmri._torch import compiled_graphs, is_compiler_error
 
 _KEPT = ("_cache", "_previous_max_cache_length")
 """What `generate` keeps on the model so that its next call need not compile again."""
+_NUMBERS = frozenset((bool, int, float))
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -73,14 +74,16 @@ class RecordedCall:
         recording.begin_pass(ids, keywords)
         output, flat = self._call_step(self._step, keywords)
         self.ran = True
-        if recording.outputs.is_step and self._step.is_complete:
-            recording.take_flat(flat)
-        elif not self._step.is_complete:
+        if flat is None:
             self.reason = "not every layer could be followed into the compiled graph"
+        elif recording.outputs.is_step:
+            recording.take_flat(flat)
         recording.end_pass(output)
         return output
 
-    def _call_step(self, step: CompiledStep, keywords: Mapping[str, Any]) -> tuple[Any, Tensor]:
+    def _call_step(
+        self, step: CompiledStep, keywords: Mapping[str, Any]
+    ) -> tuple[Any, Tensor | None]:
         """Run a step; torch looks at everything again until two steps in a row were alike."""
         form, graphs = _form_of(keywords), compiled_graphs()
         found = step(self._model, keywords, again=self._is_settled and form == self._form)
@@ -101,11 +104,8 @@ def _form_of(value: Any) -> Any:
         return tuple((key, _form_of(each)) for key, each in value.items())
     layers = getattr(value, "layers", None)
     if isinstance(layers, list):  # a cache; some kinds count in Python
-        numbers = [
-            [each for each in vars(layer).values() if isinstance(each, (bool, int, float))]
-            for layer in layers
-        ]
-        return (id(value), numbers)
+        numbers = (each for layer in layers for each in vars(layer).values())
+        return (id(value), [each for each in numbers if type(each) in _NUMBERS])
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 

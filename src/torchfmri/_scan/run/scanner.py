@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._arguments import check_number, require
+from torchfmri._arguments import check_number, check_real, require
 from torchfmri._model import find_layers, named_layers, runnable, switched_off, unchanged, unwrap
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.batch_rows import BatchRow
@@ -103,6 +103,7 @@ class Scanner:
         chat: bool = False,
         seed: int | None = None,
         on_token: Callable[[LiveToken], None] | None = None,
+        tell_every: float = 0.0,
         decode: Decode | None = None,
         names: Sequence[str] | None = None,
         conditions: Sequence[str] | None = None,
@@ -117,6 +118,8 @@ class Scanner:
             chat: Wrap a text as a user's message in the tokenizer's template.
             seed: Of sampling; without it the present random state is used (and put back).
             on_token: Called with each token as soon as the model has been run on it.
+            tell_every: Seconds for which tokens may wait, to be handed to `on_token` together: a
+                fast model is slowed less so. 0 hands each of them over at once.
             decode: Your own loop, called with the model and (b, s) ids; returns all ids.
             names: What to call the sequences.
             conditions: Their labels, for contrasts.
@@ -131,6 +134,7 @@ class Scanner:
         require(listed, "generate", generate, "give the options of generate: {'top_k': 5}")
         if on_token is not None and not callable(on_token):
             raise InspectionError(f"on_token={on_token!r} is no function of a token.")
+        check_real("tell_every", tell_every, "give seconds, such as 0.1, or 0", least=0)
         if seed is not None:
             check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
         started = time.perf_counter()
@@ -138,7 +142,7 @@ class Scanner:
             run = self._prepare(
                 prompt, max_new_tokens, chat, generate or {}, decode, dataset=fields is not None
             )
-            run.seed, run.on_token = seed, on_token
+            run.seed, run.on_token, run.tell_every = seed, on_token, tell_every
             samples = max_new_tokens > 0 and self.samples(generate or {})
             refuse_other_prompts(self._model, run.prompt.ids, seed, samples)
             if decode is None:  # whose sequences are counted when they are there

@@ -44,6 +44,12 @@ def export(
             "To keep the scan itself, use scan.save."
         )
 
+    if by != "layer" and target.suffix in (".zarr", ".nc"):
+        raise InspectionError(
+            f"by={by!r} says what has a row of a table (.parquet, .csv). {target.suffix} holds "
+            "layers and voxels beside each other: leave it out."
+        )
+
     def require_free() -> None:
         _require_free(target, overwrite)
 

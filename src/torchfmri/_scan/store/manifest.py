@@ -57,6 +57,7 @@ class SequenceEntry:
         condition: Its label, or "".
         padding: How many padded positions were left out.
         checks: What the scan proved about itself.
+        text: How its text begins, to be listed; "" in scans of earlier versions.
     """
 
     name: str
@@ -64,6 +65,11 @@ class SequenceEntry:
     condition: str = ""
     padding: int = 0
     checks: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """The entry as plain data; a text that is not known is left out, as it used to be."""
+        return {key: value for key, value in vars(self).items() if key != "text" or value}
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class SegmentEntry:
             "segment": self.name,
             "bytes": self.size,
             "checksum": f"{self.check:08x}",
-            "sequences": [vars(each) for each in self.sequences],
+            "sequences": [each.record() for each in self.sequences],
         }
         names = [each.name for each in self.sequences]
         what = f"One of the sequences {names[:5]}" if len(names) > 1 else f"Sequence {names[0]!r}"
@@ -101,7 +107,7 @@ class SegmentEntry:
 
 def describe(sequences: Sequence[SequenceEntry]) -> str:
     """The sequences as a segment's own header lists them, for the case that its line is lost."""
-    return to_json([plain(vars(each), "A sequence") for each in sequences])
+    return to_json([plain(each.record(), "A sequence") for each in sequences])
 
 
 def parse_description(text: str, where: str) -> tuple[SequenceEntry, ...]:
@@ -358,6 +364,7 @@ def _parse_sequence(record: Mapping[str, Any], where: str) -> SequenceEntry:
         _text({"condition": "", **record}, "condition", where),
         _count({"padding": 0, **record}, "padding", where),
         checks,
+        _text({"text": "", **record}, "text", where),
     )
 
 

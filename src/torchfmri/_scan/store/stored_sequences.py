@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from torchfmri._files import Tensor, list_names, open_limited, read_tensors
+from torchfmri._files import Tensor, list_names, read_tensors, sha256_of
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.folder import MANIFEST, META, read_segment_file
@@ -103,9 +103,9 @@ class StoredSequences(Sequence[ScannedSequence]):
             FileFormatError: A file is missing.
         """
         manifests = filter(MANIFEST.fullmatch, list_names(self.folder))
-        lines = {name: _sha256(self.folder / name) for name in (META, *manifests)}
+        lines = {name: sha256_of(self.folder / name) for name in (META, *manifests)}
         for name in {place.segment.name for place in self._places}:
-            lines[name] = read_segment_file(self.folder, name, _sha256)
+            lines[name] = read_segment_file(self.folder, name, sha256_of)
         text = "".join(f"{lines[name]}  {name}\n" for name in sorted(lines))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -156,11 +156,3 @@ class StoredSequences(Sequence[ScannedSequence]):
         if metadata.get("sequences", described := describe(entry.sequences)) != described:
             raise FileFormatError(entry.name, "it lists other sequences than the manifest does")
         return PackedSegment(tensors, entry.sequences, self.anatomy, entry.name)
-
-
-def _sha256(path: Path) -> str:
-    with open_limited(path) as file:
-        found = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            found.update(piece)
-        return found.hexdigest()

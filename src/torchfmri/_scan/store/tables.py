@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BY = ("token", "layer", "voxel", "head")
 _TOKEN = ("position", "id", "text", "surprisal", "entropy", "generated", "special")
-_ANATOMY = ("layer", "type", "kind", "head", "unit", "units")
+_ANATOMY = ("layer", "module", "kind", "head", "unit", "units")
 
 
 class Words(NamedTuple):
@@ -129,7 +129,7 @@ class LongTable:
 
         found: dict[str, Cells] = {
             "layer": words(anatomy.layers, owner),
-            "type": words(anatomy.types, owner),
+            "module": words(anatomy.types, owner),
         }
         if self._by == "layer":
             return found

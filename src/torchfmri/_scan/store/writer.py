@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from torchfmri._files import (
-    list_names,
-    lock,
-    make_folder,
     open_regular,
-    recover,
     sync_folder,
     write_all,
     write_tensors,
@@ -25,19 +20,15 @@ from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.folder import (
     META,
-    PENDING,
-    SEGMENT,
-    final_name,
-    is_ours,
     manifest_name,
-    number_of,
     pending_name,
     rank_of,
     segment_name,
 )
+from torchfmri._scan.store.leftovers import Leftovers
+from torchfmri._scan.store.locks import hold_folder, lock_manifest, make_scan_folder
 from torchfmri._scan.store.manifest import (
     LINE_BYTES,
-    Manifest,
     SegmentEntry,
     SequenceEntry,
     describe,
@@ -47,7 +38,6 @@ from torchfmri._scan.store.manifest import (
 )
 from torchfmri._scan.store.meta import read_meta, require_same, sealed_meta, write_meta
 from torchfmri._scan.store.packing import Packed, join, pack, signature
-from torchfmri._scan.store.repair import describe_checked
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 SEGMENT_SEQUENCES = 1024
@@ -116,13 +106,13 @@ class ScanWriter:
         self._failed = False
         anatomy.check()
         sealed_meta(anatomy, meta)  # refuse before anything is made
-        _make_folder(self.path)
+        make_scan_folder(self.path)
         name = manifest_name(rank)
         self._manifest: int | None = None
-        self._folder = _hold_folder(self.path)
+        self._folder = hold_folder(self.path)
         try:
             self._manifest = open_regular(self.path / name, os.O_RDWR | os.O_CREAT)
-            _lock(self._manifest, self.path / name)
+            lock_manifest(self._manifest, self.path / name)
             if not write_meta_once(self.path, anatomy, meta, rank):
                 require_same(read_meta(self.path), anatomy, meta, self.path)
             committed, _ = read_committed(self.path)
@@ -136,7 +126,8 @@ class ScanWriter:
             }
             if not own.is_whole:
                 raise FileFormatError(name, f"{own.problems[-1]} Repair it first: torchfmri repair")
-            self._number, self._size = self._tidy(own)
+            leftovers = Leftovers(self.path, rank, anatomy, self._names)
+            self._number, self._size = leftovers.tidy(self._manifest, own)
             self.names = frozenset(self._names)
             sync_folder(self.path)
         except BaseException:
@@ -165,6 +156,7 @@ class ScanWriter:
             sequence.condition,
             sequence.padding,
             dict(sequence.checks),
+            sequence.beginning,
         )
         packed = pack(sequence, self.anatomy)
         line_bytes = require_readable(entry, manifest_name(self.rank))  # refuse now, not later
@@ -282,116 +274,12 @@ class ScanWriter:
                 os.close(descriptor)  # this unlocks it too
         self._manifest = self._folder = None
 
-    def _tidy(self, own: Manifest) -> tuple[int, int]:
-        """Finish or undo what an interruption left; returns the next number and where to write.
-
-        What has its final name is never removed, even if no line names it: the line was lost.
-        """
-        manifest = self._require_open()
-        committed = {each.name for each in own.segments}
-        names = [name for name in list_names(self.path) if _number(name, self.rank) >= 0]
-        unnamed = [name for name in names if SEGMENT.fullmatch(name) and name not in committed]
-        finished: list[SegmentEntry] = []
-        for name in sorted(filter(PENDING.fullmatch, names), key=number_of):
-            final = final_name(name)
-            if final not in committed:
-                found = self._look_at(name, own)
-                finished += [found] if isinstance(found, SegmentEntry) else []
-                unnamed += [name] if found == "unclear" else []
-            elif final not in names:
-                (self.path / name).rename(self.path / final)
-            else:
-                (self.path / name).unlink()
-        size, end = own.size, os.fstat(manifest).st_size
-        if unnamed:
-            size = end  # the rest may be what is left of its line
-        else:
-            os.ftruncate(manifest, size)
-        if size > own.size or not own.ended:
-            write_all(manifest, b"\n", size)
-            size += 1
-        os.fsync(manifest)
-        for segment in finished:
-            size += self._adopt(segment, manifest, size)
-        numbers = (_number(name, self.rank) for name in {*names, *committed})
-        return 1 + max(numbers, default=-1), size
-
-    def _look_at(self, name: str, own: Manifest) -> SegmentEntry | str:
-        """What to add of a segment that no line names; else "gone", "kept" or "unclear"."""
-        try:
-            segment = describe_checked(self.path / name, self.anatomy)
-        except FileFormatError:
-            # It was not finished, unless a line that is damaged or cut off has named it.
-            if own.problems or own.torn:
-                return "unclear"
-        else:
-            sequences = {each.name for each in segment.sequences}
-            if own.torn and sequences.isdisjoint(self._names):
-                self._names |= sequences
-                return segment
-            if not sequences <= self._names:
-                # Nobody has seen these sequences, which may be scanned again, or repaired.
-                return "unclear" if own.problems or own.torn else "kept"
-        (self.path / name).unlink()
-        return "gone"
-
-    def _adopt(self, segment: SegmentEntry, manifest: int, size: int) -> int:
-        """Commit a segment that is whole but has no line; returns how long its line is."""
-        line = segment.line()
-        write_all(manifest, line, size)
-        (self.path / pending_name(segment.name)).rename(self.path / segment.name)
-        return len(line)
-
-
-def _number(name: str, rank: int) -> int:
-    return number_of(name) if rank_of(name) == f"{rank:03d}" else -1
-
 
 def _metadata(sequences: Sequence[SequenceEntry]) -> dict[str, str]:
     """What a segment says of itself, so that it can be read without its manifest."""
     text = describe(sequences)
     own = {"sequences": text} if len(text) <= DESCRIPTION_BYTES else {}
     return {"format": "torchfmri-segment", **own}
-
-
-def _make_folder(path: Path) -> None:
-    recover(path)
-    make_folder(path)
-    foreign = [name for name in list_names(path) if not is_ours(name)]
-    if foreign and not (path / META).exists():
-        raise InspectionError(
-            f"{str(path)!r} is no scan, and not empty ({foreign[0]!r}). Choose another folder."
-        )
-
-
-def _hold_folder(path: Path) -> int | None:
-    """A descriptor of the folder, locked so that nobody replaces it; other writers may hold it."""
-    if sys.platform == "win32":
-        return None
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        lock(descriptor, shared=True)
-        if not os.path.samestat(os.fstat(descriptor), path.stat()):
-            raise BlockingIOError
-    except (BlockingIOError, FileNotFoundError) as error:
-        os.close(descriptor)
-        raise InspectionError(
-            f"{str(path)!r} is being replaced by another process. Try again when it is done."
-        ) from error
-    return descriptor
-
-
-def _lock(manifest: int, path: Path) -> None:
-    """Refuse a second writer of the same rank; the system lets go when the process ends."""
-    if os.fstat(manifest).st_nlink > 1:
-        raise FileFormatError(path.name, "it has a second name elsewhere; copy the scan first")
-    try:
-        lock(manifest)
-    except BlockingIOError as error:
-        raise InspectionError(
-            f"Another process, or another writer of this one, is writing {str(path)!r}. Close it, "
-            "or give each writer a rank of its own."
-        ) from error
 
 
 def write_meta_once(folder: Path, anatomy: Anatomy, meta: Mapping[str, Any], rank: int) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchfmri._model import nearest_names
-from torchfmri.exceptions import LayerNotFoundError
+from torchfmri._model import not_found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,7 @@ class Coverage:
         for row in self.rows:
             if row.name == name:
                 return row
-        names = [row.name for row in self.rows]
-        raise LayerNotFoundError(name, nearest_names(name, names), len(names))
+        raise not_found(name, [row.name for row in self.rows], kind="parameter")
 
     @property
     def missing(self) -> list[CoverageRow]:

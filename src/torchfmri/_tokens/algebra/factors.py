@@ -68,7 +68,7 @@ class Term:
 
     @property
     def bytes(self) -> int:
-        """What its tensors keep in memory."""
+        """The bytes that its tensors keep in memory."""
         return sum(each.untyped_storage().nbytes() for each in map(_at_or_values, self.factors))
 
     def at(self, tokens: slice | Tensor) -> Term:

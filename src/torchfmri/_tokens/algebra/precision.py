@@ -22,7 +22,7 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def in_full(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function without autocast: somebody may read results inside of theirs."""
+    """Return the function with autocast off: results may be read inside the user's autocast."""
 
     @wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:

@@ -9,13 +9,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from torchfmri._model import match_names, nearest_names
+from torchfmri._model import match_names, not_found
 from torchfmri._tokens.algebra.factors import mirrored
 from torchfmri._tokens.algebra.gradient import TokenGradient
 from torchfmri._tokens.algebra.grams import summed_gram
 from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.reduced import summed_squares
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 
 
 class TokenSelection:
@@ -40,17 +40,17 @@ class TokenSelection:
 
     def __getitem__(self, name: str) -> TokenGradient:
         if not isinstance(name, str) or name not in self._gradients:
-            raise LayerNotFoundError(name, nearest_names(name, self.names), len(self.names))
+            raise not_found(name, self.names, "selection.names", "parameter")
         return self._gradients[name]
 
     def __repr__(self) -> str:
         return f"TokenSelection({self.axis!r}, {len(self._gradients)} parameters)"
 
     def select(self, pattern: str) -> TokenSelection:
-        """Those of the parameters whose names match."""
+        """Return the selection of the parameters whose names match."""
         chosen = match_names(pattern, self.names)
         if not chosen:
-            raise LayerNotFoundError(pattern, nearest_names(pattern, self.names), len(self.names))
+            raise not_found(pattern, self.names, "selection.names", "parameter")
         return TokenSelection(self.axis, {name: self._gradients[name] for name in chosen})
 
     @in_full

@@ -32,7 +32,7 @@ class Account:
     narrow: set[str] = field(default_factory=set)
 
     def received(self, names: Iterable[str]) -> list[str]:
-        """Those of the parameters to which a gradient came, or to a layer that they belong to."""
+        """Return the parameters that got a gradient themselves or through their layer."""
         came, layers, homes = self.checks.received, self.layers, self.homes
         return [
             name for name in names if name in came or any(each in layers for each in homes[name])

@@ -60,6 +60,7 @@ class Capture:
         padding: Padding,
         keep: str,
         max_bytes: int,
+        channels: str | None,
     ) -> None:
         parameters, watched = plan.parameters, plan.watched
         self._parameters, self._watched, self._padding = parameters, watched, padding
@@ -71,7 +72,7 @@ class Capture:
             account.refuse([name], UnsupportedLayerError(name, layer, _SCRIPTED))
         self.passes = Passes(
             plan.maps, plan.model, partial(_refuse_layer, account, watched),
-            lambda error: account.noted("", f"positions: {error}"),
+            lambda error: account.noted("", f"positions: {error}"), account.noted, channels,
         )  # fmt: skip
         self.owners = Owners(
             watched, parameters, self.passes, padding, self.account, self._keeps_factors

@@ -7,8 +7,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torchfmri._model import (
     Pattern,
     compiled_code_as_eager,
     match_names,
-    nearest_names,
+    not_found,
     switched_off,
     watched,
 )
@@ -35,16 +34,15 @@ from torchfmri._tokens.calls.plans import plan_of
 from torchfmri._tokens.calls.runs import Masks, joined
 from torchfmri._tokens.calls.verification import Verification
 from torchfmri._tokens.rules.record import Axis
-from torchfmri._torch import Hook, HookSet
+from torchfmri._torch import Attached, Deferred, Hook, HookSet
 from torchfmri.exceptions import (
     InspectionError,
-    LayerNotFoundError,
     MissingTokensWarning,
     UnsupportedLayerError,
 )
 
 
-class TokenGradients:
+class TokenGradients(Attached):
     """The gradients of a model's parameters, token by token; see `token_gradients`.
 
     Example:
@@ -68,53 +66,45 @@ class TokenGradients:
         keep: str = "factors",
         max_bytes: int = 1 << 34,
         voxel: int = VOXEL,
+        channels: str | None = None,
     ) -> None:
         if keep not in ("factors", "norms", "voxels"):
             raise InspectionError(f"keep={keep!r}: choose 'factors', 'norms' or 'voxels'.")
+        if channels not in (None, "last", "first"):
+            raise InspectionError(
+                f"channels={channels!r}: choose 'last' for (b, s, d) or 'first' for (b, d, s), "
+                "or leave it out to find out from the layers."
+            )
         check_number("voxel", voxel, 1, "give a number of units, 1 or more")
         check_number("max_bytes", max_bytes, 0, "give a number of bytes, such as 1 << 34")
         plan = self._plan = plan_of(model, pattern, voxel)
         self._keep = keep
         self._parameters, self._aliases, self._infos = plan.parameters, plan.aliases, plan.infos
         self._padding = Padding(plan.masked)
-        self._capture = Capture(plan, self._padding, keep, max_bytes)
+        self._capture = Capture(plan, self._padding, keep, max_bytes, channels)
         self._handles: list[Any] = []
         self._hooks = HookSet()
-        self._stack: contextlib.ExitStack | None = None
         self._found: dict[str, dict[Axis, TokenGradient]] = {}
         self._masks: Masks = {}
         self._had_gradients: set[str] = set()
 
     # -- attaching ---------------------------------------------------------------------------
 
-    def __enter__(self) -> TokenGradients:
+    def _attach(self, stack: contextlib.ExitStack) -> None:
         if switched_off():
-            return self
+            return
         self._had_gradients = {
             name for name, each in self._parameters.items() if each.grad is not None
         }
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(watched(self._plan.model))
-            stack.callback(self._capture.forget)
-            stack.callback(self._capture.passes.broadcasts.detach)
-            stack.enter_context(compiled_code_as_eager())
-            stack.callback(self._remove_handles)
-            self._add_handles()
-            stack.enter_context(self._tapped())
-            stack.callback(self._padding.detach)
-            self._padding.attach()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
+        stack.enter_context(watched(self._plan.model))
+        stack.callback(self._capture.forget)
+        stack.callback(self._capture.passes.broadcasts.detach)
+        stack.enter_context(compiled_code_as_eager())
+        stack.callback(self._remove_handles)
+        self._add_handles()
+        stack.enter_context(self._tapped())
+        stack.callback(self._padding.detach)
+        self._padding.attach()
 
     def _tapped(self) -> Taps:
         """The taps of a block, made for it: what listens and what is told form a cycle."""
@@ -241,8 +231,7 @@ class TokenGradients:
     def _known(self, name: str) -> str:
         found = self._aliases.get(name) if isinstance(name, str) else None
         if found is None:
-            names = list(self._parameters)
-            raise LayerNotFoundError(name, nearest_names(name, names), len(names))
+            raise not_found(name, self._parameters, "tokens.names", "parameter")
         return found
 
     # -- over parameters ---------------------------------------------------------------------
@@ -299,7 +288,7 @@ class TokenGradients:
         known = self.names
         names = match_names(pattern, known)
         if not names:
-            raise LayerNotFoundError(pattern, nearest_names(pattern, known), len(known))
+            raise not_found(pattern, known, "tokens.names", "parameter")
         by_axis: dict[Axis, dict[str, TokenGradient]] = defaultdict(dict)
         missing: dict[str, str] = {}  # texts: an error would keep what its frames have seen
         for name in names:
@@ -369,7 +358,18 @@ class TokenGradients:
     @in_full
     def coverage(self) -> Coverage:
         """Every parameter that received a gradient: by which rule, and how well it adds up."""
-        return Coverage([self._covered(name) for name in self.names])
+        texts = self._texts()
+        compared = {name: self._compared(name) for name in self.names}
+        # Fetched together: each transfer from a GPU waits for it.
+        waiting = [each.sizes for each in compared.values() if isinstance(each, _Compared)]
+        numbers = iter(Deferred(waiting).read())
+        residuals = {
+            name: _residual(*next(numbers)) if isinstance(each, _Compared) else None
+            for name, each in compared.items()
+        }
+        return Coverage([
+            self._covered(name, texts, each, residuals[name]) for name, each in compared.items()
+        ])  # fmt: skip
 
     def verify(self, samples: int = 8, seed: int = 0) -> TokenVerification:
         """Run the last pass again with one token changed at a time, and see which rows change.
@@ -398,15 +398,15 @@ class TokenGradients:
         proof = Verification(kept, self._plan.watched, self._capture.arrivals.records, seed)
         return proof.result(samples, self._capture.account.reasons)
 
-    def _covered(self, name: str) -> CoverageRow:
-        try:
-            found = self._gradients(name)
-        except Exception as error:
-            return CoverageRow(name, "none", note=str(error))
+    def _covered(
+        self, name: str, texts: Mapping[Axis, str], compared: object, residual: float | None
+    ) -> CoverageRow:
+        if isinstance(compared, str):
+            return CoverageRow(name, "none", note=compared)
+        found = self._gradients(name)
         rule = " + ".join(dict.fromkeys(each.rule for each in found.values()))
-        texts = self._texts()
         axes = tuple(texts[axis] for axis in found)
-        residual, check = self._residual(name, list(found.values()))
+        check = compared.check if isinstance(compared, _Compared) else ""
         note = self._capture.account.checks.unread.get(name, "")
         if residual is None and not note:
             note = "nothing to compare with: the gradient reached the parameter unseen (sharded?)"
@@ -414,18 +414,21 @@ class TokenGradients:
             note = f"{residual:.1%} of its gradient is unattributed: it came through no layer call"
         return CoverageRow(name, rule, axes, residual, check, note)
 
-    def _residual(self, name: str, found: list[TokenGradient]) -> tuple[float | None, str]:
-        """How far the tokens' sum is from autograd's gradient, and how that was compared."""
+    def _compared(self, name: str) -> _Compared | str | None:
+        """The tokens' sum beside autograd's gradient; why there are no token gradients, as text."""
+        try:
+            found = list(self._gradients(name).values())
+        except Exception as error:
+            return str(error)  # an error would keep what its frames have seen
         brought = self._capture.account.checks.brought(name)
         gradient = self._whole_gradient(name) if self._keep == "factors" else None
         if gradient is not None:
             total = sum((each.total() for each in found), start=torch.zeros_like(gradient))
             # Where tokens cancel, rounding is of the order of theirs, not of their sum.
             sizes = torch.cat([each.norm().flatten() for each in found])
-            scale = max(_length(gradient), _length(sizes), torch.finfo(torch.float32).tiny)
-            return _length(total.to(gradient) - gradient) / scale, "sum"
+            return _Compared.of(total.to(gradient) - gradient, gradient, sizes, "sum")
         if brought is None:
-            return None, ""
+            return None
         vectors = self._capture.account.checks.vectors(name, found[0].norm())
         probes = torch.cat([each.probes(vectors).double() for each in found])
         # Of the same part of the parameter: of a head over many words the probe sees a sliver. In
@@ -433,8 +436,7 @@ class TokenGradients:
         sizes = probes
         if self._is_narrow(name):
             sizes = torch.cat([probes, *(each.norm().flatten().to(probes) for each in found)])
-        scale = max(float(brought.abs()), _length(sizes), torch.finfo(torch.float32).tiny)
-        return float((probes.sum() - brought).abs()) / scale, "probe"
+        return _Compared.of(probes.sum() - brought, brought, sizes, "probe")
 
     def _whole_gradient(self, name: str) -> Tensor | None:
         """`.grad`, if it holds what the block brought and nothing else."""
@@ -470,5 +472,24 @@ def _warn_of(missing: Mapping[str, str]) -> None:
         warnings.warn(text, MissingTokensWarning, stacklevel=4)
 
 
-def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+class _Compared(NamedTuple):
+    """What is needed for a residual, still on the device, and how it was compared.
+
+    Attributes:
+        sizes: The lengths of the difference, of the whole gradient and of the tokens' parts.
+        check: "sum" or "probe".
+    """
+
+    sizes: Tensor
+    check: str
+
+    @classmethod
+    def of(cls, difference: Tensor, whole: Tensor, parts: Tensor, check: str) -> _Compared:
+        """Measure all three."""
+        lengths = [torch.linalg.vector_norm(each.double()) for each in (difference, whole, parts)]
+        return cls(torch.stack([each.to(difference.device) for each in lengths]), check)
+
+
+def _residual(difference: float, whole: float, parts: float) -> float:
+    """How far the tokens' sum is from autograd's gradient, relative."""
+    return difference / max(whole, parts, torch.finfo(torch.float32).tiny)

@@ -58,7 +58,7 @@ class Reducer:
         return found
 
     def short(self, record: Record, g: Tensor) -> Found | None:
-        """The same for the layers that models are made of, of which no terms are formed."""
+        """Return the norms of common layers directly, without building their terms first."""
         reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
         return None if reduce is None or record.rows else reduce(self, record, g)
 

@@ -19,19 +19,20 @@ from torch import Tensor, nn
 
 from torchfmri._capture import TokenMask
 from torchfmri._tokens.calls.broadcasts import Broadcasts
-from torchfmri._tokens.calls.python_state import python_state
+from torchfmri._tokens.calls.python_state import modules_of, python_state
 from torchfmri._tokens.calls.token_map import (
     MOST,
     TokenMap,
     Tracing,
     assign,
     full_masks,
+    parameters_of_layers,
     signature,
 )
 from torchfmri._tokens.rules.axes import model_grid
 from torchfmri._tokens.rules.record import Pass, Record, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens, RunState
-from torchfmri._tokens.rules.way import Way
+from torchfmri._tokens.rules.way import Reads, Way
 from torchfmri._torch import (
     NO_BACKWARD,
     Hook,
@@ -98,12 +99,16 @@ class Passes:
         model: nn.Module,
         refuse: Callable[[str | None, str], None],
         failed: Callable[[Exception], None],
+        note: Callable[[str, str], None],
+        channels: str | None = None,
     ) -> None:
         self._maps, self._model, self._refuse = maps, weakref.ref(model), refuse
+        self._note, self._channels = note, channels
         self.tracing: Tracing | None = None
         self.constants: frozenset[str] = frozenset()
         self._map: TokenMap | None = None
         self._way: Way | None = None
+        self._reads: Reads | None = None
         self._state: list[object] | None = None
         self._signature: object = None
         self._owners: dict[str, int] = {}
@@ -222,7 +227,7 @@ class Passes:
         self._map = self._maps.get(self._signature)
         self._outer = None if self._map is None else (layer, self._map.outer)
         self.constants = frozenset() if self._map is None else self._map.constants
-        self._state = python_state(module.modules(), (*arguments, *keywords.values()))
+        self._state = python_state(modules_of(module), (*arguments, *keywords.values()))
         if self._map is not None and not self._map.is_dynamic and self._map.state is not None:
             if self._map.is_open or self._map.state != self._state:
                 self._way = Way()
@@ -231,9 +236,14 @@ class Passes:
             self._map = None
             model = self._model()
             assert model is not None  # it runs
-            self.tracing = Tracing(model.named_parameters(), arguments, keywords)
+            parameters = model.named_parameters()
+            of_layers = parameters_of_layers(model)
+            self.tracing = Tracing(parameters, arguments, keywords, self._channels, of_layers)
             self._arguments = layer, arguments, keywords
             self.tracing.trace.__enter__()  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():  # without, some layers of torch take another way in a mode
+                self._reads = Reads(self.tracing.trace.is_fixed)
+                self._reads.__enter__()  # type: ignore[no-untyped-call]
 
     def _sign(
         self,
@@ -247,7 +257,7 @@ class Passes:
         Transformers leave out a mask that is full. So where a model reads values, passes with a
         full mask are told from others; to look at masks costs a wait for the device otherwise.
         """
-        found = (layer, *signature(module, arguments, keywords))
+        found = (layer, self._channels, *signature(module, arguments, keywords))
         known = self._maps.get(found)
         if known is None or not known.reads_values:
             return found
@@ -260,13 +270,15 @@ class Passes:
         if tracing is not None and self._arguments is not None:
             layer, arguments, keywords = self._arguments
             elements = flatten((arguments, dict(keywords)))
-            self._outer = layer, tracing.owner(layer, elements, is_outer=True)
+            tracing.owner(layer, elements, is_outer=True)
         given = self._arguments
         self.stop_tracing()
         records = self.records[self._first :]
         counts = Counter([each.watched.layer for each in records])
         if tracing is not None:
             found = tracing.finish(counts)
+            if given is not None:
+                self._outer = given[0], found.outer
             if found.reads_values and given is not None:
                 found.masks = full_masks(*given[1:])
             earlier = self._maps.pop(self._signature, None)
@@ -279,6 +291,8 @@ class Passes:
             self._maps[self._signature] = found
         if found is None:
             return
+        if found.note:
+            self._note("", found.note)
         if begun is not None:
             self.last, self._begun = begun(found), None
         if tracing is None and way is not None and way.way != found.way:
@@ -316,9 +330,13 @@ class Passes:
         """Follow the pass no further."""
         tracing, self.tracing, self._map, self._arguments = self.tracing, None, None, None
         way, self._way = self._way, None
+        reads, self._reads = self._reads, None
         if way is not None:
             leave(way)
+        if reads is not None:
+            leave(reads)
         if tracing is not None:
+            tracing.trace.reads_values |= reads is not None and reads.found
             leave(tracing.trace)
             tracing.trace.close()
 
@@ -327,7 +345,7 @@ class Passes:
     ) -> None:
         """Tell a call that is run again later which tokens its arguments have."""
         if self.tracing is not None:
-            call.tokens = self.tracing.owner(call.layer, flatten((arguments, dict(keywords))))
+            self.tracing.owner_called(call, flatten((arguments, dict(keywords))))
         elif self._map is not None:
             number = self._owners.get(call.layer, 0)
             self._owners[call.layer] = number + 1

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from torchfmri._model import Pattern, find_layers, match_names, nearest_names
+from torchfmri._model import Pattern, find_layers, match_names, not_found
 from torchfmri._tokens.algebra.parameter import ParameterInfo, describe
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.record import Watched
@@ -72,10 +72,7 @@ def _matched(
                 try:
                     chosen = find_layers(dict(layers), single)
                 except LayerNotFoundError:
-                    known = list(everything)
-                    raise LayerNotFoundError(
-                        single, nearest_names(single, known), len(known)
-                    ) from None
+                    raise not_found(single, everything, kind="parameter") from None
                 names = [
                     f"{layer}.{key}" if layer else key
                     for layer in chosen

@@ -11,7 +11,7 @@ import enum
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -29,14 +29,27 @@ _LISTS = (list, tuple, set, frozenset, deque)
 _MORE: tuple[type, ...] = (dict, OrderedDict, defaultdict, SimpleNamespace)
 _VALUES = _PLAIN.union(_LISTS, _MORE)  # that attributes of classes are compared as
 _FIXED = (
-    type, enum.Enum, BuiltinFunctionType, ModuleType, ref, nn.Module,
+    type, enum.Enum, BuiltinFunctionType, ModuleType, ref,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all below it, each once; `modules()` also joins their names."""
+    found, level = {id(module): module}, [module]
+    while level:
+        below = [each for above in level for each in above._modules.values() if each is not None]
+        level = [
+            each for each in {id(each): each for each in below}.values() if id(each) not in found
+        ]
+        found.update((id(each), each) for each in level)
+    return list(found.values())
+
+
 def python_state(modules: Iterable[nn.Module], arguments: Iterable[object] = ()) -> list[object]:
     """What these modules and arguments hold that is no tensor, module or function, as values."""
-    copies = _Copies()
+    modules = list(modules)
+    copies = _Copies(set(map(id, modules)))
     found: list[object] = [copies.of(each) for each in arguments if type(each) not in _PLAIN]
     kinds: dict[type, None] = {}  # in order
     for module in modules:
@@ -52,9 +65,15 @@ def python_state(modules: Iterable[nn.Module], arguments: Iterable[object] = ())
 
 
 class _Copies:
-    """Copies of values that can be compared later; each value is copied once."""
+    """Copies of values that can be compared later; each value is copied once.
 
-    def __init__(self) -> None:
+    Args:
+        known: The ids of modules that are looked at by themselves. Others, in a plain list or a
+            closure, are objects like any other.
+    """
+
+    def __init__(self, known: Collection[int]) -> None:
+        self._known = known
         self._seen: dict[int, object] = {}  # the values: an id is one as long as its value is there
         self._left = _LONGEST
 
@@ -62,9 +81,10 @@ class _Copies:
         """A copy of a value; an object of its own, equal to nothing, where there is none."""
         if type(value) in _PLAIN:
             return value
-        if isinstance(value, Tensor):
+        kind = type(value)  # `isinstance` asks the object too, which costs where it answers itself
+        if issubclass(kind, Tensor):
             return None  # reading its values is noticed in the pass
-        if isinstance(value, _FIXED) or id(value) in self._seen:
+        if issubclass(kind, _FIXED) or id(value) in self._seen or id(value) in self._known:
             return id(value)
         self._seen[id(value)] = value
         self._left -= 1

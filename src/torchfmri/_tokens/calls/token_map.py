@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from torchfmri._tokens.calls.python_state import random_state
 from torchfmri._tokens.rules import layer_rules as rules
-from torchfmri._tokens.rules.arguments import given_origins, is_mask, main_element
+from torchfmri._tokens.rules.arguments import (
+    given_origins,
+    is_mask,
+    main_element,
+    with_layout,
+)
 from torchfmri._tokens.rules.origins import (
     NOBODY,
     SEVERAL,
@@ -28,10 +33,14 @@ from torchfmri._tokens.rules.origins import (
     is_constant_along,
 )
 from torchfmri._tokens.rules.record import Record
-from torchfmri._tokens.rules.rerun import OwnerTokens
+from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
 from torchfmri._tokens.rules.trace import Trace
 from torchfmri._torch import Element, flatten_arguments
 
+_ASSUMED = (
+    "the layers do not say which axis of an argument the positions are: they are taken to be the "
+    "second, (b, s, d). If they are the last, say channels='first'"
+)
 MOST = 16  # maps of one plan, for arguments of different shapes
 
 
@@ -93,6 +102,7 @@ class TokenMap:
             have taken the same way.
         is_open: It may differ in any pass, for it depends on data or random numbers.
         reads_values: The model reads values out of tensors; `masks`, which of its masks were full.
+        note: A reservation about the tokens.
     """
 
     def __init__(self) -> None:
@@ -109,25 +119,54 @@ class TokenMap:
         self.is_open = False
         self.reads_values = False
         self.masks: tuple[bool, ...] = ()
+        self.note = ""
 
 
 class Tracing:
-    """Follows a pass, and remembers what the calls of layers returned."""
+    """Follows a pass, and remembers what the calls of layers returned.
+
+    An argument of floats can be read in two ways, with its features last or second. Layers tell,
+    but parameters may be used on it before they do: it is followed both ways until one is left.
+
+    Args:
+        parameters: Of the model.
+        arguments: Of the pass.
+        keywords: Of the pass.
+        channels: Where the features of arguments are, "last" or "first" of a sample; None to find
+            out.
+        of_layers: The names of parameters that belong to Linear layers.
+        is_second: This one is followed beside another, and reads the first argument alone so.
+    """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
+        channels: str | None = None,
+        of_layers: frozenset[str] = frozenset(),
+        is_second: bool = False,
     ) -> None:
-        self.trace = Trace()
+        self.trace, self._channels, self._is_second = Trace(), channels, is_second
+        self.trace.of_layers = of_layers
+        parameters = list(parameters)
         for name, parameter in parameters:
             self.trace.set_leaves(parameter, frozenset({name}))
             self.trace.set_sum(parameter, frozenset({name}))
-        for tensor, origins in given_origins(self.trace.sources, arguments, keywords):
-            self.trace.set(tensor, origins)
-        self._outputs: list[tuple[Record, Origins, tuple[int, ...]]] = []
+        given = given_origins(self.trace.sources, arguments, keywords)
+        for number, (tensor, origins) in enumerate(given):
+            decided = None if is_second and number else channels
+            self.trace.set(tensor, with_layout(origins, decided))
+        self._second: Tracing | None = None
+        if channels is None and given and given[0][1].is_raw:
+            self._second = Tracing(
+                parameters, arguments, keywords, "first", of_layers, is_second=True
+            )
+            self.trace.beside = self._second.trace
+            self._share_layouts()
+        self._outputs: list[tuple[Record, Origins, Origins, tuple[int, ...]]] = []
         self._owners: list[tuple[str, OwnerTokens]] = []
+        self._calls: list[OwnerCall] = []
         self._begun: dict[str, int] = {}
         self._outer = OwnerTokens()
         self._constants: set[str] = set()
@@ -150,15 +189,37 @@ class Tracing:
                     source.stack = stack
                 return
             for tensor, origins in given_origins(trace.sources, (main.tensor,), {}, stack):
-                trace.set(tensor, origins)
+                decided = None if self._is_second else self._channels
+                trace.set(tensor, with_layout(origins, decided))
+        with trace.aside():
+            if self.second is not None:
+                self.second.begin_stack(stack, arguments, keywords)
+                self._share_layouts()
+
+    @property
+    def second(self) -> Tracing | None:
+        """The trace that reads the input as (b, d, s); None once a layer has ruled that out."""
+        return None if self.trace.beside is None else self._second
+
+    def _share_layouts(self) -> None:
+        """What is found out about an argument is found out for both ways to read it."""
+        assert self._second is not None
+        both = (self.trace.sources.all, self._second.trace.sources.all)
+        ours, theirs = ([each for each in some if each.layout is not None] for some in both)
+        for one, other in zip(ours, theirs, strict=False):
+            other.layout = one.layout
+        self.trace.sources.layouts[0].is_followed = True
 
     def call(self, record: Record, output: Tensor) -> bool:
         """A layer with a rule has returned this; whether it was computed from constants alone."""
         with self.trace.aside():
             origins = self.trace.output_of_call(output)
             is_constant = bool((compact(origins.first) == NOBODY).all())
+            use = origins.use_of(record.watched.parameters.values())
+            if self.second is not None:
+                self.second.call(record, output)
         self._name_sources(record.watched.layer)
-        self._outputs.append((record, origins, tuple(output.shape)))
+        self._outputs.append((record, origins, use, tuple(output.shape)))
         if is_constant:
             self._constants.add(record.watched.layer)
         return is_constant
@@ -166,6 +227,8 @@ class Tracing:
     def owner_begins(self, layer: str) -> None:
         """A layer that is run again is called."""
         self._begun[layer] = len(self.trace.sources.all)
+        if self.second is not None:
+            self.second.owner_begins(layer)
 
     def owner(
         self, layer: str, arguments: Sequence[Element], is_outer: bool = False
@@ -176,6 +239,8 @@ class Tracing:
         names = [each.name for each in self.trace.sources.all[start:]]
         with self.trace.aside():
             origins = [self.trace.origins(each.tensor) for each in arguments]
+            if self.second is not None:
+                self.second.owner(layer, arguments, is_outer)
         sums = [self.trace.sum_of(each.tensor) for each in arguments]
         found = OwnerTokens(origins, self.trace.sources.copy(), names, sums)
         if is_outer:
@@ -183,6 +248,11 @@ class Tracing:
         else:
             self._owners.append((layer, found))
         return found
+
+    def owner_called(self, call: OwnerCall, arguments: Sequence[Element]) -> None:
+        """Tell a call that is run again later which tokens its arguments have."""
+        call.tokens = self.owner(call.layer, arguments)
+        self._calls.append(call)
 
     def _name_sources(self, layer: str) -> None:
         """New grids of positions are called after the layer that made them."""
@@ -192,19 +262,35 @@ class Tracing:
             source.name = layer if not number else f"{layer} ({number + 1})"
         self._named = len(self.trace.sources.all)
 
+    def chosen(self) -> Tracing:
+        """This one, or that with features second if layers say so and none says otherwise."""
+        second = self.second
+        return self if second is None or not self.trace.sources.layouts[0].is_second else second
+
     def finish(self, counts: Mapping[str, int]) -> TokenMap:
         """What was found; the records get their tokens."""
+        chosen = self.chosen()
+        found = chosen._finish(counts)
+        for call, (_, tokens) in zip(self._calls, chosen._owners, strict=True):
+            call.tokens = tokens
+        found.way, found.reads_values = self.trace.way, self.trace.reads_values
+        found.is_open = found.reads_values or random_state() != self._random
+        if any(each.is_assumed for each in self.trace.sources.layouts):
+            found.note = _ASSUMED
+        return found
+
+    def _finish(self, counts: Mapping[str, int]) -> TokenMap:
         found = TokenMap()
         found.counts, found.constants = dict(counts), frozenset(self._constants)
-        found.outer, found.way = self._outer, self.trace.way
-        found.reads_values = self.trace.reads_values
-        found.is_open = found.reads_values or random_state() != self._random
+        found.outer = self._outer
         found.is_dynamic = self.trace.has_data_shapes
         found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
         lookups = self._rows_of_constants()
-        for record, origins, shape in self._outputs:
+        for record, origins, use, shape in self._outputs:
+            if use is not origins:
+                origins.first = use.first.reshape(shape)
             tokens = tokens_of(self.trace, record, origins, shape)
-            tokens = tokens._replace(is_step=origins.is_step)
+            tokens = tokens._replace(is_step=use.is_step)
             if id(origins) in lookups:
                 tokens = tokens._replace(rows=(lookups[id(origins)],))
             landed = origins.landed
@@ -224,7 +310,7 @@ class Tracing:
     def _rows_of_constants(self) -> dict[int, Rows]:
         """The rows of layers that are called several times with constants: each is a token."""
         several: dict[str, list[tuple[Record, Origins, int]]] = defaultdict(list)
-        for record, origins, shape in self._outputs:
+        for record, origins, _, shape in self._outputs:
             if shape and bool((compact(origins.first) == NOBODY).all()):
                 count = math.prod(shape[: len(shape) - record.features])
                 several[record.watched.layer].append((record, origins, count))
@@ -334,6 +420,16 @@ def signature(
         if _is_plain(value, 3)
     ]
     return (model.training, torch.is_grad_enabled(), *tensors, *plain)
+
+
+def parameters_of_layers(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters of Linear layers; nothing of them is read, or parametrized."""
+    return frozenset(
+        f"{layer}.{key}" if layer else key
+        for layer, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        for key in module._parameters
+    )
 
 
 def full_masks(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> tuple[bool, ...]:

@@ -12,9 +12,14 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchfmri._arguments import check_module, require
-from torchfmri._model import compiled_code_as_eager, named_layers, nearest_names, unchanged
+from torchfmri._model import (
+    compiled_code_as_eager,
+    named_layers,
+    not_found,
+    unchanged,
+)
 from torchfmri._tokens.losses.gradient import check_direction
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 
 
 def token_loss_dots(
@@ -121,7 +126,7 @@ def _moved(
     moved: dict[str, tuple[Tensor, Tensor]] = {}
     for name, part in direction.items():
         if name not in known:
-            raise LayerNotFoundError(name, nearest_names(name, list(known)), len(known))
+            raise not_found(name, known, "dict(model.named_parameters())", "parameter")
         parameter = known[name]
         check_direction(name, part, tuple(parameter.shape))
         place = inside[id(parameter)]

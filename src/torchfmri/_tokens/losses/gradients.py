@@ -13,7 +13,7 @@ from torchfmri._model import (
     compiled_code_as_eager,
     match_names,
     named_layers,
-    nearest_names,
+    not_found,
     switched_off,
     watched,
 )
@@ -21,7 +21,7 @@ from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.losses.gradient import TokenLossGradient, check_direction
 from torchfmri._tokens.losses.loss_pass import UNUSED, LossPass, Wanted
 from torchfmri._tokens.losses.matrix_calls import MatrixCalls
-from torchfmri.exceptions import InspectionError, LayerNotFoundError
+from torchfmri.exceptions import InspectionError
 
 _USAGE = (
     'with torchfmri.token_gradients(model, "*", per="token_loss") as tokens: '
@@ -238,7 +238,7 @@ class TokenLossGradients:
         results = self._computed()
         names = match_names(pattern, self.names)
         if not names:
-            raise LayerNotFoundError(pattern, nearest_names(pattern, self.names), len(results))
+            raise not_found(pattern, self.names, "tokens.names", "parameter")
         return _added([act(results[name]) for name in names])
 
     def _computed(self) -> dict[str, TokenLossGradient]:
@@ -253,7 +253,7 @@ class TokenLossGradients:
     def _first_name(self, name: str) -> str:
         first = self._names.get(name) if isinstance(name, str) else None
         if first is None:
-            raise LayerNotFoundError(name, nearest_names(name, list(self._names)), len(self._names))
+            raise not_found(name, self._names, "tokens.names", "parameter")
         return first
 
 

@@ -55,7 +55,7 @@ class MatrixCall:
         return len(self.values)
 
     def reading(self, values: Tensor) -> MatrixCall:
-        """The same call with a copy of its input."""
+        """Return the call with a copy of its input."""
         if isinstance(self.shared, Index):
             return replace(self, shared=Index(values, self.shared.size))
         return replace(self, shared=values)

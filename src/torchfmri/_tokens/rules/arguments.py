@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.axes import TOKENS
-from torchfmri._tokens.rules.origins import CHANNELS_FIRST, NOBODY, Origins, Source, Sources
+from torchfmri._tokens.rules.origins import (
+    CHANNELS_FIRST,
+    NOBODY,
+    Layout,
+    Origins,
+    Source,
+    Sources,
+)
 from torchfmri._torch import Element, flatten_arguments
 
 
@@ -99,6 +106,7 @@ def _own(sources: Sources, tensor: Tensor, name: str, stack: str) -> Origins:
                              is_given=True)  # fmt: skip
         other = _at(sources, second, tensor, (shape[0], 1, *last))
         found.second, found.is_decided, found.is_raw = other.first, False, True
+        first.layout = second.layout = Layout()
     return found
 
 
@@ -121,3 +129,11 @@ def _beside(sources: Sources, element: Element, main: Tensor, stack: str) -> Ori
     samples = sources.whole_samples(shape[0]).numbers(tensor.device)
     numbers = samples.view(-1, *[1] * (tensor.ndim - 1)).expand(shape)
     return Origins(numbers, is_doubtful=tensor.is_floating_point() and tensor.ndim > 1)
+
+
+def with_layout(origins: Origins, channels: str | None) -> Origins:
+    """The origins of an argument, read with its features "last" or "first" of a sample."""
+    if channels is None or not origins.is_raw or origins.second is None:
+        return origins
+    first = origins.first if channels == "last" else origins.second
+    return origins.but(first=first, second=None, is_decided=True, is_raw=False)

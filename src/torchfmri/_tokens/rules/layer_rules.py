@@ -11,6 +11,7 @@ To add a layer, write a rule and enter it in `RULES`; layers without one are run
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from inspect import signature
@@ -244,11 +245,12 @@ def convolution_terms(
     rows = grid.channels_of(g)
     size = tuple(g.shape[-len(kernel) :])
     x = patches(padded, kernel, stride, dilation, size)
-    x = x.reshape(len(rows), groups, -1)
+    # No -1: it cannot be told where there are no rows.
+    x = x.reshape(len(rows), groups, padded.shape[1] * math.prod(kernel) // groups)
     if groups == 1:
         return {"weight": Term((rows, x)), "bias": Term((rows,))}
     number = torch.arange(groups, device=g.device).expand(len(rows), groups)
-    split = rows.reshape(len(rows), groups, -1)
+    split = rows.reshape(len(rows), groups, rows.shape[-1] // groups)
     return {"weight": Term((Index(number, groups), split, x)), "bias": Term((rows,))}
 
 
@@ -291,8 +293,10 @@ def transposed_convolution(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Ter
     rows = batched.movedim(1, -1).flatten(1, -2).flatten(0, 1)
     groups = module.groups
     number = torch.arange(groups, device=g.device).expand(len(rows), groups)
-    inside = read.reshape(len(rows), groups, -1)
-    weight = Term((Index(number, groups), rows.reshape(len(rows), groups, -1), inside))
+    width = padded.shape[1] * math.prod(module.kernel_size) // groups
+    inside = read.reshape(len(rows), groups, width)
+    own = rows.reshape(len(rows), groups, rows.shape[-1] // groups)
+    weight = Term((Index(number, groups), own, inside))
     return {"weight": weight, "bias": Term((grid.channels_of(g),))}
 
 

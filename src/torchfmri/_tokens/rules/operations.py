@@ -81,6 +81,7 @@ class Known(Protocol):
     sources: Sources
     algebra: Algebra
     count: int
+    of_layers: frozenset[str]
 
     def origins(self, tensor: Tensor) -> Origins | None: ...
 
@@ -153,6 +154,10 @@ class Call:
             several = [found for each, found in data if each is not operands[0]]
             if not several:
                 return Origins(constant(NOBODY, operands[0]))
+        for each in operands:
+            if self.of(each) is None and self.trace.leaves(each):
+                for found in several:
+                    self.algebra.used_by_entry(found, each.shape)
         return self.algebra.join(several, shape, self.name)
 
     def _rows_of(self, operand: Tensor, axis: int = -1) -> Origins | None:
@@ -160,6 +165,7 @@ class Call:
         found = self.of(operand)
         if found is None:
             return None
+        found = self.algebra.summed_by_layer(found, [axis]) or found
         found = self.algebra.reduced(found, [axis % operand.ndim], self.name, are_features=True)
         return found.moved(lambda numbers: numbers.expand(self.results[0].shape))
 
@@ -202,7 +208,8 @@ class Call:
         raw = all(each.is_raw for each in several)
         return [
             one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided, is_raw=raw,
-                    born=self.trace.count, is_slice=one.is_slice or self._is_slice())
+                    born=self.trace.count, is_slice=one.is_slice or self._is_slice(),
+                    is_sample=all(each.is_sample for each in several) or self._is_sample())
             for a, b in zip(moved, second, strict=True)
         ]  # fmt: skip
 
@@ -227,6 +234,12 @@ class Call:
         axis = self.named.get("dim", 0)
         return self.name in ("select", "unbind") and axis % (self.results[0].ndim + 1) > 0
 
+    def _is_sample(self) -> bool:
+        """Whether one entry of the first axis is taken: x[t]."""
+        result = self.results[0]
+        axis = self.named.get("dim", 0)
+        return self.name in ("select", "unbind") and result.ndim == 2 and axis % 3 == 0
+
     def _chosen(self, ids: Origins, result: Tensor) -> Origins:
         """Rows of a table belong to the tokens that chose them."""
         extra = result.ndim - ids.first.ndim
@@ -245,6 +258,8 @@ class Call:
         (result,) = self.results
         axis = self.named.get("dim", 0) % result.ndim
         data = [found for each in self.arguments[0] if (found := self.of(each)) is not None]
+        for each in data if self.name == "cat" and axis != result.ndim - 1 else ():
+            self.algebra.lengthened(each, axis)
         data = [self.algebra.settled(each, []) for each in data]
         if self.name == "stack" or any(bool((compact(e.first) < 0).any()) for e in data):
             return None
@@ -378,6 +393,7 @@ class Call:
             axes = range(operand.ndim - len(self.named["normalized_shape"]), operand.ndim)
         axes = [axes] if isinstance(axes, int) else list(axes)
         if "layer_norm" in self.name or "rms_norm" in self.name:
+            found = self.algebra.summed_by_layer(found, axes) or found
             found = self.algebra.settled(found, axes, are_features=True)
         elif "norm" in self.name and operand.ndim > 1:
             found = self.algebra.by_channel(found)
@@ -407,14 +423,26 @@ class Call:
         shift = 1 if self.name in ("addmm", "baddbmm") else 0
         one, other = self.arguments[shift : shift + 2]
         shape = result.shape
+        rows, columns = self.of(one), self.of(other)
+        rows, columns = self._summed(rows, other, -1), self._summed(columns, one, -2)
         found = self._selected(one, other)
         if found is None:
-            found = self.algebra.product(self.of(one), self.of(other), shape, self.name)
+            found = self.algebra.product(rows, columns, shape, self.name)
             if found is not None and self.of(one) is None and result.ndim == 3:
                 found = self._asked(one, found)
         bias = self.of(self.arguments[0]) if shift else None
         both = [each for each in (found, bias) if each is not None]
         return [self.algebra.join(both, shape, self.name)]
+
+    def _summed(self, factor: Origins | None, matrix: Tensor, axis: int) -> Origins | None:
+        """The origins of a factor, with what a product with a parameter says about its layout."""
+        names = self.trace.leaves(matrix)
+        if not names:
+            return factor
+        is_free = names.isdisjoint(self.trace.of_layers)
+        if is_free and matrix.shape[-1] == matrix.shape[-2]:
+            return self.algebra.mixed_by_parameter(factor, axis)
+        return self.algebra.summed_by_layer(factor, [axis])
 
     def _selected(self, one: Tensor, other: Tensor) -> Origins | None:
         """The rows that a product with a matrix of zeros and ones moves to other places.
@@ -482,6 +510,8 @@ class Call:
         (result,) = self.results
         shift = 1 if self.name == "addmv" else 0
         one, other = self.of(self.arguments[shift]), self.of(self.arguments[shift + 1])
+        if self.trace.leaves(self.arguments[shift + 1]):
+            one = self.algebra.summed_by_layer(one, [-1])
         column = None if other is None else other.moved(lambda numbers: numbers[:, None])
         shape = torch.Size((*result.shape, 1))
         found = self.algebra.product(one, column, shape, self.name)

@@ -10,7 +10,7 @@ two candidates until an operation sums one of them away.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,57 @@ NOBODY = -1  # a constant, or a value that all samples share
 UNKNOWN = -2  # the result of an operation without a rule
 SEVERAL = -3  # computed from several positions, none of which takes precedence
 CHANNELS_FIRST = "channels first"  # the name of an argument's tokens when read that way
+
+
+@dataclass(slots=True)
+class Layout:
+    """What the uses of an argument say about its layout: (b, s, d), or (b, d, s).
+
+    Attributes:
+        last: A layer sums over its last axis with a parameter: the features are last.
+        second: One sums over its second axis: the features are second.
+        by_channel: One is made for features that are second, such as a convolution.
+        is_used: A parameter was used on it entry by entry, before any layer had decided.
+        per_second: Such a parameter has an entry for each entry of the second axis, and one for the
+            whole last axis.
+        is_mixed: A square parameter that is no layer's sums over its second axis, as in w @ x. It
+            mixes the positions of (b, s, d) or the features of (b, d, s): this tells nothing.
+        is_followed: The argument is also followed with its features second, beside this.
+    """
+
+    last: bool = False
+    second: bool = False
+    by_channel: bool = False
+    is_used: bool = False
+    per_second: bool = False
+    is_mixed: bool = False
+    is_followed: bool = False
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a layer has said anything."""
+        return self.last or self.second or self.by_channel
+
+    @property
+    def is_second(self) -> bool:
+        """Whether the features are second, without anything against it."""
+        return (self.second or self.by_channel) and not self.last
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether the features are taken to be last, and the layers do not say so."""
+        either = self.last and self.second and not self.by_channel
+        return either or (self.is_mixed and not self.is_told)
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether a parameter suggests features second, and no layer says so or otherwise."""
+        return self.per_second and not self.is_told
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the reading with features second will not be asked for."""
+        return self.last or (self.by_channel and not self.is_used)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +86,7 @@ class Source:
         is_given: Whether it is an argument of the model.
         members: For tokens that others were merged into: by number, the token that it is part of.
         same_as: The source whose tokens these are, found out later.
+        layout: What layers say about the layout of the argument; None where there is no question.
     """
 
     grid: tuple[int, int]
@@ -44,6 +96,7 @@ class Source:
     is_given: bool = False
     members: Tensor | None = None
     same_as: Source | None = None
+    layout: Layout | None = None
 
     @property
     def stop(self) -> int:
@@ -76,6 +129,12 @@ class Sources:
         self.all.append(source)
         self._tables.clear()
         return source
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts of the arguments that can be read in two ways, each once."""
+        found = {id(each.layout): each.layout for each in self.all if each.layout is not None}
+        return list(found.values())
 
     def copy(self) -> Sources:
         """The same sources, to which others can be added."""
@@ -140,6 +199,7 @@ class Origins:
             that were taken in: what a recurrence looks like from inside.
         born: When the entries were last moved, as a number of operations.
         is_slice: Made of one position of each row, as x[:, t] is.
+        is_sample: Made of one entry of the first axis, as x[t] is: a sample, or a step.
         landed: Of what a layer made of constants: the data over which it was spread.
     """
 
@@ -154,6 +214,7 @@ class Origins:
     born: int = 0
     is_doubtful: bool = False
     is_slice: bool = False
+    is_sample: bool = False
     landed: Origins | None = None
     _shift: Tensor | None = None
     _before: Tensor | None = None
@@ -180,6 +241,20 @@ class Origins:
     def is_step(self) -> bool:
         """Whether this is one use of several on a state: it belongs to the step that follows."""
         return self._recurs
+
+    def use_of(self, leaves: Iterable[str]) -> Origins:
+        """The use of one of these parameters that this is the result of, in another shape maybe.
+
+        A Linear on (b, 1, i) or (i,) returns a view of its product. Where a use belongs is found
+        out after it, and is noted there.
+        """
+        for use in (self.chain[each] for each in leaves if each in self.chain):
+            ours, theirs = compact(self.first), compact(use.first)
+            same = self.first.numel() == use.first.numel() and use is not self
+            if same and torch.equal(_unique(ours), _unique(theirs)):
+                flat = self.first.reshape(-1) == use.first.reshape(-1)
+                return use if bool(flat.all()) else self
+        return self
 
     def used_by(self, leaves: frozenset[str], has_arrived: bool) -> None:
         """Note that this is the result of a use of parameters.
@@ -219,9 +294,11 @@ class Origins:
         A layer after the step that takes a position in, such as a norm, looks to the next step like
         a layer on the state. What the step returns tells them apart.
         """
-        for use in self.chain.values():
+        # What is collected may be such a use itself, shifted by the step that came after it.
+        own = compact(self.first if self._before is None else self._before).amin()
+        for use in list(self.chain.values()):
             here = use.first if use._before is None else use._before
-            if bool(compact(here).amin() == compact(self.first).amin()):
+            if bool(compact(here).amin() == own):
                 use.first, use._before, use._shift = here, None, None
                 use._is_open = False
 
@@ -234,10 +311,14 @@ class Origins:
         self._recurs = True
         if self._shift is not None:
             shift, lead = self._shift, self.first.ndim - 1
+            if bool((shift == shift[0]).all()):  # the rows may have another shape since
+                shift = shift[:1]
             shift = shift.view(-1, *[1] * lead) if self.first.ndim else shift
-            if len(self._shift) in (1, self.first.shape[0] if self.first.ndim else 1):
-                self._before = self.first
+            self._before = self.first
+            if len(shift) in (1, self.first.shape[0] if self.first.ndim else 1):
                 self.first = torch.where(self.first >= 0, self.first + shift, self.first)
+            else:
+                self.first = torch.full_like(self.first, SEVERAL)
             self._shift = None
 
 
@@ -299,10 +380,11 @@ class Algebra:
             seen, born = result.seen | each.seen, max(result.born, each.born)
             doubtful = result.is_doubtful and each.is_doubtful
             slices = result.is_slice and each.is_slice
+            samples = result.is_sample and each.is_sample
             result = self._join(result, self._spread(each, shape), name)
             result.seen, result.born = result.seen | seen, born
             result.is_doubtful = doubtful
-            result.is_slice = slices
+            result.is_slice, result.is_sample = slices, samples
         return result
 
     def _spread(self, origins: Origins, shape: torch.Size) -> Origins:
@@ -443,18 +525,14 @@ class Algebra:
             return None
         samples_a, samples_b = self.sources.sample_of(a), self.sources.sample_of(b)
         if not bool((samples_a == samples_b)[both].all()):
-            return None
-        single_a, single_b = self.is_step(one), self.is_step(other)
+            return self._by_first_axis(one, other)
+        single_a, single_b = self._is_position(one), self._is_position(other)
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
             return many if self.is_single(one_position.first) else None
         if single_a:
             newer = self._newer(one, other)
-            older = other if newer is one else one
-            shift = self._row(newer) - self._row(older)
-            newer.taken_in()
-            older.joined_at(shift)
-            return newer.but(seen=self._seen(one) | self._seen(other))
+            return self._stepped(newer, other if newer is one else one)
         finer = self._finer(one.first, other.first)
         if finer is not None:
             return one if self._equal(finer, one.first) else other
@@ -462,6 +540,35 @@ class Algebra:
         if whole_a != whole_b:
             return one if whole_a else other
         return None
+
+    def _stepped(self, newer: Origins, older: Origins) -> Origins:
+        """The result of a step of a recurrence, which takes in what the one before has led to."""
+        shift = self._row(newer) - self._row(older)
+        newer.taken_in()
+        older.joined_at(shift)
+        return newer.but(seen=self._seen(newer) | self._seen(older))
+
+    def _by_first_axis(self, one: Origins, other: Origins) -> Origins | None:
+        """The later of two steps along the first axis: a recurrence over (s, b, d).
+
+        It has taken in the other already, or the other has gone through parameters that it has not:
+        the sum of two samples is no step.
+        """
+        if not (one.is_sample and other.is_sample):
+            return None
+        seen, others = self._seen(one), self._seen(other)
+        if seen < others or (not others < seen and other.chain.keys() < one.chain.keys()):
+            one, other, seen, others = other, one, others, seen
+        if not (others < seen or one.chain.keys() < other.chain.keys()):
+            return None
+        rows, before = (self._row(each) for each in (one, other))
+        present = self.sources.present(torch.cat([rows, before]))
+        if len(present) != 1 or rows.shape != before.shape:
+            return None
+        shift = rows - before
+        if bool((shift % present[0].grid[1] != 0).any()) or bool((shift != shift[0]).any()):
+            return None  # other places of the samples
+        return self._stepped(one, other)
 
     def _newer(self, one: Origins, other: Origins) -> Origins:
         """Which of two steps the result belongs to.
@@ -483,6 +590,14 @@ class Algebra:
         return one if first > second else other
 
     def is_step(self, origins: Origins) -> bool:
+        """Whether this may be a step of a recurrence, along the positions or the first axis."""
+        if not origins.is_sample:
+            return self._is_position(origins)
+        first = origins.first
+        is_told = bool((compact(first) >= 0).all()) and first.numel() > 0
+        return is_told and all(is_constant_along(first, axis) for axis in range(1, first.ndim))
+
+    def _is_position(self, origins: Origins) -> bool:
         """Whether each sample, or each row of a batch of windows, has one position."""
         first = origins.first
         if not bool((compact(first) >= 0).all()) or not first.numel():
@@ -519,6 +634,97 @@ class Algebra:
 
     # -- summing over axes -------------------------------------------------------------------
 
+    def layout_of(self, origins: Origins) -> Layout | None:
+        """The layout of the argument that a tensor is, where that is still a question."""
+        if not origins.is_raw or origins.second is None:
+            return None
+        layouts = [each.layout for each in self.sources.present(origins.first)]
+        return layouts[0] if len(layouts) == 1 else None
+
+    def summed_by_layer(self, origins: Origins | None, axes: Sequence[int]) -> Origins | None:
+        """Note that a layer takes these axes for features, which may tell the layout.
+
+        Returns the origins; where the other layout is followed beside this, with features last.
+        """
+        if origins is None:
+            return None
+        layout = self.layout_of(origins)
+        if layout is not None:
+            fits = self._fitting(origins, axes)
+            layout.last |= fits == (True, False)
+            layout.second |= fits == (False, True)
+            if fits == (False, True) and layout.is_followed:
+                return origins.but(second=None, is_decided=True, is_raw=False)
+        elif origins.second is None and len(axes) == 1 and self._mixes(origins.first, axes[0]):
+            self._deny(origins.first)
+        return origins
+
+    def mixed_by_parameter(self, origins: Origins | None, axis: int) -> Origins | None:
+        """Note a product with a square parameter that is no layer's; see `Layout.is_mixed`."""
+        layout = None if origins is None else self.layout_of(origins)
+        if origins is not None and layout is not None:
+            if self._fitting(origins, [axis]) == (False, True):
+                layout.is_mixed = True
+                return origins
+        elif origins is not None and not self._is_second(origins.first):
+            return origins
+        return self.summed_by_layer(origins, [axis])
+
+    def _is_second(self, numbers: Tensor) -> bool:
+        """Whether these are tokens of an argument that is read with its features second."""
+        return any(CHANNELS_FIRST in each.name for each in self.sources.present(numbers))
+
+    def lengthened(self, origins: Origins, axis: int) -> None:
+        """Note that a parameter is put beside data along an axis: that of positions, as a rule."""
+        layout = self.layout_of(origins)
+        if layout is not None:
+            fits = self._fitting(origins, [axis])
+            layout.last |= fits == (False, True)
+            layout.second |= fits == (True, False)
+
+    def _mixes(self, numbers: Tensor, axis: int) -> bool:
+        """Whether a sum over an axis is one over positions, for each of several features."""
+        rows = numbers.movedim(axis, -1).reshape(-1, numbers.shape[axis])
+        if rows.shape[0] < 2 or rows.shape[1] < 2 or len(_unique(rows[0])) < rows.shape[1]:
+            return False
+        return len(_unique(rows, dim=0)) < len(rows)
+
+    def used_by_entry(self, origins: Origins, shape: Sequence[int]) -> None:
+        """Note that a parameter of this shape is used on an argument entry by entry."""
+        layout = self.layout_of(origins)
+        varies = [-1 - k for k, size in enumerate(reversed(shape)) if size > 1]
+        if layout is not None:
+            layout.is_used = True
+            fits = self._fitting(origins, varies)
+            layout.per_second |= fits == (False, True)
+        elif origins.second is None and varies:
+            self._used_by_position(origins.first, varies)
+
+    def _used_by_position(self, numbers: Tensor, varies: Sequence[int]) -> None:
+        """Where features were taken to be second: a parameter per position is one per feature."""
+        others = {each - numbers.ndim for each in range(1, numbers.ndim)} - {*varies}
+        if any(is_constant_along(numbers, axis) for axis in varies):
+            return
+        if any(numbers.shape[each] > 1 and is_constant_along(numbers, each) for each in others):
+            self._deny(numbers)
+
+    def _deny(self, numbers: Tensor) -> None:
+        """Note that a layer sums over what was taken for positions of an argument."""
+        for each in self.sources.present(numbers):
+            if each.layout is not None and not each.layout.is_settled:
+                is_second = CHANNELS_FIRST in each.name
+                each.layout.last |= is_second
+                each.layout.second |= not is_second
+
+    def _fitting(self, origins: Origins, axes: Sequence[int]) -> tuple[bool, bool]:
+        """Whether each of two candidates does not change along the axes."""
+        both = (origins.first, origins.second)
+        one, other = (
+            each is not None and all(is_constant_along(each, axis) for axis in axes)
+            for each in both
+        )
+        return one, other
+
     def settled(self, origins: Origins, axes: Sequence[int], are_features: bool = False) -> Origins:
         """Of two candidates the one that does not change along these axes, if there is one.
 
@@ -540,6 +746,10 @@ class Algebra:
         """The origins for a layer with the features second."""
         if origins.second is None:
             return origins
+        layout = self.layout_of(origins)
+        if layout is not None:
+            layout.by_channel |= self._fitting(origins, [1]) == (False, True)
+            layout.last |= not layout.by_channel
         found = self._settled(origins, [1])
         if found.is_raw and is_constant_along(origins.first, 1):  # the reading with more positions
             counts = [len(_unique(compact(each))) for each in (origins.first, origins.second)]

@@ -37,6 +37,7 @@ from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_terms
 from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
 from torchfmri._tokens.rules.uses import (
     NotUnderstoodError,
+    UnclearLayoutError,
     scattered,
     tags_of,
     terms_of,
@@ -45,6 +46,11 @@ from torchfmri._tokens.rules.uses import (
 from torchfmri._torch import flatten, map_tensors, may_autocast, node_sequence_number
 from torchfmri.exceptions import UnsupportedLayerError
 
+_UNCLEAR = (
+    "it is used entry by entry on an argument of the model, and no layer says whether the features "
+    "of that are its last axis, (b, s, d), or its second, (b, d, s). Say which: "
+    "token_gradients(..., channels='last') or channels='first'."
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -457,6 +463,8 @@ class OwnerCall:
             for name in use.derived.leaves:
                 try:
                     terms[name] += terms_of(use, g, leaves[name], tracker.sources)
+                except UnclearLayoutError:
+                    found.unsupported[name] = UnsupportedLayerError(name, self.layer, _UNCLEAR)
                 except (NotUnderstoodError, RuntimeError, IndexError) as reason:
                     failed.setdefault(name, str(reason) or type(reason).__name__)
         self._add_returned(tracker, outputs, leaves, terms)
@@ -465,12 +473,13 @@ class OwnerCall:
                 break  # the gradient in this graph holds the calls as well
             if whole is None and name in hidden:
                 found.unsupported[name] = self._without_graph(name)
-            if whole is not None and name not in failed and not _adds_up(terms[name], whole):
+            is_told = name not in failed and name not in found.unsupported
+            if whole is not None and is_told and not _adds_up(terms[name], whole):
                 failed[name] = "an operation that was not understood"
         if not beside_calls:
             self._fall_back(failed, pairs, leaves, found)
         for name, several in terms.items():
-            if name not in failed:
+            if name not in failed and name not in found.unsupported:
                 for tags, term in several:
                     axis = Axis(self.axis.run, tags.stack, tags.grid, tags.of)
                     rule = f"re-run of {type(self.module).__name__}"
@@ -495,7 +504,9 @@ class OwnerCall:
             shape = tuple(leaves[name].shape)
             several: list[Tags] = []
             if derived.origins is not None:
-                several = tags_of(tracker.sources, told_numbers(derived.origins, g, "it"))
+                several = tags_of(
+                    tracker.sources, told_numbers(derived.origins, g, "it", tracker.sources)
+                )
             else:
                 g = g if g.ndim > 2 else g[None]
                 fresh = fresh_tags(g)

@@ -46,6 +46,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         reads_values: Whether Python was handed a value out of a tensor, or a yes or no about it,
             that may differ in another run.
         has_data_shapes: Whether values decided the shape of a tensor (`nonzero`).
+        of_layers: The parameters of Linear layers.
+        beside: The same run with the features of its arguments second; None where they are not.
     """
 
     supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
@@ -71,6 +73,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self.way = 0
         self.reads_values = False
         self.has_data_shapes = False
+        self.beside: Trace | None = None
+        self.of_layers: frozenset[str] = frozenset()
 
     # -- what is known of a tensor -------------------------------------------------------------
 
@@ -172,6 +176,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self._written.clear()
         self._states.clear()
         self._fixed.clear()
+        if self.beside is not None:
+            self.beside.close()
 
     def output_of_call(self, tensor: Tensor) -> Origins:
         """The origins of what a layer returned.
@@ -204,6 +210,11 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self.way = step(self.way, function, arguments, keywords)
         result = function(*arguments, **keywords)
         self.follow(function, arguments, keywords, result)
+        if self.beside is not None:
+            self.beside.follow(function, arguments, keywords, result)
+            if self.sources.layouts[0].is_settled:
+                self.beside.close()
+                self.beside = None
         return result
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:

@@ -35,6 +35,10 @@ class NotUnderstoodError(Exception):
     """A use that no rule covers; the text says which operation it was."""
 
 
+class UnclearLayoutError(NotUnderstoodError):
+    """A use on an argument of which nothing says whether its features are last or second."""
+
+
 def terms_of(use: Use, g: Tensor, leaf: Tensor, sources: Sources) -> list[Found]:
     """The tokens and the terms of one use of one parameter, for each source of tokens.
 
@@ -47,7 +51,7 @@ def terms_of(use: Use, g: Tensor, leaf: Tensor, sources: Sources) -> list[Found]
     Raises:
         NotUnderstoodError: No rule covers the operation, or its tokens cannot be told.
     """
-    numbers = told_numbers(use.origins, g, _text(use))
+    numbers = told_numbers(use.origins, g, _text(use), sources)
     found = []
     for use.tags in tags_of(sources, numbers):
         whole = use.derived.places is not None
@@ -66,11 +70,12 @@ def tags_of(sources: Sources, numbers: Tensor) -> list[Tags]:
     return found
 
 
-def told_numbers(origins: Origins | None, g: Tensor, operation: str) -> Tensor:
+def told_numbers(origins: Origins | None, g: Tensor, operation: str, sources: Sources) -> Tensor:
     """The token of each entry, where every entry that matters has one.
 
     Raises:
         NotUnderstoodError: It cannot be told.
+        UnclearLayoutError: It depends on which axis of an argument the positions are.
     """
     if origins is None:
         raise NotUnderstoodError(f"{operation} on entries whose tokens cannot be told")
@@ -78,6 +83,12 @@ def told_numbers(origins: Origins | None, g: Tensor, operation: str) -> Tensor:
         raise NotUnderstoodError(
             f"{operation} on entries computed from different positions, by {origins.reason}"
         )
+    if origins.is_raw and origins.second is not None:
+        layouts = [each.layout for each in sources.present(origins.first)]
+        if any(each is not None and each.is_unclear for each in layouts):
+            raise UnclearLayoutError
+        if all(each is not None and each.is_second for each in layouts):
+            return origins.second
     small = compact(origins.first)
     if bool((small < NOBODY).any()):
         matters = (g != 0) & (origins.first < NOBODY)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from torchfmri._torch import DispatchMode
+
+# Methods that hand memory of a tensor to others without any operation; `item`, `int` and `bool` are
+# operations, which a dispatch mode sees.
+_HANDS_OUT = frozenset(
+    {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
+)
 
 
 def step(way: int, function: Any, arguments: Any, keywords: Any) -> int:
@@ -40,3 +48,25 @@ class Way(DispatchMode):  # type: ignore[no-untyped-call]
         keywords = keywords or {}
         self.way = step(self.way, function, arguments, keywords)
         return function(*arguments, **keywords)
+
+
+class Reads(TorchFunctionMode):
+    """Notes whether values leave torch: what Python does next may depend on them.
+
+    Args:
+        is_fixed: Whether a tensor is the same in every pass.
+    """
+
+    def __init__(self, is_fixed: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._is_fixed, self.found = is_fixed, False
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _HANDS_OUT and not self.found and isinstance(arguments[0], Tensor):
+            # The address of memory on a device is for kernels: Python cannot read there.
+            is_readable = arguments[0].is_cpu or name not in ("data_ptr", "untyped_storage")
+            self.found = is_readable and not self._is_fixed(arguments[0])
+        return function(*arguments, **(keywords or {}))

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     mask: Tensor | None = None
 
     def to(self, device: str) -> Batch:
-        """The same on a device."""
+        """Return the task with its tensors on a device."""
         moved = (None if each is None else each.to(device) for each in self)
         return Batch(*moved)  # type: ignore[arg-type]
 

@@ -76,7 +76,7 @@ class RunPlan:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """The stem of the names of its files."""
         return f"{self.variant}-{self.seed}"
 
     def to_dict(self) -> dict[str, Any]:

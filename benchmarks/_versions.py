@@ -1,0 +1,69 @@
+"""Steps of another checkout, in a process of their own, so that two versions meet in one run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks._timing import Run
+
+# Runs in the other checkout: a line in is the name of a step, a line out says that it was done.
+_WORKER = """
+import argparse, sys, torch
+from benchmarks import token_gradients as subject
+parser = argparse.ArgumentParser()
+subject.add_arguments(parser)
+arguments = parser.parse_args(sys.argv[1:])
+torch.set_num_threads(arguments.threads)
+steps = subject.build_ours(subject.build_task(arguments))
+print("ready", flush=True)
+for line in sys.stdin:
+    steps[line.strip()]()
+    print("done", flush=True)
+"""
+
+
+@contextmanager
+def steps_of(checkout: Path, names: Iterable[str], options: list[str]) -> Iterator[dict[str, Run]]:
+    """The steps of another checkout of this repository, as `before_<name>`.
+
+    Args:
+        checkout: Its folder.
+        names: Of steps of `token_gradients`.
+        options: Of that subject, on the command line.
+    """
+    paths = os.pathsep.join(map(str, (checkout / "src", checkout)))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", _WORKER, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+
+    def step(name: str) -> Run:
+        def run() -> None:
+            worker.stdin.write(f"{name}\n")  # type: ignore[union-attr]
+            worker.stdin.flush()  # type: ignore[union-attr]
+            expect("done")
+
+        return run
+
+    def expect(word: str) -> None:
+        line = worker.stdout.readline().strip()  # type: ignore[union-attr]
+        if line != word:
+            raise RuntimeError(f"{checkout} ended with {line!r}: its errors are above.")
+
+    with worker:
+        try:
+            expect("ready")
+            yield {f"before_{name}": step(name) for name in names}
+        finally:
+            worker.stdin.close()

@@ -1,0 +1,76 @@
+"""Partners found by their weights: a port has other names, but it loads the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._compare.causes import own_tensors
+
+_DIGITS = 6
+
+
+def match_by_weights(
+    a: Mapping[str, nn.Module],
+    b: Mapping[str, nn.Module],
+    rest: tuple[Sequence[str], Sequence[str]],
+    known: Mapping[str, str],
+) -> dict[str, str]:
+    """Return pairs of layers that hold the same numbers, and of modules made of such layers.
+
+    Args:
+        a: The modules of one side by layer, in order; empty for a recording.
+        b: Those of the other.
+        rest: The layers of both that have no partner yet, in the order in which they finish.
+        known: Pairs that are known already.
+    """
+    keys = [_grouped({n: _fingerprint(side[n]) for n in names if n in side})
+            for side, names in zip((a, b), rest, strict=True)]  # fmt: skip
+    found: dict[str, str] = {}
+    for key, ours in keys[0].items():
+        theirs = keys[1].get(key, [])
+        if len(ours) == len(theirs):  # several that are equal, such as new norms, come in order
+            found |= dict(zip(ours, theirs, strict=True))
+    inner = {**known, **found}
+    made_a = _grouped({n: _parts(n, inner.items()) for n in rest[0] if n not in found})
+    turned = [(other, one) for one, other in inner.items()]
+    taken = set(found.values())
+    made_b = _grouped({n: _parts(n, turned) for n in rest[1] if n not in taken})
+    image = {frozenset(inner[each] for each in key): names for key, names in made_a.items()}
+    for key, theirs in made_b.items():
+        ours = image.get(frozenset(key), [])
+        if len(ours) == len(theirs):  # modules that hold nothing else than one another
+            found |= dict(zip(ours, theirs, strict=True))
+    return found
+
+
+def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
+    """Return numbers that stay the same if a weight is transposed or its units are permuted."""
+    tensors = [each for each in own_tensors(module).values() if each.is_floating_point()]
+    return tuple(sorted(map(_sums, tensors)))
+
+
+def _sums(x: Tensor) -> tuple[Any, ...]:
+    # In the coarsest precision of all, so that a checkpoint is known in every dtype.
+    values = x.detach().bfloat16().double()
+    sums = (values.sum(), values.abs().sum(), values.square().sum())
+    rounded = [f"{float(each):.{_DIGITS}g}" for each in torch.stack(sums)]
+    return (tuple(sorted(x.shape)), *rounded)
+
+
+def _parts(name: str, pairs: Any) -> tuple[str, ...]:
+    """The layers inside a module that have partners."""
+    prefix = f"{name}." if name else ""
+    return tuple(sorted(one for one, _ in pairs if one.startswith(prefix) and one != name))
+
+
+def _grouped(keys: Mapping[str, tuple[Any, ...]]) -> dict[tuple[Any, ...], list[str]]:
+    """Key -> the names that have it; those with an empty key are left out."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, key in keys.items():
+        if key:
+            found.setdefault(key, []).append(name)
+    return found

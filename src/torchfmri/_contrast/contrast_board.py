@@ -1,0 +1,300 @@
+"""A contrast on the viewer's board: kinds of layers down, blocks across, as in its picture.
+
+A cell is the strongest of a layer's voxels; a row expands to all of them. Colour is the effect,
+faint cells have a small statistic, and what survives is outlined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._contrast.picture import block_number, opacities
+from torchfmri._contrast.record import Contrast
+from torchfmri._text import layer_label, number_text, plural, printable, star
+from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Overlay, Panel
+
+_BEFORE, _AFTER = "in", "out"
+_PEAKS = 20
+_CONTROLS = {"fdr": "FDR", "bonferroni": "Bonferroni", "max": "the largest statistic"}
+
+
+class ContrastBoard(Board):
+    """The board of a contrast.
+
+    Args:
+        contrast: What is shown.
+        path: Its file, for "copy Python".
+    """
+
+    kind, axis = "contrast", "block"
+
+    def __init__(self, contrast: Contrast, path: Path | None = None) -> None:
+        self.contrast, self.path = contrast, path
+        self._lay_out()
+        self._shades = {
+            "g": contrast.g,
+            "effect": contrast.effect,
+            "statistic": contrast.statistic,
+            "opacity": opacities(contrast),
+            "survives": contrast.survives.astype(np.float64),
+        }
+
+    def _lay_out(self) -> None:
+        """Give every layer a row by its kind and a column by its block."""
+        layers = [str(each) for each in self.contrast.columns.layer]
+        names = list(dict.fromkeys(layers))
+        numbers = {name: block_number(name) for name in names}
+        inside = [name for name in names if numbers[name] is not None]
+        blocks = sorted({numbers[name] for name in inside}, key=lambda each: each or 0)
+        prefix = star(inside[0]).partition("*")[0] if inside else ""
+        first = names.index(inside[0]) if inside else 0
+        before = bool(inside) and any(numbers[name] is None for name in names[:first])
+        after = any(numbers[name] is None for name in names[first:])
+        self._pieces = [
+            *([_BEFORE] if before else []), *map(str, blocks), *([_AFTER] if after else []),
+        ]  # fmt: skip
+        column = {number: at + before for at, number in enumerate(blocks)}
+        rows: dict[str, dict[int, list[int]]] = {}
+        self._cells: dict[str, tuple[str, int]] = {}
+        for at, name in enumerate(names):
+            number = numbers[name]
+            if number is None:
+                row, place = name, 0 if inside and at < first else len(self._pieces) - 1
+            else:
+                row = star(name).removeprefix(f"{prefix}*.").removeprefix(prefix)
+                row, place = ("block" if row == "*" else row), column[number]
+            self._cells[name] = (layer_label(row), place)
+        for index, name in enumerate(layers):
+            row, place = self._cells[name]
+            rows.setdefault(row, {}).setdefault(place, []).append(index)
+        self._rows = list(rows)
+        # (part, block) of each row: the places in the contrast's arrays, -1 for none.
+        self._places = {row: _square(places, len(self._pieces)) for row, places in rows.items()}
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """One scale for all rows, at the strongest peak."""
+        peak = self.contrast.ranked(1)
+        if not peak:
+            return {"norm": "global"}
+        row, column = self._cells[str(self.contrast.columns.layer[peak[0]])]
+        return {"norm": "global", "layer": row, "column": column}
+
+    @property
+    def id(self) -> str:
+        """The file, or the object itself."""
+        return str(self.path or f"memory-{id(self.contrast)}")
+
+    @property
+    def layers(self) -> Sequence[str]:
+        """The kinds of layers."""
+        return self._rows
+
+    @property
+    def types(self) -> Sequence[str]:
+        """The types of their modules."""
+        modules = self.contrast.columns.module
+        return [str(modules[places[places >= 0][0]]) for places in self._places.values()]
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """How many voxels, heads or units a layer of each kind has at most."""
+        return [len(each) for each in self._places.values()]
+
+    def about(self) -> dict[str, Any]:
+        """What the head of the page says."""
+        contrast = self.contrast
+        place = f"torchfmri.load_contrast({str(self.path)!r})" if self.path else "contrast"
+        about: dict[str, Any] = {
+            "title": printable(contrast.question),
+            "model": printable(contrast.model),
+            "notes": [printable(contrast.summary), *map(printable, contrast.notes)],
+            "python": place,
+            "rows": "↑ kinds of layers",
+        }
+        if not contrast.is_f:
+            about["ends"] = ["lower", "higher"]
+            if len(contrast.conditions) == 2:
+                a, b = (printable(str(each)) for each in contrast.conditions)
+                about["ends"] = [f"more in {b}", f"more in {a}"]
+        return about
+
+    def entries(self) -> Sequence[Entry]:
+        """The contrast itself."""
+        sizes = ", ".join(str(len(each)) for each in self.contrast.prompts.values())
+        return [Entry(printable(self.contrast.question), len(self._pieces), f"n = {sizes}")]
+
+    def length(self, sequence: int) -> int:
+        """How many blocks there are, with what stands before and after them."""
+        return len(self._pieces)
+
+    def metrics(self, sequence: int) -> Sequence[Metric]:
+        """The effect, as far as there is one, and the statistic."""
+        contrast, level = self.contrast, self.contrast.level
+        strongest = "" if level == "layer" else f" The strongest {level} of each layer."
+        test = f"{contrast.test} over {self._prompts()}"
+        found = [
+            Metric(
+                "g", "Effect size", f"In standard deviations over prompts.{strongest}", "Hedges g",
+                signed=True,
+            ),
+            Metric(
+                "effect", "Difference", f"Of the means over prompts.{strongest}",
+                f"difference of {contrast.metric.replace('_', ' ')}", signed=not contrast.is_f,
+            ),
+            Metric(
+                "statistic", "F" if contrast.is_f else "t", f"{test}.{strongest}",
+                "F" if contrast.is_f else "t", signed=not contrast.is_f,
+            ),
+            Metric("opacity", "", "", shown=False),
+            Metric("survives", "", "", shown=False),
+        ]  # fmt: skip
+        return [each for each in found if not np.isnan(self._shades[each.name]).all()]
+
+    def _prompts(self) -> str:
+        return " and ".join(
+            f"{plural(len(names), 'prompt')} of {printable(str(condition))!r}"
+            for condition, names in self.contrast.prompts.items()
+        )
+
+    def overlay(self, sequence: int) -> Overlay:
+        """Opacity by the statistic, an outline around what survives."""
+        contrast = self.contrast
+        if np.isnan(contrast.p).all():
+            meaning = "nothing is tested: effects only"
+        else:
+            control = _CONTROLS.get(str(contrast.height_control), "no correction")
+            meaning = f"survives {control} at {contrast.alpha:g}"
+        return Overlay(opacity="opacity", outline="survives", meaning=meaning)
+
+    def tracks(self, sequence: int) -> Sequence[Metric]:
+        """How many survive in each block."""
+        level = self.contrast.level
+        meaning = f"How many {level}s of the block survive."
+        return [Metric("survivors", "Survivors", meaning, f"{level}s")]
+
+    def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
+        """The numbers of some blocks."""
+        pieces = self._pieces[first:last]
+        nothing = [0] * len(pieces)
+        ids = list(range(first, first + len(pieces)))
+        return {"pieces": pieces, "ids": ids, "generated": nothing, "special": nothing}
+
+    def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:
+        """(block, row) the values of a plane."""
+        if plane == TRACKS:
+            kept = sum(self._taken("survives", row).sum(0) for row in self._rows)
+            return np.asarray(kept, np.float32)[:, None]
+        if plane == LAYERS:
+            rows = [self._strongest(metric, row) for row in self._rows]
+            return np.stack(rows, 1).astype(np.float32)
+        return self._at(metric, self._places[plane]).T.astype(np.float32)
+
+    def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
+        """Blocks that have no such layer."""
+        if plane == TRACKS:
+            return None
+        if plane == LAYERS:
+            return np.stack([(each < 0).all(0) for each in self._places.values()], 1)
+        absent: NDArray[np.bool_] = (self._places[plane] < 0).T
+        return absent
+
+    def names(self, plane: str) -> Sequence[str]:
+        """The names of the rows of a plane; parts are called as in the layer that has most."""
+        if plane in (LAYERS, TRACKS):
+            return self._rows if plane == LAYERS else ["survivors"]
+        places = self._places[plane]
+        longest = places[:, (places >= 0).sum(0).argmax()]
+        own = self.contrast.columns[longest].names
+        found = [plane + name[len(layer) :] for layer, name in
+                 zip(self.contrast.columns.layer[longest], own, strict=True)]  # fmt: skip
+        # Experts that are layers of their own share a row: their parts are numbered.
+        unique = len(set(found)) == len(found)
+        return found if unique else [f"{plane}[{at}]" for at in range(len(found))]
+
+    def panels(self, sequence: int) -> Sequence[Panel]:
+        """The table of peaks."""
+        contrast = self.contrast
+        size, values = ("F", contrast.f) if contrast.is_f else ("g", contrast.g)
+        rows: list[list[Any]] = []
+        for index in contrast.ranked(_PEAKS):
+            layer = str(contrast.columns.layer[index])
+            row, column = self._cells[layer]
+            part = contrast.columns[[index]].names[0][len(layer) :]
+            link = {"layer": row, "column": column, "text": row + part}
+            mark = "●" if contrast.survives[index] else ""
+            numbers = number_text(values[index]), number_text(contrast.q[index])
+            rows.append([mark, self._pieces[column], link, *numbers])
+        data = {"columns": ["", "block", contrast.level, size, "q"], "rows": rows}
+        title = f"Peaks: {plural(int(contrast.survives.sum()), contrast.level)} survive"
+        return (Panel("peaks", title, "table", data),)
+
+    def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
+        """Everything about one cell."""
+        kind, _, part = row.partition("[")
+        if kind not in self._places:
+            return ()
+        places = self._places[kind][:, column]
+        if part:
+            places = places[[self.names(kind).index(row)]]
+        index = self._first(places)
+        if index is None:
+            return ()
+        peak, contrast = self.contrast.row(index), self.contrast
+        pairs = {
+            "n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a),
+            f"{1 - contrast.alpha:.0%} interval of g":
+                f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
+            "statistic": number_text(contrast.statistic[index]),
+            "degrees of freedom": number_text(peak.dof),
+            "p": number_text(peak.p), "q": number_text(peak.q),
+            "survives": "yes" if peak.survives else "no",
+        }  # fmt: skip
+        data = {"columns": ["", ""], "rows": [[key, value] for key, value in pairs.items()]}
+        return (Panel("cell", contrast.columns[[index]].names[0], "table", data),)
+
+    def health(self, sequence: int) -> Sequence[Health]:
+        """Nothing: what has to be known is in the notes."""
+        return ()
+
+    # -- cells -------------------------------------------------------------------------------
+
+    def _at(self, metric: str, places: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The values at places; nan where there is none."""
+        found: NDArray[np.float64] = np.where(places >= 0, self._shades[metric][places], np.nan)
+        return found
+
+    def _taken(self, metric: str, row: str) -> NDArray[np.float64]:
+        return np.nan_to_num(self._at(metric, self._places[row]))
+
+    def _first(self, places: NDArray[np.int64]) -> int | None:
+        """The strongest of some places: by the statistic, else by the effect."""
+        kept = places[places >= 0]
+        if not len(kept):
+            return None
+        sizes = np.abs(self.contrast.statistic[kept])
+        if np.isnan(sizes).all():
+            sizes = np.abs(self.contrast.effect[kept])
+        return int(kept[np.nan_to_num(sizes, nan=-1.0).argmax()])
+
+    def _strongest(self, metric: str, row: str) -> NDArray[np.float64]:
+        """(block,) the value of the strongest part; outlined is what any of them survives."""
+        places = self._places[row]
+        if metric == "survives":
+            return np.asarray(self._taken(metric, row).max(0))
+        chosen = [self._first(column) for column in places.T]
+        values = self._shades[metric]
+        return np.array([np.nan if at is None else values[at] for at in chosen])
+
+
+def _square(places: dict[int, list[int]], columns: int) -> NDArray[np.int64]:
+    """(part, column) places, -1 for none."""
+    found = np.full((max(map(len, places.values())), columns), -1, np.int64)
+    for column, own in places.items():
+        found[: len(own), column] = own
+    return found

@@ -1,0 +1,137 @@
+"""The second level of a linear model: coefficients of prompts regressed on their fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from torchfmri._contrast.comparison import TestOptions, threshold
+from torchfmri._contrast.distributions import Doubles, f_tail, t_tail
+from torchfmri._contrast.group_tests import hedges
+from torchfmri.exceptions import InspectionError
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """The second level of one coefficient of the first.
+
+    Attributes:
+        names: (k,) what the regressors are called.
+        design: (n, k).
+        values: (n, v) the coefficient of each prompt; nan where it could not be had.
+    """
+
+    names: tuple[str, ...]
+    design: Doubles
+    values: Doubles
+
+
+@dataclass(frozen=True, eq=False)
+class Refit:
+    """A test of coefficients that can be made again of prompts that are exchanged.
+
+    Attributes:
+        level: What the coefficients are of.
+        weights: (q, k) of the coefficients.
+        options: How they are tested.
+    """
+
+    level: Level
+    weights: Doubles
+    options: TestOptions
+
+    def calibrate(self, draws: int, seed: int) -> int:
+        """In how many draws anything survives: a share of alpha, if the test is right.
+
+        What is known of the prompts is exchanged among them. Where only their mean is tested, signs
+        are flipped instead, because an exchange changes no mean.
+
+        Raises:
+            InspectionError: The mean is tested beside regressors.
+        """
+        random = np.random.default_rng(seed)
+        design, values = self.level.design, self.level.values
+        is_mean = bool(self.weights[:, np.ptp(design, 0) == 0].any())
+        if is_mean and design.shape[1] > 1:
+            raise InspectionError(
+                "A mean beside other regressors cannot be calibrated: no exchange of prompts makes "
+                "it 0. Calibrate the other terms."
+            )
+        found = 0
+        for _ in range(draws):
+            if is_mean:
+                signs = random.choice([1.0, -1.0], size=(len(values), 1))
+                null = replace(self.level, values=values * signs)
+            else:
+                null = replace(self.level, design=design[random.permutation(len(design))])
+            p = fit(null, self.weights, self.options)["p"]
+            found += bool(threshold(p, None, self.options)[1].any())
+        return found
+
+    def differences(self) -> dict[str, Doubles]:
+        """Raise: a linear model has none.
+
+        Raises:
+            InspectionError: Always.
+        """
+        raise InspectionError(
+            "A linear model has no difference of mean vectors: scan.contrast(a, b) has one."
+        )
+
+
+def fit(level: Level, weights: Doubles, options: TestOptions) -> dict[str, Any]:
+    """Ordinary least squares over prompts, and the test of weights (q, k), for every column.
+
+    Raises:
+        InspectionError: There are no degrees of freedom, or the regressors follow from each other.
+    """
+    known = np.isfinite(level.values)
+    complete = known.all(1)
+    whole = known[complete | ~known.any(1)].all() if len(known) else False
+    rows = np.flatnonzero(known.any(1))
+    design, values = level.design[rows], level.values[rows]
+    n, k = design.shape
+    if np.linalg.matrix_rank(design) < k:
+        raise InspectionError(
+            f"The regressors {', '.join(level.names)} follow from each other over {n} prompts: "
+            "leave one out, or scan prompts that tell them apart."
+        )
+    if n <= k:
+        raise InspectionError(
+            f"{n} prompts and {k} regressors: nothing is left to estimate the spread from. Scan "
+            "more prompts, or leave regressors out."
+        )
+    inverse = np.linalg.inv(design.T @ design)
+    usable = np.ones(values.shape[1], bool) if whole else np.isfinite(values).all(0)
+    filled = np.where(usable, values, 0.0)
+    beta = inverse @ (design.T @ filled)
+    residual = filled - design @ beta
+    dof = float(n - k)
+    variance = (residual**2).sum(0) / dof
+    scale = np.abs(filled).max(0, initial=0.0)
+    variance = np.where(usable & (np.sqrt(variance) > 1e-7 * scale), variance, np.nan)
+    effects = weights @ beta
+    spread = weights @ inverse @ weights.T
+    number = np.where(usable, n, 0)
+    freedom = np.where(np.isnan(variance), np.nan, dof)
+    if len(weights) > 1:
+        explained = np.einsum("qv,qr,rv->v", effects, np.linalg.pinv(spread), effects)
+        f = explained / len(weights) / variance
+        nothing = np.full(len(f), np.nan)
+        return {
+            "n_a": number, "n_b": np.zeros_like(number), "effect": np.abs(effects).max(0),
+            "g": nothing, "ci_low": nothing, "ci_high": nothing, "statistic": f, "dof": freedom,
+            "p": f_tail(f, float(len(weights)), freedom),
+        }  # fmt: skip
+    t = effects[0] / np.sqrt(variance * spread[0, 0])
+    g, low, high = hedges(
+        effects[0], np.sqrt(variance), np.full(len(t), dof), np.full(len(t), spread[0, 0]),
+        options.alpha, 0.0,
+    )  # fmt: skip
+    return {
+        "n_a": number, "n_b": np.zeros_like(number),
+        "effect": np.where(usable, effects[0], np.nan), "g": g, "ci_low": low, "ci_high": high,
+        "statistic": t, "dof": freedom, "p": t_tail(t, freedom, two_sided=options.two_sided),
+    }  # fmt: skip

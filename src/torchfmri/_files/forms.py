@@ -1,0 +1,47 @@
+"""The forms that values of JSON may have, so that a wrong one is found where it is read."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+Form: TypeAlias = Any
+"""A type, a tuple of alternatives, `[form]` for lists, `{str: form}` for objects; None is None."""
+
+
+def require_form(value: Any, form: Form, name: str) -> None:
+    """Raise `ValueError` where a value is not of the form; a whole number is a float too.
+
+    Args:
+        value: As JSON gives it.
+        form: What it has to be.
+        name: Of the value, for the error.
+    """
+    if not _fits(value, form):
+        raise ValueError(f"{name} is {repr(value)[:80]}")
+
+
+def require_forms(values: Any, forms: dict[str, Form]) -> None:
+    """Raise where one of the named values is missing or not of its form.
+
+    Raises:
+        KeyError: It is missing.
+        ValueError: It is of another form, or the values are not an object.
+    """
+    require_form(values, dict, "the description")
+    for name, form in forms.items():
+        require_form(values[name], form, name)
+
+
+def _fits(value: Any, form: Form) -> bool:
+    if isinstance(form, tuple):
+        return any(_fits(value, each) for each in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+    if isinstance(form, dict):
+        inner = next(iter(form.values()))
+        return isinstance(value, dict) and all(_fits(each, inner) for each in value.values())
+    if form is None:
+        return value is None
+    if form is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, form) and (form is bool or not isinstance(value, bool))

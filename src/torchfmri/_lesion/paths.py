@@ -1,0 +1,154 @@
+"""Paths: what a place sends to others on the direct way, past everything in between.
+
+Two passes for each sender, many senders at once. In the first one the sender has its clean value,
+and every attention and MLP after it is held at what it is in the corrupted prompt; only the
+residual stream carries the change. What then arrives at the receivers is put into a second pass,
+where all else runs freely. Norms are computed anew in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchfmri._arguments import require
+from torchfmri._edit import BoundEdit, Edit, Passes, attached
+from torchfmri._lesion.lesion_run import Key, LesionRun
+from torchfmri._lesion.questions import Question, logits_for
+from torchfmri._lesion.targets import Target
+from torchfmri._model import Block, Place, find_stacks, places_of
+from torchfmri.exceptions import InspectionError
+
+LOGITS = "logits"
+# Where in its block a sender stands: what comes after it there is held too.
+_BEFORE, _ATTENTION, _MLP, _AFTER = range(4)
+
+
+class _Held(NamedTuple):
+    """A place that is held, and where it stands."""
+
+    place: Place
+    block: int
+    order: int
+
+
+class Paths:
+    """The direct ways from places to receivers.
+
+    Args:
+        run: The model, with the senders as its targets.
+        to: The receivers: names of places, or "logits".
+        question: The corrupted prompt.
+
+    Raises:
+        InspectionError: A receiver is none, or the parts of blocks cannot be told apart.
+    """
+
+    def __init__(self, run: LesionRun, to: str | Sequence[str], question: Question) -> None:
+        names = [to] if isinstance(to, str) else list(to) if isinstance(to, Sequence) else []
+        meaning = "give names of places such as 'L9H6.q', or 'logits'"
+        usable = bool(names) and all(isinstance(each, str) for each in names)
+        require(usable and (LOGITS not in names or len(names) == 1), "to", to, meaning)
+        self.name = ", ".join(names)
+        self._run, self._question = run, question
+        receivers = [] if names == [LOGITS] else names
+        self._receivers = [place for name in receivers for place in places_of(run.layers, name)]
+        (self._blocks,) = _only_stack(run)
+        self._held = [
+            _Held(place, index, order)
+            for part, order in (("hook_attn_out", _ATTENTION), ("hook_mlp_out", _MLP))
+            for index in range(len(self._blocks))
+            for place in places_of(run.layers, f"blocks.{index}.{part}")
+        ]
+        keys = [(each.place.layer, each.place.what) for each in self._held]
+        with torch.no_grad(), run.reading(keys) as values:
+            logits_for(run.model, question.ids[None], question.needed)
+        self._corrupted: dict[Key, Tensor] = values
+
+    def rows(
+        self, senders: Sequence[Target], patches: Sequence[BoundEdit], passes: Passes
+    ) -> list[float]:
+        """The metric with the patch of each sender, one in each row, where only receivers get it.
+
+        Args:
+            senders: What is patched in each row.
+            patches: The patches.
+            passes: What they know of the pass.
+        """
+        bound = [*patches, *self._hold(senders, passes)]
+        question, count = self._question, len(senders)
+        if not self._receivers:
+            return self._run.rows(question, count, bound, passes)
+        keys = list(dict.fromkeys((each.layer, each.what) for each in self._receivers))
+        ids = question.ids.expand(count, -1)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(attached(self._run.model, bound, passes, {}))
+            # Receivers that are held themselves, such as an MLP, are read before they are.
+            arrived = stack.enter_context(self._run.reading(keys, before_edits=True))
+            logits_for(self._run.model, ids, question.needed)
+        second = Passes()
+        received = [
+            self._run.bind(place, Edit.replace(arrived[place.layer, place.what]), second)
+            for place in self._receivers
+        ]
+        return self._run.rows(question, count, received, second)
+
+    def _hold(self, senders: Sequence[Target], passes: Passes) -> list[BoundEdit]:
+        """Edits that hold everything after each sender, in its row."""
+        where = [self._place_of(each.place) for each in senders]
+        found = []
+        for held in self._held:
+            rows = [row for row, each in enumerate(where) if each < (held.block, held.order)]
+            if rows:
+                value = self._corrupted[held.place.layer, held.place.what]
+                edit = Edit.replace(value).at(rows=rows)
+                found.append(self._run.bind(held.place, edit, passes))
+        return found
+
+    def _place_of(self, place: Place) -> tuple[int, int]:
+        """Block and order of a sender.
+
+        Raises:
+            InspectionError: It is in no block, or neither in its attention nor in its MLP.
+        """
+        for block in self._blocks:
+            inner = place.layer.removeprefix(f"{block.name}.")
+            if place.layer == block.name:
+                return block.index, _BEFORE if place.what == "inputs" else _AFTER
+            if inner == place.layer:
+                continue
+            return block.index, self._order(block, place, inner)
+        raise InspectionError(
+            f"{place.name!r} is in no block: what comes after it cannot be held. Patch it without "
+            "to=, or name a place in a block."
+        )
+
+    def _order(self, block: Block, place: Place, inner: str) -> int:
+        """Where in its block a sender stands, which has the name `inner` there."""
+        for held in self._held:
+            if (place.layer, place.what) == (held.place.layer, held.place.what):
+                return held.order
+        mlp = places_of(self._run.layers, f"layers.{block.index}.mlp")[0].layer
+        parents = {block.attention(): _ATTENTION, mlp.removeprefix(f"{block.name}."): _MLP}
+        for parent, order in parents.items():
+            if inner == parent or inner.startswith(f"{parent}."):
+                return order
+        raise InspectionError(
+            f"{place.name!r} is neither in the attention nor in the MLP of block {block.name!r}, "
+            "so that what comes after it cannot be held. Patch it without to=."
+        )
+
+
+def _only_stack(run: LesionRun) -> list[list[Block]]:
+    stacks = list(find_stacks(run.layers).values())
+    if len(stacks) != 1:
+        raise InspectionError(
+            f"Path patching holds what is between two places of one stack of blocks, and the model "
+            f"has {len(stacks)}. Patch without to=."
+        )
+    return stacks

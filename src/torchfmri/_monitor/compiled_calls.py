@@ -1,0 +1,285 @@
+"""CAPTURE: the layers of a compiled model, read inside its graph, so that it stays compiled.
+
+Compiled code calls no hooks that were added after it. While a step is watched, the model is
+compiled once more, with the settings that it was compiled with: hooks that are traced into the
+graph write the numbers of each output into slots, and an identity function, which is in that graph
+and nowhere else, those of its gradient. The user's own compiled code is neither used nor touched.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._capture import Target, TokenMask, masked_modules
+from torchfmri._kernels import summaries
+from torchfmri._monitor.watched_step import StepSink, WatchedStep
+from torchfmri._records import Series
+from torchfmri._torch import (
+    CompiledForward,
+    HookSet,
+    current_backward,
+    flatten,
+    is_compiler_error,
+    uncompiled,
+)
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_tracing: list[Tensor | None] = []
+"""While a step of ours runs or is traced: its mask. One list for all hooks, not one that each of
+them refers to: torch would make sure before every call that it is the same one for all."""
+
+
+class _Watched(torch.autograd.Function):
+    """Its input, whose gradient is read on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor | None, slot: Tensor, number: int) -> Tensor:
+        ctx.mask, ctx.slot, ctx.number = mask, slot, number
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _summarise(gradient, ctx.mask, ctx.slot, ctx.number)
+        return gradient, None, None, None
+
+
+def _summarise(values: Tensor, mask: Tensor | None, slot: Tensor, number: int) -> None:
+    aligned = None if mask is None else TokenMask(mask != 0).align(values)
+    if aligned is None:
+        summaries.summarise(values, None, slot, number)
+    else:
+        summaries.summarise(*aligned, slot, number)
+
+
+class CompiledCalls:
+    """The watched calls of a compiled model.
+
+    Args:
+        model: As the user calls it.
+        targets: The layers.
+        sink: Has the step that is watched.
+        enter: Called when the model is about to run.
+        leave: Called with its keywords and its output when it has.
+        fall_back: Called where it cannot be compiled with the hooks in it; the model is then run
+            as it was, with whatever is attached by then.
+
+    Attributes:
+        reason: Why this cannot be, or go on; "" as long as it can.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Sequence[Target],
+        sink: StepSink,
+        enter: Callable[[], None],
+        leave: Callable[[Mapping[str, Any], Any], None],
+        fall_back: Callable[[], None],
+    ) -> None:
+        self._forward = CompiledForward(model)
+        self._inner: nn.Module = getattr(model, "_orig_mod", model)
+        self._targets, self._sink = list(targets), sink
+        self._enter, self._leave, self._fall_back = enter, leave, fall_back
+        self._hooks: HookSet | None = None
+        self._run: Callable[..., Any] | None = None
+        self._ran = False
+        self._labels: dict[str, list[summaries.Label | None]] = {}
+        self._pending: WatchedStep | None = None  # whose gradients come
+        self._backward = 0
+        self.reason = self._find_reason()
+        if not self.reason:
+            device = next(self._inner.parameters()).device
+            self._outputs = summaries.make_slots(len(self._targets), device)
+            self._gradients = summaries.make_slots(len(self._targets), device)
+            self._layer_hooks = [
+                _make_hook(*slots) for slots in zip(self._outputs, self._gradients, strict=True)
+            ]
+
+    def _find_reason(self) -> str:
+        devices = {each.device for each in self._inner.parameters()}
+        takes_mask = masked_modules([self._inner])
+        if not self._forward.known:
+            return "how it was compiled is not known"
+        if type(self._inner).__name__ in _WRAPPERS or hasattr(self._inner, "reshard"):
+            return f"it is wrapped in {type(self._inner).__name__}"
+        if len(devices) != 1 or not summaries.summarisable(next(iter(devices))):
+            return "its parameters are on several devices, or on one without a kernel for it"
+        if takes_mask and "decoder_input_ids" in _names(self._inner):
+            return "it has two sequences, each with padding of its own"
+        if not takes_mask and masked_modules(self._inner.modules()):
+            return "a module inside it is handed the padding, and not the model"
+        return ""
+
+    # -- on and off --------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Have the model's calls run our code."""
+        if self._hooks is None:
+            self._add_hooks()
+            self._forward.put(self._call)
+
+    def detach(self) -> None:
+        """Have them run the user's compiled code again; safe to call twice."""
+        if self._hooks is not None:
+            self._forward.put_back()
+            self._remove_hooks()
+            self._pending = None
+
+    def _add_hooks(self) -> None:
+        self._hooks = HookSet()
+        for target, hook in zip(self._targets, self._layer_hooks, strict=True):
+            self._hooks.after([target.module], hook)
+
+    def _remove_hooks(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+
+    # -- a call ------------------------------------------------------------------------------
+
+    def _call(self, *arguments: Any, **keywords: Any) -> Any:
+        step = self._sink.step
+        if step is None or not torch.is_grad_enabled() or self.reason:
+            return self._call_unwatched(arguments, keywords)
+        self._enter()
+        output = None
+        try:
+            output = self._call_watched(arguments, keywords)
+        finally:
+            self._leave(keywords, output)
+        return output
+
+    def _call_unwatched(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """Run the user's code, which may be compiled just now: without our hooks on the layers."""
+        self._remove_hooks()
+        try:
+            return self._forward.call(*arguments, **keywords)
+        finally:
+            self._add_hooks()
+
+    def _call_watched(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        if self._run is None:
+            self._run = self._forward.compile(_make_step())
+        in_place = self._inner is self._forward.module
+        inner = self._inner._call_impl if in_place else self._inner
+        try:
+            output = self._run(inner, self._mask(arguments, keywords), arguments, keywords)
+        except RuntimeError as error:
+            if self._ran or not is_compiler_error(error):
+                raise
+            self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self._fall_back()
+            return self._forward.call(*arguments, **keywords)
+        finally:
+            _tracing.clear()
+        self._collect(self._outputs, "activations", self._sink.step)
+        self._await_backward(output)
+        self._ran = True
+        return output
+
+    def _mask(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor | None:
+        """The padding that the model is told of, (b, s)."""
+        mask = keywords.get("attention_mask")
+        names = _names(self._inner)
+        if mask is None and "attention_mask" in names:
+            mask = dict(zip(names, arguments, strict=False)).get("attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    # -- what it brought ---------------------------------------------------------------------
+
+    def _collect(self, slots: list[summaries.Slot], what: str, step: WatchedStep | None) -> None:
+        """Hand the numbers in the slots over, and empty them."""
+        labels = summaries.take_labels(slots)
+        numbers = summaries.combine(slots)
+        if what == "activations" and not self._ran:
+            self._check(labels)
+        # A CUDA graph that runs again has the shapes that it had.
+        known = self._labels.get(what, labels)
+        labels = [new or old for new, old in zip(labels, known, strict=True)]
+        self._labels[what] = labels
+        if step is not None and step.wants(what):
+            series = [Series(each.layer, what) for each in self._targets]
+            step.collector.add_summaries(series, labels, numbers)
+
+    def _check(self, labels: list[summaries.Label | None]) -> None:
+        """Find out whether every layer was met once."""
+        names = [each.layer for each in self._targets]
+        unmet = [name for name, label in zip(names, labels, strict=True) if label is None]
+        again = [name for name, each in zip(names, labels, strict=True) if each and each.calls > 1]
+        if again:
+            self.reason = f"{again[0]} is called several times in a pass"
+        elif unmet:
+            self.reason = f"{unmet[0]} was not met inside the compiled graph"
+
+    def _await_backward(self, output: object) -> None:
+        step = self._sink.step
+        assert step is not None
+
+        def begins(_: Tensor) -> None:
+            task = current_backward()
+            if task != self._backward or self._pending is not step:
+                self.collect_gradients()  # of the pass before
+                self._backward, self._pending = task, step
+                step.read_scale()
+
+        for _, tensor in flatten(output):
+            if tensor.requires_grad:
+                tensor.register_hook(uncompiled(begins))  # type: ignore[no-untyped-call]
+
+    def collect_gradients(self) -> None:
+        """Hand over the gradients of the backward pass that is over."""
+        step, self._pending = self._pending, None
+        if step is not None:
+            self._collect(self._gradients, "gradients", step)
+
+
+def _make_hook(output_slot: summaries.Slot, gradient_slot: summaries.Slot) -> Callable[..., Any]:
+    (outputs, first), (gradients, second) = output_slot, gradient_slot
+
+    def read(module: nn.Module, arguments: object, keywords: object, output: Any) -> Any:
+        if not torch.compiler.is_compiling() or not _tracing:
+            return None
+        values = output[0] if type(output) is tuple and output else output
+        if not isinstance(values, Tensor) or not summaries.reads(values.dtype, values.device):
+            return None
+        mask = _tracing[-1]
+        _summarise(values.detach(), mask, outputs, first)
+        if not values.requires_grad:
+            return None
+        watched = _Watched.apply(values, mask, gradients, second)  # type: ignore[no-untyped-call]
+        return watched if output is values else (watched, *output[1:])
+
+    return read
+
+
+def _make_step() -> Callable[..., Any]:
+    """A function that calls a model, with a code object of its own.
+
+    What torch has compiled is kept, and limited, by code object.
+    """
+
+    def step(
+        inner: Callable[..., Any],
+        mask: Tensor | None,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        _tracing.append(mask)
+        output = inner(*arguments, **keywords)
+        _tracing.clear()
+        return output
+
+    return types.FunctionType(
+        step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__
+    )
+
+
+def _names(module: nn.Module) -> list[str]:
+    """The parameters of a module's forward."""
+    code = getattr(type(module).forward, "__code__", None)
+    return [] if code is None else list(code.co_varnames[1 : code.co_argcount])

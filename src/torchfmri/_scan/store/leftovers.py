@@ -1,0 +1,101 @@
+"""What an interruption left of a writer's work: finished where it is whole, undone where not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchfmri._files import list_names, write_all
+from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.store.folder import (
+    PENDING,
+    SEGMENT,
+    final_name,
+    number_of,
+    pending_name,
+    rank_of,
+)
+from torchfmri._scan.store.manifest import Manifest, SegmentEntry
+from torchfmri._scan.store.repair import describe_checked
+from torchfmri.exceptions import FileFormatError
+
+
+class Leftovers:
+    """The segments of one writer in a folder that its manifest may not name.
+
+    Args:
+        path: The folder.
+        rank: Of the writer.
+        anatomy: That of the scanned model.
+        names: The sequences that are committed; those that are found whole are added.
+    """
+
+    def __init__(self, path: Path, rank: int, anatomy: Anatomy, names: set[str]) -> None:
+        self._path, self._rank, self._anatomy, self._names = path, rank, anatomy, names
+
+    def tidy(self, manifest: int, own: Manifest) -> tuple[int, int]:
+        """Finish or undo what an interruption left; returns the next number and where to write.
+
+        What has its final name is never removed, even if no line names it: the line was lost.
+
+        Args:
+            manifest: A descriptor of the writer's manifest, which it has locked.
+            own: What that manifest says.
+        """
+        committed = {each.name for each in own.segments}
+        names = [name for name in list_names(self._path) if _number(name, self._rank) >= 0]
+        unnamed = [name for name in names if SEGMENT.fullmatch(name) and name not in committed]
+        finished: list[SegmentEntry] = []
+        for name in sorted(filter(PENDING.fullmatch, names), key=number_of):
+            final = final_name(name)
+            if final not in committed:
+                found = self._look_at(name, own)
+                finished += [found] if isinstance(found, SegmentEntry) else []
+                unnamed += [name] if found == "unclear" else []
+            elif final not in names:
+                (self._path / name).rename(self._path / final)
+            else:
+                (self._path / name).unlink()
+        size, end = own.size, os.fstat(manifest).st_size
+        if unnamed:
+            size = end  # the rest may be what is left of its line
+        else:
+            os.ftruncate(manifest, size)
+        if size > own.size or not own.ended:
+            write_all(manifest, b"\n", size)
+            size += 1
+        os.fsync(manifest)
+        for segment in finished:
+            size += self._adopt(segment, manifest, size)
+        numbers = (_number(name, self._rank) for name in {*names, *committed})
+        return 1 + max(numbers, default=-1), size
+
+    def _look_at(self, name: str, own: Manifest) -> SegmentEntry | str:
+        """What to add of a segment that no line names; else "gone", "kept" or "unclear"."""
+        try:
+            segment = describe_checked(self._path / name, self._anatomy)
+        except FileFormatError:
+            # It was not finished, unless a line that is damaged or cut off has named it.
+            if own.problems or own.torn:
+                return "unclear"
+        else:
+            sequences = {each.name for each in segment.sequences}
+            if own.torn and sequences.isdisjoint(self._names):
+                self._names |= sequences
+                return segment
+            if not sequences <= self._names:
+                # Nobody has seen these sequences, which may be scanned again, or repaired.
+                return "unclear" if own.problems or own.torn else "kept"
+        (self._path / name).unlink()
+        return "gone"
+
+    def _adopt(self, segment: SegmentEntry, manifest: int, size: int) -> int:
+        """Commit a segment that is whole but has no line; returns how long its line is."""
+        line = segment.line()
+        write_all(manifest, line, size)
+        (self._path / pending_name(segment.name)).rename(self._path / segment.name)
+        return len(line)
+
+
+def _number(name: str, rank: int) -> int:
+    return number_of(name) if rank_of(name) == f"{rank:03d}" else -1

@@ -1,0 +1,72 @@
+"""The dashboard runs that a trainer has opened itself: found, so that they get a summary."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchfmri._monitor import Writer
+from torchfmri.integrations.writers import TensorBoardWriter, TrackioWriter, WandbWriter
+
+
+def writer_for(run: Any) -> Writer | None:
+    """Return the writer of a summary for an open run; None for one of another kind.
+
+    Args:
+        run: A SummaryWriter of TensorBoard, or a run of Weights & Biases or trackio.
+    """
+    package = type(run).__module__.partition(".")[0]
+    if package == "wandb" and hasattr(run, "log"):
+        return WandbWriter(run)
+    if package == "trackio" and hasattr(run, "log"):
+        return TrackioWriter(run)
+    return TensorBoardWriter(run) if hasattr(run, "add_scalar") else None
+
+
+def trainer_runs(arguments: Any, state: Any) -> Iterator[Any]:
+    """Yield the runs that the callbacks of Hugging Face's Trainer have opened.
+
+    Args:
+        arguments: Its TrainingArguments.
+        state: Its TrainerState.
+    """
+    if not state.is_world_process_zero:  # other processes have none
+        return
+    wanted = arguments.report_to or ()
+    if "tensorboard" in wanted:
+        yield from _tensorboard_writers(Path(arguments.output_dir))
+    if "wandb" in wanted and (wandb := sys.modules.get("wandb")) is not None:
+        yield from _known(getattr(wandb, "run", None))
+    if "trackio" in wanted and (trackio := sys.modules.get("trackio")) is not None:
+        yield from _known(trackio.context_vars.current_run.get())
+
+
+def lightning_runs(trainer: Any) -> Iterator[Any]:
+    """Yield the runs of the loggers of a Lightning Trainer."""
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        yield from _known(getattr(logger, "experiment", None))
+
+
+def _known(run: Any) -> Iterator[Any]:
+    if run is not None:
+        yield run
+
+
+def _tensorboard_writers(output: Path) -> Iterator[Any]:
+    """Yield the SummaryWriter that the Trainer has opened last.
+
+    The Trainer hands its other callbacks to none of them, so theirs is looked for among all
+    objects. A second writer in the same folder would not do: TensorBoard reads one file at a time.
+    """
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    # Not isinstance: it asks every object for its class, which makes lazy ones load themselves.
+    callbacks = [each for each in gc.get_objects() if type(each) is TensorBoardCallback]
+    open_ones = [each.tb_writer for each in callbacks if each.tb_writer is not None]
+    own = [each for each in open_ones if output.resolve() in Path(each.log_dir).resolve().parents]
+    yield from (own or open_ones)[-1:]

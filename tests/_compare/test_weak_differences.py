@@ -1,0 +1,202 @@
+"""Differences no larger than noise: what comes back counts, and what was set is listed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks._compare_models import batch, build
+from benchmarks._compare_pairs import quiet
+from benchmarks._compare_unseen import FAULTS, fault_pairs, lowered, rounding_pairs
+from torchfmri import Run, compare
+from torchfmri._compare.grid import Grid
+from torchfmri._compare.kinds import kinds_of, parameter_kind
+from torchfmri._compare.recording import Rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.2.self_attn")
+
+
+def scaled(factor: float) -> tuple[Run, Run]:
+    """A small model in bfloat16, and one with another attention scale."""
+    a, b = (Run(build("llama"), batch("llama")) for _ in range(2))
+    for layer in b.model.model.layers:
+        layer.self_attn.scaling *= factor
+    return lowered(a), lowered(b)
+
+
+def test_a_difference_that_comes_back_counts_within_noise() -> None:
+    found = compare(*scaled(1.1))
+    first = found.first
+    assert first is not None
+    assert first.layer in LAYERS
+    assert first.relative < 8 * max(first.spread_a, first.spread_b), "no more than noise"
+    assert "the same way when both sides round anew" in first.reason
+    assert "attribute" in [kind.name for kind in first.kinds]
+
+
+def test_rounding_does_not_come_back() -> None:
+    """The same weights with other rounding: added noise of the size of the measured one."""
+
+    class Rounds(nn.Module):
+        def __init__(self, inner: nn.Module, seed: int) -> None:
+            super().__init__()
+            self.inner, self.generator = inner, torch.Generator().manual_seed(seed)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            noise = torch.randn(y.shape, generator=self.generator).to(y) * y.norm() * 3e-4
+            return y + noise
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).bfloat16()
+    data = torch.randn(6, 8, 32).bfloat16()
+    noisy = [nn.Sequential(Rounds(copy.deepcopy(plain), seed)) for seed in (1, 2)]
+    found = compare(*noisy, data=data)
+    assert any(pair.worst > 0 for pair in found.pairs)
+    assert found.agree, str(found)
+
+
+def test_what_was_set_is_listed_though_it_is_within_noise() -> None:
+    found = compare(*scaled(1.005))
+    assert found.agree
+    (change,) = found.changes
+    assert (change.name, change.layers) == ("attribute", LAYERS)
+    assert "scaling is 0.353553 in a and 0.355321 in b" in change.text
+    assert "though the models differ: scaling" in found.summary()
+    assert "within noise: scaling" in found.text()
+    assert "model.layers.*.self_attn (3 layers)" in found.text()
+    assert found.to_dict()["changes"][0]["name"] == "attribute"
+
+
+def test_modes_data_dtypes_parameters_and_configurations_are_listed() -> None:
+    a, b = build("llama"), build("llama", rms_norm_eps=3e-5).bfloat16().train()
+    b.model.norm.weight.data += 1e-9
+    data = batch("llama")
+    found = compare(Run(a, data), Run(b, {k: v for k, v in data.items() if k != "position_ids"}))
+    names = {change.name: change for change in found.changes}
+    assert {"mode", "data", "dtype", "setting", "epsilon"} <= set(names)
+    assert str(names["mode"]) == "training is False in a and True in b"
+    assert str(names["data"]) == "only a is given position_ids"
+    assert names["epsilon"].text == "variance_epsilon is 1e-06 in a and 3e-05 in b"
+    assert "parameter" not in names, "the same weights in another precision"
+    assert not compare(a, copy.deepcopy(a), data=data).changes
+
+
+def test_attributes_that_a_port_calls_otherwise_are_compared() -> None:
+    class Norm(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.eps = inner.weight, 1e-4
+
+        def forward(self, x: Tensor) -> Tensor:
+            size = x.square().mean(-1, keepdim=True)
+            return self.weight * x * torch.rsqrt(size + self.eps)
+
+    a = build("llama")
+    b = copy.deepcopy(a)
+    b.model.layers[1].input_layernorm = Norm(b.model.layers[1].input_layernorm)
+    first = compare(a, b, data=batch("llama")).first
+    assert first is not None
+    assert first.layer == "model.layers.1.input_layernorm"
+    assert "epsilon" in [kind.name for kind in first.kinds]
+    assert "variance_epsilon (eps in b) is 1e-06 in a and 0.0001 in b" in str(first)
+
+
+@pytest.mark.slow
+def test_unseen_pairs_are_silent() -> None:
+    """One pair of each kind and architecture; `python -m benchmarks compare --unseen` has all."""
+    seen = set()
+    with quiet():
+        for kind, name, a, b in rounding_pairs():
+            if (kind, name) in seen or name not in ("opt", "qwen2_moe", "deit"):
+                continue
+            seen.add((kind, name))
+            found = compare(a, b)
+            routed = [each for each in (found.first.kinds if found.first else ())
+                      if each.name == "routing"]  # fmt: skip
+            if name == "qwen2_moe" and routed:  # two scores are nearly equal: true, and said
+                assert routed[0].text.startswith("rounding sends 1 of 27 tokens to other experts")
+                continue
+            assert found.agree, f"{kind}, {name}: {found.first}"
+    assert len(seen) == 12
+
+
+@pytest.mark.slow
+def test_unseen_faults_are_found_in_bfloat16() -> None:
+    with quiet():
+        found = [compare(a, b) for _, a, b in fault_pairs("attention scale x 1.5", low=True)]
+    assert len(FAULTS) >= 7
+    assert sum(not each.agree for each in found) == len(found)
+
+
+# -- kinds ---------------------------------------------------------------------------------------
+
+
+def rows(values: Tensor) -> Rows:
+    grid = Grid(kept=torch.ones(1, len(values), dtype=torch.bool), order=(0,))
+    return Rows(values.double(), grid)
+
+
+def test_precision_needs_evidence() -> None:
+    torch.manual_seed(0)
+    one = torch.randn(12, 64)
+    noisy = one * (1 + 1e-3 * torch.randn(12, 64))
+    assert kinds_of(rows(one), rows(noisy), 1e-6) == [], "noise without a pattern tells nothing"
+    (kind,) = kinds_of(rows(one), rows(one.bfloat16().float()), 1e-6)
+    assert kind.name == "precision"
+    assert kind.text.startswith("b was rounded to bfloat16")
+    assert kinds_of(rows(one), rows(one.bfloat16()), 1e-6, same_dtype=False) == []
+    halved = (noisy * 1.2).bfloat16().float()
+    assert "precision" not in [each.name for each in kinds_of(rows(one), rows(halved), 1e-6)]
+
+
+def test_a_quantised_weight_is_told_by_its_few_values() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64)
+    step = weight.abs().max() / 127
+    kind = parameter_kind("weight", weight, (weight / step).round() * step)
+    assert kind is not None
+    assert kind.name == "precision"
+    assert "4,096 different values in a" in kind.text
+    other = parameter_kind("weight", weight, weight + 0.01 * torch.randn(64, 64))
+    assert other is not None
+    assert other.name == "parameter"
+
+
+def test_parameters_with_nan_are_told_apart() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64)
+    broken = weight.clone()
+    broken[3, 3] = float("nan")
+    kind = parameter_kind("weight", weight, broken)
+    assert kind == ("nonfinite", "weight has 0 NaN or infinite values in a and 1 in b")
+    assert parameter_kind("weight", broken, broken.clone()) is None
+    other = parameter_kind("weight", broken, broken * 2)
+    assert other is not None
+    assert other.name == "parameter"
+
+
+def test_nan_on_both_sides_is_no_difference() -> None:
+    torch.manual_seed(0)
+    a = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.no_grad():
+        a[0].weight[1, 1] = float("nan")
+    found = compare(a, copy.deepcopy(a), data=torch.randn(6, 4))
+    assert found.agree, str(found.first)
+
+
+def test_factors_have_as_many_digits_as_tell_them_apart() -> None:
+    torch.manual_seed(0)
+    one = torch.randn(12, 64)
+    (kind,) = kinds_of(rows(one), rows(one * 1.00003), 1e-7)
+    assert kind.text == "b is a times 1.00003"
+    factors = torch.linspace(1.000001, 1.000009, 12)[:, None].double()
+    (kind,) = kinds_of(rows(one), rows(one.double() * factors), 1e-9)
+    assert kind.name == "factor_per_token"
+    low, high = kind.text.split("own, ")[1].split(", ")[0].split(" to ")
+    assert (float(low), float(high)) == pytest.approx((1.000001, 1.000009), abs=2e-6)
+    assert low != high

@@ -1,0 +1,176 @@
+"""Weights that jump: by one enormous update, or by something else than the optimizer."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchfmri import Finding, Monitor
+
+
+def trained(
+    optimizer_class: type[torch.optim.Optimizer], rates: dict[int, float], steps: int, **data: float
+) -> list[Finding]:
+    """The findings of a run whose learning rate is 0.01 except at some steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = optimizer_class(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    monitor = Monitor(model, optimizer)
+    for number in range(steps):
+        optimizer.param_groups[0]["lr"] = rates.get(number, 0.01)
+        x, y = torch.randn(16, 8), torch.randint(3, (16,))
+        with monitor.step() as step:
+            loss = F.cross_entropy(model(x), y) * data.get(f"scale_{number}", 1.0)
+            step.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return monitor.findings
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e18, 1e30])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_one_update_is_named_with_its_step(kind: type, rate: float) -> None:
+    found = trained(kind, {20: rate}, 40)
+    assert [(each.problem, each.step) for each in found] == [("learning_rate_too_high", 20)]
+    assert "The update of step 20 changed the weights" in found[0].text
+    assert "from gradients of the usual size" in found[0].text
+    assert "what set the learning rate of step 20" in found[0].advice
+    consequences = [each.problem for each in found[0].consequences]
+    assert "learning_rate_zero" not in consequences
+    lost = [each.text for each in found[0].consequences if each.problem == "updates_lost"]
+    assert all("updates are smaller than their last digit" in each for each in lost)
+
+
+def test_a_single_step_is_enough() -> None:
+    found = trained(torch.optim.SGD, {0: 1e30}, 1)
+    assert [(each.problem, each.step) for each in found] == [("learning_rate_too_high", 0)]
+    assert "too large for float32" in found[0].text
+
+
+def test_large_gradients_are_not_blamed_on_the_learning_rate() -> None:
+    (found,) = trained(torch.optim.SGD, {}, 40, scale_20=1e6)
+    assert (found.problem, found.step) == ("outlier_batch", 20)
+    jump = next(each for each in found.consequences if each.problem == "learning_rate_too_high")
+    assert "times as large as before" in jump.text
+    assert "Look at the batch of step 20, and clip" in jump.advice
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_run_without_jumps_is_silent(kind: type) -> None:
+    assert trained(kind, {20: 0.02}, 40) == []
+
+
+@pytest.mark.parametrize("factor", [100.0, 1e6, 1e30])
+def test_weights_that_the_loop_multiplies_are_not_blamed_on_the_optimizer(factor: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer)
+    for number in range(30):
+        if number == 8:
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.mul_(factor)
+        with monitor.step() as step:
+            loss = F.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+            step.loss(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = monitor.findings
+    assert (found.problem, found.step) == ("weights_changed_outside", 8)
+    assert "it was not the optimizer" in found.text
+
+
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_a_scaler_that_the_monitor_was_not_given_is_not_taken_for_clipping(
+    limit: float | None,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    monitor = Monitor(model, optimizer)
+    for _ in range(30):
+        with monitor.step() as step:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+            step.loss(loss)
+            scaler.scale(loss).backward()
+            if limit is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+            scaler.step(optimizer)
+            scaler.update()
+    assert monitor.findings == []
+
+
+def multiplied(factors: list[float], kind: type[torch.optim.Optimizer], times: int = 1) -> Monitor:
+    """A run whose loop multiplies the middle weight after each step, by these in turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+    )
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    monitor = Monitor(model, optimizer)
+    for number in range(30):
+        x = torch.randn(16, 8)
+        with monitor.step() as step:
+            for _ in range(times):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), (x[:, 0] > 0).long())
+                step.loss(loss)
+                loss.backward()
+                optimizer.step()
+        with torch.no_grad():
+            model[2].weight.mul_(factors[number % len(factors)])
+    return monitor
+
+
+@pytest.mark.parametrize("factor", [1.5, 1.2, 1.05])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_one_weight_that_grows_a_little_at_each_step_is_named(kind: type, factor: float) -> None:
+    (found,) = multiplied([factor], kind).findings
+    assert found.problem == "weights_changed_outside"
+    assert found.layers == ("2",)
+    assert "'2.weight' became" in found.text
+    assert "rate" not in found.advice
+
+
+@pytest.mark.parametrize(("factors", "times"), [([1.0], 1), ([1.0], 4), ([4.0, 0.25], 1)], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_weights_that_only_the_optimizer_makes_grow_are_not_named(
+    kind: type, factors: list[float], times: int
+) -> None:
+    found = multiplied(factors, kind, times).findings
+    assert "weights_changed_outside" not in [each.problem for each in found]
+
+
+@pytest.mark.parametrize("scale", ["scaler", "told", "by_hand"])
+def test_a_limit_of_1_is_not_called_too_low_where_a_scale_may_be_the_cause(scale: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scale != "by_hand")
+    monitor = Monitor(model, optimizer, scaler=scaler if scale == "told" else None)
+    for _ in range(12):
+        with monitor.step():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+            (loss * 3000 if scale == "by_hand" else scaler.scale(loss)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if scale == "by_hand":
+                for each in model.parameters():
+                    each.grad /= 3000
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = monitor.findings
+    assert "it is the limit" not in found.text
+    assert "unscale_" in found.advice
+    if scale == "told":
+        assert found.problem == "clipped_before_unscaling"
+        return
+    assert found.problem == "clipping_too_strong"
+    assert "while the loss is still scaled, by a GradScaler or by hand" in found.text
+    assert ("is 1 / 4,096, a usual scale" in found.text) == (scale == "scaler")

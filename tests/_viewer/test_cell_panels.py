@@ -1,0 +1,98 @@
+"""Panels about one cell: attention and lens, read from scans that have them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Page
+
+import torchfmri
+from torchfmri import Scan
+from torchfmri._viewer import Panel
+
+LAYER = "model.layers.2.self_attn"
+
+
+@pytest.fixture(scope="module")
+def named() -> Any:
+    return torchfmri.load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def scanned(named: Any) -> Scan:
+    return torchfmri.scan(
+        *named, "The capital of France", 3, per=None, attention="*", lens=True
+    )  # fmt: skip
+
+
+def panels(scan: Scan, row: str, column: int) -> dict[str, Panel]:
+    return {each.name: each for each in scan._board().panels_at(0, row, column)}
+
+
+def test_a_head_lists_what_it_attends_to(scanned: Scan) -> None:
+    pattern = scanned.attention_pattern(LAYER)
+    column = len(scanned.only) - 2
+    found = panels(scanned, f"{LAYER}.q_proj[head 1]", column)["attention"]
+    shares = pattern[1, column]
+    assert "head 1" in found.title
+    assert found.data["columns"][0] == int(shares.argmax())
+    for key, value in zip(found.data["columns"], found.data["values"], strict=True):
+        assert value == pytest.approx(float(shares[key]), rel=1e-6)
+        assert value > 0
+        assert key <= column, "nobody attends to what comes later"
+    whole = panels(scanned, LAYER, column)
+    mean = pattern[:, column].mean(0)
+    assert whole["attention"].data["columns"][0] == int(mean.argmax())
+    matrix = np.array(whole["attention-pattern"].data["values"])
+    np.testing.assert_allclose(matrix, pattern.mean(0), rtol=1e-5, atol=1e-7)
+    assert whole["attention-pattern"].data["row"] == column
+
+
+def test_a_head_that_ran_on_the_last_token_alone_is_no_nan(scanned: Scan) -> None:
+    board = scanned._board()
+    assert np.isnan(board.values(0, "activation", "layers")).any()
+    assert not [each for each in board.health(0) if "NaN" in each.text]
+
+
+def test_layers_without_one_attention_have_no_panel_of_it(scanned: Scan) -> None:
+    assert "attention" in panels(scanned, "model.layers.2", 1), "the block has one inside"
+    assert "attention" not in panels(scanned, "model", 1), "it has several"
+    assert "attention" not in panels(scanned, "lm_head", 1)
+    assert panels(scanned, "no such layer", 1) == {}
+    assert panels(scanned, f"{LAYER}.q_proj[head 99]", 1) == {}
+
+
+def test_scores_where_whole_patterns_were_not_kept(named: Any) -> None:
+    scan = torchfmri.scan(*named, "Once upon", 2, per=None, attention=True)
+    found = panels(scan, LAYER, 2)["attention"]
+    names, values = scan.attention("entropy", LAYER)
+    at = found.data["columns"].index("entropy")
+    assert len(found.data["rows"]) == len(names)
+    said = [float(row[at]) for row in found.data["rows"]]
+    np.testing.assert_allclose(said, values[2], rtol=0.02)
+
+
+def test_a_lens_says_rank_and_likeliest_tokens(scanned: Scan, named: Any) -> None:
+    lens = scanned.lens(named.tokenizer)
+    board = scanned._board()
+    board.tokenizer = named.tokenizer
+    (found,) = [each for each in board.panels_at(0, "lm_head", 2) if each.name == "lens"]
+    for row, name, rank, top in zip(
+        found.data["rows"], lens.layers, lens.rank[:, 2], lens.top[:, 2], strict=True
+    ):
+        assert row[:2] == [name, int(rank)]
+        assert row[2].startswith(f"{lens.spell(top[0]).strip()} ")
+    without = panels(scanned, "lm_head", 2)["lens"].data["rows"]
+    assert any("#" in row[2] for row in without), "numbers, where nobody spells them"
+
+
+def test_the_page_shows_the_panels_of_the_crosshair(page: Page, scanned: Scan) -> None:
+    with torchfmri.view(scanned, browser=False) as view:
+        page.open(view.url)
+        page.js(f"app.goTo('{LAYER}.q_proj[head 1]', 5)")
+        page.page.wait_for_selector("[data-panel=attention]")
+        page.page.wait_for_selector("[data-panel=lens]")
+        assert page.js("app.state.layer") == f"{LAYER}.q_proj[head 1]"
+        strongest = int(scanned.attention_pattern(LAYER)[1, 5].argmax())
+        page.page.locator("[data-panel=attention] button").first.click()
+        assert page.js("app.state.column") == strongest

@@ -1,0 +1,154 @@
+"""The page of a contrast: its colours, what fades, what is outlined, and the table of peaks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Page
+from scans import make_anatomy, make_sequence
+
+import torchfmri
+from torchfmri import Contrast, Scan
+from torchfmri._contrast import ContrastBoard
+from torchfmri.exceptions import InspectionError
+
+PLANTED = "model.layers.1.mlp"
+
+
+def contrast_of(effect: float, seed: int = 0, prompts: int = 12) -> Contrast:
+    """Two conditions of random prompts; in one layer the first is louder."""
+    anatomy = make_anatomy(3)
+    sequences = []
+    for at in range(2 * prompts):
+        condition = "ab"[at % 2]
+        sequence = make_sequence(
+            anatomy, 6, metrics=["activation"], seed=1000 * seed + at, condition=condition
+        )
+        if condition == "a":
+            for tables, layers in ((sequence.layers, anatomy.layers), (sequence.voxels, None)):
+                own = (
+                    [layers.index(PLANTED)] if layers is not None
+                    else list(range(*anatomy.voxels_of(PLANTED).indices(1 << 20)))
+                )  # fmt: skip
+                tables["activation"][:, own] *= 1 + effect
+        sequences.append(sequence)
+    return Scan(anatomy, sequences, {"model": "m"}).contrast("a", "b", level="voxel")
+
+
+@pytest.fixture(scope="module")
+def planted() -> Contrast:
+    return contrast_of(3.0)
+
+
+def cell_of(board: ContrastBoard, index: int) -> tuple[str, int]:
+    return board._cells[str(board.contrast.columns.layer[index])]
+
+
+def test_every_column_of_a_contrast_has_one_cell(planted: Contrast) -> None:
+    board = ContrastBoard(planted)
+    seen = []
+    for kind in board.layers:
+        values = board.values(0, "g", kind)
+        names = board.names(kind)
+        assert values.shape == (board.length(0), len(names))
+        seen += values[np.isfinite(values)].tolist()
+        missing = board.missing(0, "g", kind)
+        assert missing is not None
+        assert (np.isfinite(values) == ~missing).all()
+    np.testing.assert_allclose(sorted(seen), np.sort(planted.g), rtol=1e-6)
+    table = board.values(0, "g", "layers")
+    for index in range(len(planted)):
+        row, column = cell_of(board, index)
+        own = planted.columns.layer == planted.columns.layer[index]
+        strongest = np.abs(np.where(own, planted.statistic, 0)).argmax()
+        assert table[column, board.layers.index(row)] == np.float32(planted.g[strongest])
+    assert board.values(0, "tracks", "tracks").sum() == planted.survives.sum() > 0
+
+
+def test_the_page_outlines_what_survives_and_nothing_else(page: Page, planted: Contrast) -> None:
+    board = ContrastBoard(planted)
+    survivors = {cell_of(board, index) for index in np.flatnonzero(planted.survives)}
+    assert 0 < len(survivors) < sum(np.isfinite(board.values(0, "g", "layers")).ravel())
+    with torchfmri.view(planted, browser=False) as view:
+        page.open(view.url)
+        page.until("app.data.whole('survives', 'layers') !== null")
+        page.press("Home")  # the crosshair away from the planted layer
+        page.js("app.goTo('norm', 0)")
+        page.settle()
+        pixels, scene = page.pixels(), page.js("app.scene")
+        rows = [row["name"] for row in page.js("app.rows")]
+        ink = np.array([0x16, 0x18, 0x1D])
+        for kind in board.layers:
+            for column in range(board.length(0)):
+                y = int((rows.index(kind) + 0.5 - scene["top"]) * scene["rowHeight"])
+                x = int(column * scene["cell"]) + 1  # the left edge of the cell
+                edge = np.abs(pixels[y, x - 1 : x + 3] - ink).max(1).min() < 30
+                if kind != "norm" and column != 0:
+                    assert edge == ((kind, column) in survivors), (kind, column)
+        said = page.text(".health") + page.text(".bar")
+        assert "12 prompts of 'a' and 12 prompts of 'b'" in said
+        assert "survives FDR at 0.05" in said
+        assert "more in b" in page.text(".bar")
+        peak = page.page.locator("[data-panel=peaks] button.link").first
+        assert "mlp" in peak.inner_text()
+        peak.click()
+        assert page.js("app.state.layer") == board._cells[PLANTED][0]
+        assert page.js("app.state.column") == board._cells[PLANTED][1]
+        page.page.wait_for_selector("[data-panel=cell]")
+        assert "yes" in page.text("[data-panel=cell]")
+
+
+def test_colour_is_the_effect_and_weak_cells_fade(page: Page, planted: Contrast) -> None:
+    board = ContrastBoard(planted)
+    opacity = board.values(0, "opacity", "layers")
+    with torchfmri.view(planted, browser=False) as view:
+        page.open(view.url)
+        page.until("app.data.whole('opacity', 'layers') !== null")
+        page.js("app.goTo('norm', 0)")
+        page.settle()
+        pixels, scene = page.pixels(), page.js("app.scene")
+        rows = [row["name"] for row in page.js("app.rows")]
+
+        def colour(kind: str, column: int) -> Any:
+            y = int((rows.index(kind) + 0.5 - scene["top"]) * scene["rowHeight"])
+            return pixels[y, int((column + 0.5) * scene["cell"])]
+
+        kind, column = board._cells[PLANTED]
+        strong = colour(kind, column)
+        assert strong[0] > strong[2] + 40, "red: more in a"
+        weak = np.nan_to_num(opacity, nan=1.0)
+        at = np.unravel_index(weak.argmin(), weak.shape)
+        assert weak[at] < 0.3
+        faint = colour(board.layers[int(at[1])], int(at[0]))
+        assert (255 - faint).max() < 100, "nearly the background"
+
+
+@pytest.mark.slow
+def test_null_data_outline_nothing(page: Page) -> None:
+    """Acceptance 10: of ten contrasts without an effect at most two show any survivor."""
+    outlined = 0
+    for seed in range(10):
+        null = contrast_of(0.0, seed=seed + 1)
+        outlined += bool(ContrastBoard(null).values(0, "survives", "layers").any())
+    assert outlined <= 2
+    with torchfmri.view(null, browser=False) as view:
+        page.open(view.url)
+        assert "0 of" in page.text(".health") or outlined
+
+
+def test_one_prompt_each_shows_effects_without_p_values(page: Page) -> None:
+    with torchfmri.view(contrast_of(1.0, prompts=1), browser=False) as view:
+        page.open(view.url)
+        assert "nothing is tested" in page.text(".bar")
+        assert page.page.locator(".metrics button, [aria-label='What to show'] button").count() == 1
+
+
+def test_a_saved_contrast_is_viewed_by_its_path(tmp_path: Path, planted: Contrast) -> None:
+    path = tmp_path / "planted.contrast"
+    planted.save(path)
+    with torchfmri.view(path, browser=False) as view:
+        assert view.board.about()["python"] == f"torchfmri.load_contrast({str(path)!r})"
+        view.state = {"metric": "effect", "layer": "mlp", "column": 1}
+    with pytest.raises(InspectionError, match="two scans"):
+        torchfmri.view(planted, planted, browser=False)

@@ -1,0 +1,123 @@
+// The live line of a page: what it watches, and what it hears.
+
+import type { App } from "./app";
+import { count } from "./dom";
+import { State, clean } from "./state";
+import { Line } from "./transport";
+
+const RATE = 3000; // milliseconds over which tokens per second are counted
+const NARROWEST = 10; // pixels of a column while it is followed
+
+export class Connection {
+  connected = true;
+  private line: Line | null = null;
+  private watched = "";
+  private arrivals: number[] = [];
+
+  constructor(private readonly app: App) {}
+
+  /** Columns per second, of those that the model makes one by one. */
+  get rate(): number {
+    const { arrivals } = this;
+    return arrivals.length > 1 ? Math.round(arrivals.length / Math.max(0.5, (performance.now() - arrivals[0]) / 1000)) : 0;
+  }
+
+  say(message: unknown): void {
+    this.line?.say(message);
+  }
+
+  open(): void {
+    const { app } = this;
+    const { banner } = app.ui;
+    this.line ??= app.options.transport.listen?.({
+      opened: () => {
+        const back = !this.connected;
+        this.connected = true;
+        banner.hidden = true;
+        this.watched = "";
+        if (back && !app.ready) void app.start();
+        app.draw();
+      },
+      closed: () => {
+        this.connected = false;
+        banner.hidden = false;
+        const shown = app.ready ? `Showing the last ${count(app.data.columns, app.data.board.axis)}. ` : "";
+        banner.textContent = `Disconnected. ${shown}Trying again…`;
+        app.draw();
+      },
+      message: (message) => void this.hear(message),
+      columns: (frame) => {
+        const [number, version, first, columns] = new Uint32Array(frame, 0, 4);
+        const [metric, ...planes] = JSON.parse(this.watched || "[]").slice(1) as string[];
+        const name = planes[number];
+        if (name) app.data.known(name === "tracks" ? "tracks" : metric, name)?.append(version, first, columns, new Uint8Array(frame, 16));
+      },
+    }) ?? null;
+  }
+
+  private async hear(message: any): Promise<void> {
+    const { app } = this;
+    const { board } = app.data;
+    const missed = message.type === "hello" && board && (message.id !== board.id || message.changes !== board.changes);
+    if (missed || message.type === "board") await this.openAgain();
+    else if (message.type === "state") app.set(clean(message.state));
+    else if (message.type === "doing") this.takeDoing(message);
+    else if (message.type === "columns" && message.sequence === app.state.sequence) this.takeColumns(message);
+  }
+
+  /** The server has other sequences, metrics or findings now. */
+  private async openAgain(): Promise<void> {
+    const { app } = this;
+    const before = app.data.board?.sequences ?? 0;
+    await app.data.open(app.state.sequence).catch(() => undefined);
+    const last = (app.data.board?.sequences ?? 1) - 1;
+    if (last >= before && app.state.follow && app.data.board.live) {
+      await app.data.choose(last, true).catch(() => undefined);
+      app.state = { ...app.state, sequence: last, first: 0, last: 0, column: 0 };
+    }
+    this.watched = "";
+    app.opened();
+  }
+
+  private takeDoing(message: { going: boolean; now: string; problem: string }): void {
+    const { app } = this;
+    if (app.data.board) app.data.board.going = message.going;
+    const { doing } = app.ui;
+    doing.hidden = !message.now && !message.problem;
+    doing.className = message.problem ? "doing problem" : "doing";
+    doing.textContent = [message.problem, message.now].filter(Boolean).join(" · ");
+    app.draw();
+  }
+
+  private takeColumns(message: any): void {
+    const { app } = this;
+    app.data.put(message.first, message);
+    app.data.columns = Math.max(app.data.columns, message.length);
+    const now = performance.now();
+    // Those of a prompt come at once: they say nothing about speed.
+    message.pieces.forEach((_: string, i: number) => {
+      if (message.generated[i] || app.data.board.axis !== "token") this.arrivals.push(now);
+    });
+    this.arrivals = this.arrivals.filter((each) => now - each < RATE);
+    if (app.state.follow) app.set({ column: app.data.columns - 1, ...this.followed() });
+    app.draw();
+  }
+
+  /** The columns in view while tokens come: all, until they would get too narrow. */
+  followed(): Partial<State> {
+    const { columns } = this.app.data;
+    const fit = Math.floor(this.app.scene.width / NARROWEST);
+    return columns <= fit ? { first: 0, last: 0 } : { first: columns - fit, last: columns };
+  }
+
+  /** Tell the server what is in view, where that has changed. */
+  watch(): void {
+    const { app } = this;
+    if (!this.line || !this.connected || !app.ready) return;
+    const planes = ["layers", "tracks", ...app.state.voxels.filter((each) => app.rows.some((row) => row.plane === each))];
+    const wanted = JSON.stringify([app.state.sequence, app.state.metric, ...planes]);
+    if (wanted === this.watched) return;
+    this.watched = wanted;
+    this.line.say({ type: "watch", sequence: app.state.sequence, metric: app.state.metric, planes, from: app.data.columns });
+  }
+}

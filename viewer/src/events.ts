@@ -1,0 +1,115 @@
+// Mouse, wheel and keys become changes of the state.
+
+import type { App } from "./app";
+import { KEYS, openFindings, openHelp, openMenu, openPicker, openTable } from "./dialogs";
+import { closePopup } from "./popup";
+import { find } from "./search";
+import { START, fromHash } from "./state";
+
+export function listen(app: App, keys: EventTarget): void {
+  onHeat(app);
+  onOverview(app);
+  onControls(app);
+  onPrompt(app);
+  keys.addEventListener("keydown", (event) => onKey(app, event as KeyboardEvent));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => app.screen.repaint());
+  if (app.options.owns)
+    window.addEventListener("hashchange", () => app.set({ ...START, depth: app.state.depth, metric: app.state.metric, ...fromHash(location.hash) }));
+}
+
+function onHeat(app: App): void {
+  const { heat, tree } = app.ui;
+  const { viewport } = app;
+  let drag: { x: number; y: number; moved: boolean } | null = null;
+  heat.addEventListener("pointermove", (event) => {
+    if (drag && event.buttons) {
+      const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
+      if (drag.moved || Math.hypot(dx, dy) > 4) {
+        viewport.pan(-dx / app.scene.cell, -dy / app.scene.rowHeight);
+        drag = { x: event.clientX, y: event.clientY, moved: true };
+      }
+    }
+    app.hover = app.data.columns ? viewport.cellAt(event) : null;
+    app.draw();
+  });
+  heat.addEventListener("pointerleave", () => {
+    app.hover = null;
+    app.draw();
+  });
+  heat.addEventListener("pointerdown", (event) => {
+    heat.setPointerCapture(event.pointerId);
+    drag = { x: event.clientX, y: event.clientY, moved: false };
+  });
+  heat.addEventListener("pointerup", (event) => {
+    if (drag && !drag.moved && app.data.columns) {
+      const { row, column } = viewport.cellAt(event);
+      if (row >= 0) app.set({ layer: app.rows[row].name, column, follow: false });
+    }
+    drag = null;
+  });
+  heat.addEventListener("dblclick", () => viewport.expand());
+  heat.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    if (sideways) viewport.pan(((event.deltaX || event.deltaY) / app.scene.cell) * 0.5, 0);
+    else viewport.zoom(1.0015 ** event.deltaY, app.scene.first + event.offsetX / app.scene.cell);
+  }, { passive: false });
+  tree.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    viewport.pan(0, event.deltaY / app.scene.rowHeight / 2);
+  }, { passive: false });
+}
+
+function onOverview(app: App): void {
+  const brush = (event: PointerEvent) => event.buttons && app.viewport.brush(event.offsetX);
+  app.ui.overview.addEventListener("pointerdown", brush);
+  app.ui.overview.addEventListener("pointermove", brush);
+}
+
+function onControls(app: App): void {
+  const { ui } = app;
+  ui.sequence.addEventListener("click", () => openPicker(app));
+  ui.exportButton.addEventListener("click", () => openMenu(app));
+  ui.tableButton.addEventListener("click", () => openTable(app));
+  ui.theme.addEventListener("click", () => app.theme());
+  ui.help.addEventListener("click", () => openHelp(app));
+  ui.live.addEventListener("click", () => app.set({ follow: !app.state.follow }));
+  ui.allFindings.addEventListener("click", () => openFindings(app));
+  ui.search.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key === "Enter") void find(app, ui.search.value, event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") ui.heat.focus();
+  });
+}
+
+function onPrompt(app: App): void {
+  const input = app.ui.prompt.querySelector("input")!;
+  app.ui.prompt.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!input.value.trim()) return;
+    app.options.transport.prompt!(input.value).then(
+      () => {
+        input.value = "";
+        app.set({ follow: true });
+      },
+      (error: Error) => {
+        app.ui.doing.hidden = false;
+        app.ui.doing.className = "doing problem";
+        app.ui.doing.textContent = error.message;
+      },
+    );
+  });
+}
+
+function onKey(app: App, event: KeyboardEvent): void {
+  const target = event.composedPath()[0] as HTMLElement;
+  const typing = target instanceof HTMLInputElement || target instanceof HTMLSelectElement;
+  if (event.key === "Escape") closePopup(app);
+  if (typing || event.ctrlKey || event.metaKey || event.altKey || !app.ready || !app.ui.popup.hidden) return;
+  const presses = ["Enter", " "].includes(event.key);
+  if (presses && (target instanceof HTMLButtonElement || target.closest?.("aside, .tree button"))) return;
+  const act = KEYS.find((each) => each.keys.includes(event.key));
+  if (!act) return;
+  event.preventDefault();
+  act.act(app, event);
+}

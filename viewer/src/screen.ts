@@ -1,0 +1,151 @@
+// The screen: draws whatever follows from the state, each part only where something of it changed.
+
+import type { App } from "./app";
+import { renderDetails } from "./details";
+import { Inks, READABLE, drawAxis, drawCells, drawMarks, drawOverlay, drawOverview, drawTracks } from "./heatmap";
+import { budget } from "./planes";
+import { renderStrip } from "./strip";
+import { renderControls } from "./toolbar";
+import { renderTree } from "./tree_view";
+
+export const BAND = 32;
+const [AXIS, NUMBERS, OVERVIEW] = [84, 24, 30];
+const PAINTS = 1; // tiles that are painted per frame
+const REST = 60; // milliseconds after which texts follow the picture
+const FRAMES = 5000;
+const DRAWN = "torchfmri-drawn"; // when the first tile was on the screen
+
+export class Screen {
+  readonly stats = { frames: [] as number[], missing: 0, drawn: 0 };
+  told = false; // whether the status line says something that should stay for a moment
+  private drawn: Record<string, string> = {};
+  private marked = false;
+  private pending = 0;
+  private resting = 0;
+  private theirInks: Inks | null = null;
+
+  constructor(private readonly app: App) {}
+
+  draw(): void {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => {
+      this.pending = 0;
+      this.render();
+    });
+  }
+
+  /** Draw everything again, in other colours. */
+  repaint(): void {
+    this.theirInks = null;
+    this.drawn = {};
+    this.draw();
+  }
+
+  /** Whether a part has to be drawn again: its key is another than the last time. */
+  once(part: string, key: string): boolean {
+    if (this.drawn[part] === key) return false;
+    this.drawn[part] = key;
+    return true;
+  }
+  is(part: string, key: string): boolean { return this.drawn[part] === key; }
+  forget(part: string): void { this.drawn[part] = ""; }
+  keyOf(part: string): string { return this.drawn[part]; }
+
+  /** The colours of the theme; asked for once, because asking makes the browser lay out the page. */
+  inks(): Inks {
+    if (this.theirInks) return this.theirInks;
+    const style = getComputedStyle(this.app.ui.body);
+    const get = (name: string) => style.getPropertyValue(`--${name}`).trim();
+    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none") };
+  }
+
+  render(): void {
+    const { app } = this;
+    if (!app.ready || !app.tree || !app.data.sequence) return;
+    const started = performance.now();
+    this.renderRows();
+    renderControls(app);
+    app.viewport.place();
+    this.renderMaps();
+    renderTree(app);
+    // Texts and numbers come after the picture, and while the view moves fast they wait.
+    this.resting ||= window.setTimeout(() => {
+      this.resting = 0;
+      if (!app.ready) return;
+      renderStrip(app);
+      renderDetails(app);
+    }, REST);
+    app.connection.watch();
+    this.stats.frames.push(performance.now() - started);
+    if (this.stats.frames.length > FRAMES) this.stats.frames.splice(0, 1000);
+  }
+
+  private renderRows(): void {
+    const { app } = this;
+    const { state, data } = app;
+    // In a training run parameters are rows, too: those without the metric in view are left out.
+    const header = data.board.kind === "run" ? app.plane("layers")?.header : null;
+    const hidden = header ? header.missing.map((each) => each === header.columns && each > 0) : [];
+    const key = JSON.stringify([data.board.id, data.board.layers.length, state.depth, state.toggled, state.voxels, hidden, state.voxels.map((each) => app.plane(each)?.header?.rows)]);
+    if (!this.once("rows", key)) return;
+    const rows = app.tree!.rows(state);
+    app.rows = hidden.every(Boolean) ? rows : rows.filter((row) => row.plane !== "layers" || !hidden[row.index]);
+    if (hidden.some(Boolean)) app.rows = app.rows.map((row, i) => ({ ...row, folds: row.folds && (!row.open || app.rows[i + 1]?.depth > row.depth) }));
+    if (hidden.some(Boolean) && app.rows.length && app.rowIndex < 0) app.state = { ...app.state, layer: app.rows[0].name };
+  }
+
+  private context(canvas: HTMLCanvasElement, height: number, ratio: number): CanvasRenderingContext2D {
+    const [w, t] = [Math.round(this.app.scene.width * ratio), Math.round(height * ratio)];
+    if (canvas.width !== w) canvas.width = w;
+    if (canvas.height !== t) canvas.height = t;
+    const c = canvas.getContext("2d")!;
+    c.setTransform(1, 0, 0, 1, 0, 0);
+    c.clearRect(0, 0, w, t);
+    return c;
+  }
+
+  private renderMaps(): void {
+    const { app } = this;
+    const { scene, state, ui, data } = app;
+    const inks = this.inks();
+    const ratio = window.devicePixelRatio || 1;
+    const look = { norm: state.norm, map: state.map, none: inks.none };
+    budget.paints = PAINTS;
+    budget.late = false;
+    let c = this.context(ui.heat, scene.height, ratio);
+    const layers = app.plane("layers");
+    this.stats.missing = drawCells(c, scene, app.plane, look, state.pool === "mean", inks, ratio).missing;
+    this.stats.drawn++;
+    c.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const { overlay } = data.sequence;
+    if (overlay) drawOverlay(c, scene, (metric, plane) => data.whole(metric, plane), overlay, inks);
+    drawMarks(c, scene, layers?.header ?? null, app.rowIndex, state.column, inks, app.hover);
+    const texts = data.board.axis !== "step";
+    const axis = texts && scene.cell >= READABLE ? AXIS : NUMBERS;
+    if (this.once("axis", String(axis))) ui.axis.style.height = `${axis}px`;
+    c = this.context(ui.axis, axis, ratio);
+    c.setTransform(ratio, 0, 0, ratio, 0, 0);
+    drawAxis(c, scene, data.piece, state.column, inks, axis, texts);
+    c = this.context(ui.tracks, BAND * data.sequence.tracks.length, ratio);
+    c.setTransform(ratio, 0, 0, ratio, 0, 0);
+    if (data.sequence.tracks.length)
+      drawTracks(c, scene, data.plane("tracks", "tracks"), data.sequence.tracks.length, state.column, inks, BAND);
+    c = this.context(ui.overview, OVERVIEW, ratio);
+    if (layers) drawOverview(c, scene, layers, look, inks, OVERVIEW, ratio);
+    if (budget.late) this.draw();
+    this.renderHint();
+  }
+
+  private renderHint(): void {
+    const { ui, data, rows } = this.app;
+    const layers = this.app.plane("layers");
+    if (!this.marked && layers?.held) {
+      this.marked = true;
+      performance.mark(DRAWN);
+    }
+    ui.heat.dataset.state = layers?.failed ? "failed" : !layers?.header ? "loading" : data.columns ? "drawn" : "empty";
+    const hint = layers?.failed || (!layers?.header ? "Loading…" : !data.columns ? `No ${data.board.axis}s yet.` : !rows.length ? "No layers." : "");
+    ui.hint.hidden = !hint;
+    ui.hint.textContent = hint;
+  }
+}

@@ -1,0 +1,59 @@
+// The text of the sequence around the crosshair, underlined with the colours of its row.
+
+import type { App } from "./app";
+import { SIGNED_MAPS, cssColour, decode, scaleOf, shareOf } from "./colour";
+import { count, h, short, visible } from "./dom";
+
+const [SHOWN, STEP] = [400, 100]; // columns whose texts are on the page, and by how many they move
+
+export function renderStrip(app: App): void {
+  if (app.ui.strip.hidden) return;
+  const { state, data } = app;
+  const wanted = Math.ceil((state.column + SHOWN / 2) / STEP) * STEP;
+  const end = Math.min(data.columns, Math.max(wanted, SHOWN));
+  const first = Math.max(0, end - SHOWN);
+  const row = app.rows[app.rowIndex];
+  const plane = row && app.plane(row.plane);
+  for (let t = first; t < end; t += 256) data.piece(t);
+  const loaded = !!data.piece(first) && !!data.piece(Math.max(first, end - 1));
+  const coded = plane?.header ? plane.code(row.index, state.column) : 0;
+  const key = [first, end, state.layer, state.metric, state.norm, state.map, coded, loaded, plane?.header?.version, data.board.id, state.sequence, app.ui.body.dataset.theme];
+  if (app.screen.once("strip", JSON.stringify(key))) {
+    fill(app, first, end);
+    app.screen.forget("now");
+  }
+  if (app.screen.once("now", `${state.column} ${app.scene.width}`)) mark(app);
+}
+
+function fill(app: App, first: number, end: number): void {
+  const { state, data, ui } = app;
+  const row = app.rows[app.rowIndex];
+  const plane = row && app.plane(row.plane);
+  const header = plane?.header;
+  const scale = header ? scaleOf(header, state.norm, row.index) : null;
+  const map = header?.signed ? SIGNED_MAPS[state.map] : state.map;
+  const spans: HTMLElement[] = [];
+  for (let t = first; t < end; t++) {
+    const piece = data.piece(t);
+    const share = scale ? shareOf(scale, decode(header!, row.index, plane!.code(row.index, t))) : NaN;
+    const text = piece ? short(visible(piece.text, false), 200) : "…";
+    const span = h("span", { class: `${piece?.generated ? "g" : ""} ${piece?.special ? "s" : ""}`, "data-t": t, dir: "auto" }, text);
+    if (!Number.isNaN(share)) span.style.setProperty("--c", cssColour(map, share));
+    spans.push(span, ...(piece && /\n/.test(piece.text) ? [h("br")] : []));
+  }
+  ui.strip.replaceChildren(
+    first > 0 ? h("em", {}, `… ${count(first, data.board.axis)} before `) : "", ...spans,
+    end < data.columns ? h("em", {}, ` … ${count(data.columns - end, data.board.axis)} after`) : "");
+  ui.strip.onclick = (event) => {
+    const t = (event.target as HTMLElement).dataset?.t;
+    if (t !== undefined) app.goTo(null, Number(t));
+  };
+}
+
+function mark(app: App): void {
+  const { strip } = app.ui;
+  strip.querySelector(".now")?.classList.remove("now");
+  const now = strip.querySelector<HTMLElement>(`[data-t="${app.state.column}"]`);
+  now?.classList.add("now");
+  if (now && (now.offsetTop < strip.scrollTop || now.offsetTop + 22 > strip.scrollTop + strip.clientHeight)) strip.scrollTop = now.offsetTop - 8;
+}

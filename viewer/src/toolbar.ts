@@ -1,0 +1,145 @@
+// The head and the foot of the page: what is shown, of what, in which colours, and how it fares.
+
+import type { App } from "./app";
+import { MAPS, SIGNED_MAPS, cssColour, scaleOf } from "./colour";
+import { Health } from "./data";
+import { count, h, say, short } from "./dom";
+import { BAND } from "./screen";
+import { State } from "./state";
+
+const FINDINGS = 2; // findings that are on the page; the others are one click away
+
+const pressed = (text: string, on: boolean, act: () => void, title = "") =>
+  h("button", { "aria-pressed": String(on), onclick: act, title }, text);
+
+export function renderControls(app: App): void {
+  const { state, data } = app;
+  const { board, sequence } = data;
+  const header = app.plane("layers")?.header;
+  const tracks = sequence.tracks.length ? data.plane("tracks", "tracks").header?.tops : [];
+  const live = liveText(app);
+  const key = [
+    state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes,
+    sequence.name, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, tracks,
+  ];
+  if (!app.screen.once("controls", JSON.stringify(key))) return;
+  renderHead(app, live);
+  renderChoices(app);
+  renderHealth(app, sequence.health, board.notes);
+  renderNames(app);
+  renderBar(app);
+}
+
+/** What the mark beside the title says: nothing where nothing can be added. */
+function liveText(app: App): string {
+  const { board } = app.data;
+  if (!board.live || !app.connection.connected) return "";
+  if (!board.going) return board.prompts ? "" : board.kind === "run" ? "ended" : "done";
+  if (!app.state.follow) return "PAUSED";
+  const { rate } = app.connection;
+  return `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}`;
+}
+
+function renderHead(app: App, live: string): void {
+  const { ui, state, data: { board, sequence, columns } } = app;
+  const compares = board.kind === "diff" || board.kind === "contrast";
+  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, compares ? board.title : board.model), compares ? ` ${board.model}` : "");
+  ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
+  ui.live.hidden = !live;
+  ui.live.textContent = live;
+  ui.live.classList.toggle("paused", !live.startsWith("LIVE"));
+  ui.sequence.hidden = board.kind === "contrast";
+  const which = [short(sequence.text || sequence.name, 36), short(sequence.condition, 16), `${state.sequence + 1} of ${board.sequences.toLocaleString("en")} ▾`];
+  ui.sequence.textContent = [...(board.sequences > 1 ? which : []), count(columns, board.axis)].filter(Boolean).join(" · ");
+  ui.sequence.disabled = board.sequences < 2;
+}
+
+function renderChoices(app: App): void {
+  const { ui, state, data: { sequence } } = app;
+  const shown = sequence.metrics.filter((each) => each.shown);
+  ui.metrics.replaceChildren(...shown.map((each, i) => pressed(each.title, each.name === state.metric, () => app.showMetric(i), `${each.meaning} ${each.unit} (${i + 1})`)));
+  ui.meaning.textContent = app.metric?.meaning ?? "";
+  ui.meaning.title = app.metric?.meaning ?? "";
+  ui.norms.replaceChildren(
+    pressed("each row", state.norm === "row", () => app.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
+    pressed("all rows", state.norm === "global", () => app.set({ norm: "global" }), "One scale for all rows (n)"));
+  const depths: State["depth"][] = ["blocks", "parts", "all"];
+  const folds = app.tree!.folds;
+  ui.depthLabel.hidden = ui.depths.hidden = !folds;
+  ui.depths.replaceChildren(...depths.map((each) => pressed(each, state.depth === each, () => app.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
+}
+
+function renderHealth(app: App, health: Health[], notes: string[]): void {
+  const { ui } = app;
+  const all = findings(health, notes);
+  ui.health.hidden = !all.length;
+  const worst = all.filter((each) => each.severity !== "inform").length;
+  ui.allFindings.textContent = worst ? count(worst, "finding") : count(all.length, "note");
+  ui.allFindings.className = worst ? `all ${all[0].severity}` : "all";
+  ui.findings.replaceChildren(...all.slice(0, FINDINGS).map((each) => finding(app, each)));
+}
+
+export function findings(health: Health[], notes: string[]): Health[] {
+  return [...health, ...notes.map((text) => ({ text, severity: "inform", layer: null, column: null, advice: "" }))];
+}
+
+const MARKS: Record<string, string> = { alarm: "✖ ", warn: "▲ " };
+
+/** One finding on one line; its whole text is in its title and in the list of all. */
+export function finding(app: App, each: Health): HTMLElement {
+  const text = (MARKS[each.severity] ?? "") + each.text;
+  const options = { class: `finding ${each.severity}`, title: `${each.text} ${each.advice}`.trim() };
+  return each.layer !== null || each.column !== null
+    ? h("button", { ...options, onclick: () => app.goTo(each.layer, each.column) }, text)
+    : h("span", options, text);
+}
+
+function renderNames(app: App): void {
+  const { ui, data: { board, sequence } } = app;
+  ui.trackNames.replaceChildren(...sequence.tracks.map((each, i) =>
+    h("div", { title: `${each.meaning} (${each.unit})`, style: { height: `${BAND}px` } }, each.title, h("small", {}, trackTop(app, i, each.unit)))));
+  ui.tracks.style.height = ui.trackNames.style.height = `${BAND * sequence.tracks.length}px`;
+  ui.axisTitle.replaceChildren(h("span", {}, board.rows ?? "↑ layers, input at the top"), h("span", {}, `${board.axis}s →`));
+}
+
+function trackTop(app: App, row: number, unit: string): string {
+  const top = app.data.plane("tracks", "tracks").header?.tops[row];
+  return top ? ` to ${say(top)}${unit.length < 8 ? " " + unit : ""}` : "";
+}
+
+/** What the ends of the colour bar stand for. */
+export function barEnds(app: App): { words: [string, string]; map: string } | null {
+  const header = app.plane("layers")?.header;
+  if (!header || !app.metric) return null;
+  const at = app.rows[app.rowIndex];
+  const scale = scaleOf(header, app.state.norm, at?.plane === "layers" ? at.index : 0);
+  const map = header.signed ? SIGNED_MAPS[app.state.map] : app.state.map;
+  const { ends } = app.data.board;
+  const log = scale.logarithmic ? " (log)" : "";
+  if (app.state.norm === "global") {
+    const [low, high] = [say(scale.low), say(scale.high)];
+    return { map, words: ends ? [`${ends[0]} ${low}`, `${high} ${ends[1]}`] : [low, high + log] };
+  }
+  if (ends) return { map, words: [ends[0], `${ends[1]} (each row to its 99.5th percentile)`] };
+  return { map, words: [header.signed ? "−p99.5" : scale.logarithmic ? "1/100 of it" : "0", "the row’s 99.5th percentile" + log] };
+}
+
+function renderBar(app: App): void {
+  const found = barEnds(app);
+  if (!found) return app.ui.bar.replaceChildren();
+  const { words, map } = found;
+  const header = app.plane("layers")!.header!;
+  const any = (counts: number[]) => counts.some((each) => each > 0);
+  const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
+  const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
+  app.ui.bar.replaceChildren(
+    h("span", { class: "unit", title: app.metric!.unit }, app.metric!.unit), h("span", { class: "end" }, words[0]), strip, h("span", { class: "end" }, words[1]),
+    ...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []),
+    ...(any(header.missing) ? key("not-measured", "not measured") : []),
+    ...(app.data.sequence.overlay ? key("survivor", app.data.sequence.overlay.meaning) : []),
+    h("button", { class: "link", title: "Another colour map (m)", onclick: () => nextMap(app) }, map));
+}
+
+export function nextMap(app: App): void {
+  app.set({ map: MAPS[(MAPS.indexOf(app.state.map) + 1) % MAPS.length] });
+}

@@ -1,4 +1,4 @@
-"""The result of `torchfmri.advise`: what was tried on a model, and what it brought."""
+"""The result of `torchfmri.advise`: the arrangements that were tried, and their effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchfmri.exceptions import InspectionError
 
 @dataclass(frozen=True)
 class Option:
-    """One arrangement as it was measured.
+    """The measured time, memory and gradient deviation of one arrangement.
 
     Attributes:
         name: The techniques, joined by `+`; `"plain"` is the model as it is.
@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was tried on a model, and what it brought.
+    """The result of `advise`: the arrangements that were tried, and their effect.
 
     `advice["checkpoint"]` is an `Option`; the plain model comes first. Everything in it was run.
 
@@ -80,7 +80,7 @@ class Advice:
 
     @property
     def front(self) -> list[Option]:
-        """The arrangements that nothing beats in both time and memory, the fastest first."""
+        """The arrangements that no other beats in both time and memory, fastest first."""
         chosen = [option for option in self.options.values() if option.on_front]
         return sorted(chosen, key=lambda option: option.seconds)
 
@@ -109,11 +109,11 @@ class Advice:
         return self._grid().html()
 
     def table(self, *, width: int | None = None) -> str:
-        """One line per arrangement, and what did not apply or run."""
+        """Return a text with one line per arrangement, and with what did not apply or run."""
         return self._grid().text(width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {
             "model": self.model,
             "device": self.device,
@@ -151,7 +151,7 @@ class Advice:
 
 
 def mark_front(options: dict[str, Option], max_deviation: float | None) -> dict[str, Option]:
-    """The same, with those marked that no other beats in both time and memory."""
+    """Return the options, with those marked that no other beats in both time and memory."""
     allowed = [
         option
         for option in options.values()

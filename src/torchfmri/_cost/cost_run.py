@@ -1,4 +1,4 @@
-"""The price of every layer: FLOPs, bytes and seconds, forward and backward."""
+"""Measure the cost of every layer: FLOPs, bytes and seconds, forward and backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cost(
     sizes: Mapping[str, Sequence[int]] | None = None,
     rounds: int = 5,
 ) -> Cost:
-    """What a model costs on its data, per layer, forward and backward; leaves no trace.
+    """Measure what each layer of a model costs on its data; the model is left as it was.
 
     After one pass to warm up, one is counted (FLOPs, bytes) and `rounds` are timed. FLOPs and bytes
     are exact and the same in every run; times are those of the fastest round, without what
@@ -89,7 +89,7 @@ def _result(
 def _own_costs(
     model: nn.Module, counted: CountedStep, times: LayerTimes | None
 ) -> dict[str, LayerCost]:
-    """Layer -> what is its own; a module with several names is counted under the first."""
+    """Return each layer's own cost; a module with several names counts under the first."""
     result: dict[str, LayerCost] = {}
     known: set[int] = set()
     for name, module in {**named_layers(model), LOSS: None}.items():
@@ -117,7 +117,7 @@ def _own_costs(
 
 
 def _with_inside(name: str, own: dict[str, LayerCost]) -> LayerCost:
-    """The cost of a layer together with that of the layers inside it."""
+    """Return the cost of a layer together with the layers inside it."""
     prefix = f"{name}." if name else ""
     inside = [
         each

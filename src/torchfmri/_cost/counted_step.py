@@ -1,4 +1,4 @@
-"""What one step takes, counted: FLOPs, bytes and where the peak is. Exact, in one run."""
+"""Count what one step takes: FLOPs, bytes and where the peak is. Exact, in one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchfmri._torch import Hook, flatten
 
 @dataclass
 class CountedStep:
-    """The counts of one step.
+    """The FLOPs and bytes of one step, and where its peak is.
 
     Attributes:
         flops: (phase, layer) -> FLOPs.
@@ -52,7 +52,7 @@ class CountedStep:
 
 
 def count_step(step: Step) -> CountedStep:
-    """Run a step once and count.
+    """Run a step once, and return its counts.
 
     Args:
         step: What to run.
@@ -104,7 +104,7 @@ def _run(
 
 @contextmanager
 def _listening_to_parameters(layers: dict[str, nn.Module], counted: CountedStep) -> Iterator[None]:
-    """Have hooks tell how large the gradients are that really arrive."""
+    """Record, by hooks, how large the gradients are that really arrive."""
     handles: list[Any] = []
     known = set()
 

@@ -1,4 +1,4 @@
-"""How cost grows with batch size b and length s: laws fitted to counted sizes."""
+"""Laws of how cost grows with batch size b and length s, fitted to counted sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfmri.exceptions import InspectionError
 
 
 class Prediction(NamedTuple):
-    """What a size would take that was not measured.
+    """The predicted cost of a size that was not measured.
 
     Attributes:
         batch: Batch size.
@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
 
 
 class LayerGrowth(NamedTuple):
-    """The laws of one layer, without the layers inside it."""
+    """The growth laws of one layer, without the layers inside it."""
 
     forward_flops: Law
     backward_flops: Law
@@ -52,7 +52,7 @@ class LayerGrowth(NamedTuple):
 
 @dataclass(frozen=True)
 class Growth:
-    """How cost grows with batch size and length.
+    """The laws of how cost grows with batch size and length.
 
     The same program runs at every size, so each of its allocations follows a law of its own; the
     predicted peak is the highest point of all of them together, also where that is another point
@@ -95,7 +95,7 @@ class Growth:
         return self.layers[layer]
 
     def predict(self, *, batch: int | None = None, length: int | None = None) -> Prediction:
-        """What another size would take; an axis left out stays at the largest size measured.
+        """Predict the cost of another size; an axis left out stays at its largest measured size.
 
         Raises:
             InspectionError: A size is not positive, or another one is asked for of an axis that was
@@ -107,7 +107,7 @@ class Growth:
         return Prediction(b, s, round(self._peak(b, s)), saved, forward, backward)
 
     def _size(self, axis: str, place: int, asked: int | None) -> int:
-        """The size to predict along an axis."""
+        """Return the size to predict along an axis."""
         seen = sorted({size[place] for size in self.measured})
         if asked is None:
             return seen[-1]
@@ -127,11 +127,11 @@ class Growth:
         return self._grid().html()
 
     def table(self, *, width: int | None = None) -> str:
-        """The laws of the layers and of the total, in words."""
+        """Return the laws of the layers and of the total as text."""
         return self._grid().text(width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Laws and measured peaks as plain numbers, for JSON."""
+        """Return laws and measured peaks as plain numbers, for JSON."""
         return {
             "layers": {name: _as_dict(laws) for name, laws in self.layers.items()},
             "total": _as_dict(self.total),
@@ -168,7 +168,7 @@ class Growth:
 
 
 def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
-    """The laws behind samples of several sizes."""
+    """Fit laws to samples of several sizes, and return them."""
     measured = {(s.size.batch, s.size.length): s.peak_bytes for s in samples}
     samples = same_program(samples)
     sizes = [sample.size for sample in samples]
@@ -192,7 +192,7 @@ def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
 
 
 def _check(samples: Sequence[Sample]) -> float | None:
-    """How well the largest size is predicted from those that are smaller along an axis."""
+    """Measure how well the largest size is predicted from the smaller ones along an axis."""
     largest = max(samples, key=lambda sample: (sample.size.batch * sample.size.length, sample.size))
     axis = 1 if len({sample.size.length for sample in samples}) > 2 else 0
     others = [sample for sample in samples if sample.size[axis] < largest.size[axis]]

@@ -1,4 +1,4 @@
-"""What each layer of a model costs: the result of `torchfmri.cost`."""
+"""The result of `torchfmri.cost`: what each layer of a model costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINES_BEFORE_FOLDING = 40
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer costs, with everything inside it; `own` is the same without the layers inside.
+    """The cost of a layer with everything inside it; `own` leaves out the layers inside.
 
     Attributes:
         layer: Its name.
@@ -56,16 +56,16 @@ class LayerCost:
 
     @property
     def flops(self) -> int:
-        """Forward and backward."""
+        """FLOPs of the forward and backward pass together."""
         return self.forward_flops + self.backward_flops
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of the forward and backward pass together."""
         return self.forward_seconds + self.backward_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, and those without the layers inside under `own`."""
+        """Return the numbers; `own` holds them without the layers inside."""
         data = {name: getattr(self, name) for name in ("kind", "calls", *ADDABLE)}
         if self.own is not None:
             data["own"] = {name: getattr(self.own, name) for name in ADDABLE}
@@ -79,14 +79,14 @@ ADDABLE = tuple(
 
 
 def add_costs(costs: list[LayerCost], layer: str, kind: str, calls: int) -> LayerCost:
-    """The sum of several, under one name."""
+    """Return the sum of several costs, under one name."""
     sums = {name: sum(getattr(each, name) for each in costs) for name in ADDABLE}
     return LayerCost(layer, kind, calls, **sums)
 
 
 @dataclass(frozen=True)
 class Cost(Mapping[str, LayerCost]):
-    """What a model costs on its data, per layer and in total.
+    """The cost of a model on its data, per layer and in total.
 
     A mapping from layers to their `LayerCost`, everything inside a layer included; `""` is the
     model, `"(loss)"` what runs outside of it. The `own` values of all layers add up to `total`.
@@ -153,7 +153,7 @@ class Cost(Mapping[str, LayerCost]):
     def table(
         self, *, inside: bool = False, fold: bool | None = None, width: int | None = None
     ) -> str:
-        """One line per layer, and the total.
+        """Return a text with one line per layer, and the total.
 
         Args:
             inside: Show every layer with what is inside it; by default what is its own, so that
@@ -166,7 +166,7 @@ class Cost(Mapping[str, LayerCost]):
         return text if self.growth is None else f"{text}\n\n{self.growth.table(width=width)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, for JSON."""
+        """Return everything as plain numbers, for JSON."""
         data: dict[str, Any] = {
             name: getattr(self, name)
             for name in (
@@ -233,7 +233,7 @@ def _columns(lines: list[LayerCost], total: LayerCost, timed: bool) -> list[Colu
 
 
 def _folded(costs: list[LayerCost]) -> list[LayerCost]:
-    """One for the layers whose names differ only in numbers."""
+    """Return one cost for all layers whose names differ only in numbers."""
     groups: dict[tuple[str, str], list[LayerCost]] = {}
     for each in costs:
         name = each.layer if each.layer == LOSS else star(each.layer)

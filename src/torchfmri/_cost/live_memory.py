@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, at any moment of one pass.
+"""Count how many bytes of tensors are alive at any moment of one pass.
 
 Every operation that torch dispatches is seen with its results. A storage counts from the operation
 that returned it until it is freed, once however many tensors share it. That is exact and the same
@@ -27,7 +27,7 @@ _SLACK = 1 << 20
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory behind a tensor; None where it has none of the ordinary kind (sparse, nested)."""
+    """Return the memory behind a tensor; None if it has no ordinary one (sparse, nested)."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return None
     try:
@@ -37,7 +37,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 class Storages:
-    """Distinct storages, each with a label, until they are freed.
+    """A set of distinct storages, each with a label, until they are freed.
 
     Args:
         existing: Tensors whose storages are none of ours.
@@ -54,11 +54,11 @@ class Storages:
 
     @property
     def existing_bytes(self) -> int:
-        """Of the storages that were there before."""
+        """The bytes of the storages that existed before."""
         return sum(each.nbytes() for each in self._existing.values())
 
     def add(self, tensor: Tensor, label: Any) -> int:
-        """Bytes that this tensor adds: 0 if its storage is known."""
+        """Add the storage of a tensor, and return its bytes: 0 if it is known already."""
         storage = storage_of(tensor)
         key = id(storage)
         if storage is None or key in self._existing or key in self._seen:
@@ -74,12 +74,12 @@ class Storages:
         return size
 
     def sizes(self) -> list[tuple[Any, int]]:
-        """Label and bytes of every storage that is alive."""
+        """Return label and bytes of every storage that is alive."""
         return [(label, size) for _, label, size in self._seen.values()]
 
 
 class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs and live bytes of what runs inside its `with` block.
+    """A mode that counts FLOPs and live bytes of what runs inside its `with` block.
 
     Args:
         position: Says which layer is running; None where nobody asks.
@@ -166,7 +166,7 @@ class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Workspace:
-    """What the CUDA allocator gives out during one operation, results included."""
+    """The bytes that the CUDA allocator hands out during one operation, results included."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -175,7 +175,7 @@ class _Workspace:
             self._before = torch.cuda.memory_allocated(device)
 
     def taken(self) -> int:
-        """Bytes at most, beyond those before; 0 on other devices."""
+        """Return the most bytes taken beyond those before; 0 on other devices."""
         if self._device is None:
             return 0
         return torch.cuda.max_memory_allocated(self._device) - self._before

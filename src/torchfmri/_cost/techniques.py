@@ -21,7 +21,7 @@ _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass
 class Setup:
-    """A training step on copies, open to changes.
+    """A training step on copies, which techniques change.
 
     Attributes:
         model: A copy.
@@ -43,7 +43,7 @@ class Setup:
 
 
 class Technique(NamedTuple):
-    """One way.
+    """One way to make a training step lighter or faster.
 
     Attributes:
         name: As it is shown.
@@ -62,7 +62,7 @@ class Technique(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model: containers of one class that stand in a row, outermost."""
+    """Return the repeated blocks of a model: outermost containers of one class in a row."""
     blocks: dict[str, nn.Module] = {}
     layers = named_layers(model)
     for name, module in layers.items():
@@ -100,7 +100,7 @@ def _checkpoint(every: int, setup: Setup) -> None:
 
 
 def has_running_statistics(setup: Setup) -> bool:
-    """Whether a replay updates running statistics a second time."""
+    """Return whether a replay updates running statistics a second time."""
     return any(
         isinstance(each, _RUNNING) and each.training and each.track_running_stats
         for block in find_blocks(setup.model).values()
@@ -227,12 +227,12 @@ TECHNIQUES = (
 
 
 def device_of(setup: Setup) -> torch.device:
-    """Where the model is."""
+    """Return the device of the model."""
     return next((each.device for each in setup.model.parameters()), torch.device("cpu"))
 
 
 def parts_of(value: Any, pieces: int, batch: int) -> list[Any]:
-    """Data in equal parts along the batch; what has no batch goes into every part."""
+    """Split data into equal parts along the batch; data without a batch goes into every part."""
     if isinstance(value, Tensor):
         if value.ndim and value.shape[0] == batch:
             return list(value.chunk(pieces))

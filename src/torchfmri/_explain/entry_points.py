@@ -1,4 +1,4 @@
-"""Explaining an exception, after it was caught or as it leaves a `with` block."""
+"""Explain an exception, after it was caught or as it leaves a `with` block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RAISED = re.compile(
 def explain(
     exception: BaseException | str | None = None, model: nn.Module | None = None
 ) -> Explanation:
-    """The explanation of an exception.
+    """Explain an exception: what happened, in which layer and line, why, and the cure.
 
     Nothing has to be prepared: everything is read from the traceback, whose frames keep their
     variables, and for a backward pass from the graph of the loss. Nothing is run again.
@@ -77,7 +77,7 @@ def explain(
 
 
 def _explain_text(text: str) -> Explanation:
-    """The explanation of a message, or of a whole traceback that ends with it."""
+    """Explain a message, or a whole traceback that ends with it."""
     *_, last = [None, *_RAISED.finditer(text)]
     # The words of a class that is neither Python's nor PyTorch's are not PyTorch's either.
     cls = RuntimeError if last is None else _CLASSES.get(last["name"])
@@ -95,7 +95,7 @@ def _explain_text(text: str) -> Explanation:
 def explained(
     model: nn.Module | None = None, *, detect: bool = False
 ) -> AbstractContextManager[None]:
-    """A `with` block in which failures that are known are raised with their explanation.
+    """Return a `with` block that raises known failures with their explanation.
 
     Such an exception is raised again as an `ExplainedError` that is also of the original's class
     (`except RuntimeError` goes on working), has its `args`, and the original as `__cause__`. What
@@ -127,7 +127,7 @@ def explained(
 
 
 class _Explained(AbstractContextManager[None]):
-    """The block of `explained`."""
+    """The `with` block that `explained` returns."""
 
     def __init__(self, model: nn.Module | None, detect: bool) -> None:
         self._model = model
@@ -216,7 +216,7 @@ def _place(
     cure: tuple[str, ...],
     facts: tuple[str, ...] = (),
 ) -> Explanation:
-    """The explanation with everything that is known about the place."""
+    """Return the explanation with everything that is known about the place."""
     layer = clues.layer if clues.layer is not None else crash.layer_of(crash.module)
     module = crash.layers.get(layer, crash.module) if layer is not None else crash.module
     return Explanation(
@@ -244,7 +244,7 @@ def _read(clues: Callable[[], Clues]) -> Clues:
 
 
 def _place_facts(crash: Crash) -> tuple[str, ...]:
-    """What the layer was given and what it holds; how far a backward pass came."""
+    """Describe what the layer was given and holds, and how far a backward pass came."""
     if crash.phase == "backward":
         return _read(lambda: Clues(tuple(filter(None, [reached(crash)])))).facts
     if crash.module is None:

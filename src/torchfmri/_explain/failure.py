@@ -1,4 +1,4 @@
-"""The record of one kind of failure, and of what was read about one that happened."""
+"""The records of one kind of failure, and of the clues about one that happened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = (
 
 
 class Clues(NamedTuple):
-    """What was read about one failure.
+    """The clues about one failure.
 
     Attributes:
         facts: What was found, one sentence each.
@@ -36,7 +36,7 @@ class Clues(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """One kind of failure.
+    """One kind of failure, with its pattern and its explanation.
 
     Attributes:
         kind: A short name for programs.
@@ -59,7 +59,7 @@ class Failure:
     clues: Callable[[Crash, re.Match[str]], Clues] | None = None
 
     def match(self, crash: Crash) -> re.Match[str] | None:
-        """The match of the pattern, where this failure is the one."""
+        """Return the match of the pattern if this is the failure, else None."""
         if self.error is not None and not isinstance(crash.error, self.error):
             return None
         if self.error is None and crash.raised_by_others:

@@ -27,7 +27,7 @@ FAILURES: tuple[Failure, ...] = (
 
 
 def find_failure(crash: Crash) -> tuple[Failure, re.Match[str]] | None:
-    """The first failure of the table that fits, with its match."""
+    """Return the first failure of the table that fits, with its match."""
     for failure in FAILURES:
         match = failure.match(crash)
         if match is not None:

@@ -1,4 +1,4 @@
-"""Numerical derivatives along a direction, each with the error that it may have.
+"""Numerical derivatives along a direction, each with an estimate of its error.
 
 A derivative is a central difference. Its error has two parts that pull in opposite directions:
 truncation falls with the step, rounding grows as the step shrinks. Neither is known beforehand (a
@@ -24,7 +24,7 @@ _ROUNDINGS = 20  # how many rounding errors of full size a forward pass may add 
 
 
 class Precision(NamedTuple):
-    """What to expect of one dtype.
+    """The rounding and the steps to expect of one dtype.
 
     Attributes:
         rounding: Relative rounding error of one operation.
@@ -46,7 +46,7 @@ PRECISIONS = {
 
 
 class Scales(NamedTuple):
-    """How large things are, typically, along one direction.
+    """The typical sizes along one direction.
 
     Attributes:
         slope: A derivative: deviations are relative to this.
@@ -60,7 +60,7 @@ class Scales(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """A numerical derivative.
+    """A numerical derivative with its error.
 
     Attributes:
         value: The derivative.
@@ -77,7 +77,7 @@ class Slope(NamedTuple):
 def measure_slope(
     curve: Curve, at_zero: float, guess: float, scales: Scales, precision: Precision
 ) -> Slope:
-    """The derivative of `curve` at 0.
+    """Return the numerical derivative of `curve` at 0.
 
     Two evaluations do where the derivative is what somebody expects it to be: they cannot agree
     by accident. Otherwise the steps are searched for the best.
@@ -114,7 +114,7 @@ def measure_slope(
 
 
 def _balanced(noise: float) -> int:
-    """Which step makes truncation as large as such a relative rounding error, for most curves."""
+    """Return the step at which truncation is as large as this relative rounding error."""
     return min(range(1, len(_STEPS) - 1), key=lambda k: abs(_STEPS[k] - noise ** (1 / 3)))
 
 

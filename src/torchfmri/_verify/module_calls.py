@@ -1,4 +1,4 @@
-"""Which modules a model calls, and copies of what each of them really gets."""
+"""Log which modules a model calls, with copies of the inputs of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModuleCall:
 
 @dataclass
 class CallLog:
-    """The calls in the order in which they ended, so that children come before their parents.
+    """The calls in the order in which they ended, so children come before parents.
 
     Attributes:
         calls: Those that are kept: at most three of each layer, with inputs of different shapes.
@@ -58,7 +58,7 @@ class CallLog:
 
 @contextmanager
 def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iterator[CallLog]:
-    """Log the calls of the layers `chosen` while the block runs; NaN is looked for in all."""
+    """Log the calls of the `chosen` layers while the block runs; look for NaN in all layers."""
     log = CallLog()
     wanted = set(chosen)
     running: list[ModuleCall | None] = []
@@ -101,7 +101,7 @@ def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iter
 
 
 def copy_with(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of any structure in which every tensor is what `replace` makes of it.
+    """Return a copy of any structure, with every tensor replaced by `replace(tensor)`.
 
     Tensors are found at any depth, also in objects such as a KV cache. Modules stay themselves.
     """
@@ -112,12 +112,12 @@ def copy_with(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """All tensors in a structure, at any depth, each once."""
+    """Return all tensors in a structure, at any depth, each once."""
     return [found for found in _reachable(value) if isinstance(found, Tensor)]
 
 
 def copy_call(layer: str, module: nn.Module, inputs: Any, index: int) -> ModuleCall:
-    """A call with copies of its inputs, which remember where gradients go."""
+    """Return a call with copies of its inputs, which remember where gradients go."""
     wanted: set[int] = set()
 
     def detach(tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ _ATOMS = (str, bytes, int, float, complex, type, types.FunctionType, types.Modul
 
 
 def _reachable(value: Any) -> list[Any]:
-    """The tensors and modules that a structure leads to, each once."""
+    """Return the tensors and modules that a structure leads to, each once."""
     found: list[Any] = []
     seen: dict[int, Any] = {}
     waiting: list[Any] = [value]

@@ -1,4 +1,4 @@
-"""The first derivative of a call, as something to differentiate again."""
+"""Treat the first derivative of a call as a function to differentiate again."""
 
 from __future__ import annotations
 

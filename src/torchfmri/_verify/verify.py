@@ -1,4 +1,4 @@
-"""Is the backward pass of my layers right? Every layer's gradient against a numerical one."""
+"""Compare the backward pass of every layer with a numerical derivative."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def verify_gradients(
     directions: int = 2,
     second: bool = False,
 ) -> Verification:
-    """Whether each layer's backward pass is the derivative of its forward pass.
+    """Verify that each layer's backward pass is the derivative of its forward pass.
 
     The model runs once; then every layer is run alone, on the inputs that it really got, in
     float64: a backward pass gives the derivative along random directions of its inputs and
@@ -106,7 +106,7 @@ def verify_gradients(
 
 @dataclass
 class _Report:
-    """What is known so far."""
+    """The results so far."""
 
     model: str
     expected: set[str]
@@ -189,7 +189,7 @@ def _choose(names: dict[str, nn.Module], layers: Pattern) -> list[str]:
 
 
 def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
-    """The first name of each module: one under two names is verified once."""
+    """Return the first name of each module, so that one with two names is verified once."""
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
@@ -199,7 +199,7 @@ def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
 def _run(
     model: nn.Module, inputs: Any, names: Mapping[str, nn.Module], chosen: list[str]
 ) -> CallLog:
-    """One forward pass, with gradients starting at the data too."""
+    """Run one forward pass, with gradients that start at the data too."""
     for element in flatten(inputs):
         if element.tensor.is_floating_point() and element.tensor.is_leaf:
             element.tensor.requires_grad_()
@@ -248,7 +248,7 @@ def _loss_call(output: Any, target: Any, loss: Loss, log: CallLog) -> Iterator[M
 
 
 def _settle(model: nn.Module) -> None:
-    """Stop what modules do in passing and do not differentiate by design; undone afterwards.
+    """Switch off side effects that modules do not differentiate by design; undone afterwards.
 
     Spectral norm iterates its singular vectors while training, and an embedding with max_norm
     writes into its weight; autograd takes both as constant. The padding row of an embedding gets
@@ -274,5 +274,5 @@ def _kind(call: ModuleCall) -> str:
 
 
 def _has_code(module: nn.Module) -> bool:
-    """Whether it can be called at all: a ModuleList cannot."""
+    """Return whether a module can be called at all: a ModuleList cannot."""
     return type(module).forward is not nn.Module.forward

@@ -15,15 +15,15 @@ class Option:
     """The measured time, memory and gradient deviation of one arrangement.
 
     Attributes:
-        name: The techniques, joined by `+`; `"plain"` is the model as it is.
-        techniques: One by one.
-        seconds: Of a training step: the median ratio to the plain step, times that of the plain.
-        spread: By how many seconds half of the rounds differ from that at most.
+        name: The names of the techniques, joined by `+`; `"plain"` is the unchanged model.
+        techniques: The names one by one.
+        seconds: Seconds of a training step: the median ratio to the plain step, times its seconds.
+        spread: Half the range of the middle half of the rounds, in seconds.
         peak_bytes: The most bytes alive in a step: parameters, buffers, data, gradients, optimizer
             state and everything computed; see `Cost.peak_bytes`.
         gradient_deviation: |g - g plain| / |g plain| over all parameters together.
-        loss_deviation: The same of the loss.
-        on_front: No other arrangement is both faster and lighter.
+        loss_deviation: The relative deviation of the loss.
+        on_front: Whether no other arrangement is both faster and lighter.
 
     Example:
         >>> option = Option("SDPA", ("SDPA",), 0.012, 0.001, 2**20, 1e-7, 0.0, True)
@@ -45,16 +45,16 @@ class Option:
 class Advice:
     """The result of `advise`: the arrangements that were tried, and their effect.
 
-    `advice["checkpoint"]` is an `Option`; the plain model comes first. Everything in it was run.
+    `advice["checkpoint"]` is an `Option`. The plain model comes first. Every option was really run.
 
     Attributes:
         model: The class of the model.
-        device: Where it ran.
-        options: Name -> what was measured.
+        device: The device it ran on.
+        options: Name -> the measured `Option`.
         obstacles: Technique -> why it does not apply.
         failures: Arrangement -> the error it ended with.
         noise: The gradient's deviation between two plain runs with the same random numbers.
-        randomness: The same with other random numbers (dropout); 0 for a model without any.
+        randomness: That deviation with other random numbers (dropout); 0 for a model without any.
         notes: What the reader should know.
 
     Example:

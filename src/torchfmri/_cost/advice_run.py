@@ -45,20 +45,20 @@ def advise(
 ) -> Advice:
     """Try ways to save memory or time on copies of the model, and report their effect.
 
-    Tried are activation checkpointing per block, bf16 autocast, SDPA in place of eager attention,
+    It tries activation checkpointing per block, bf16 autocast, SDPA in place of eager attention,
     channels-last, a fused optimizer, gradient accumulation, and combinations of those that helped.
-    At most three copies of the model are alive at once.
+    At most three copies of the model exist at once.
 
     Args:
-        model: Any `nn.Module`, in the mode it is in; it stays as it is.
+        model: Any `nn.Module`; its copies run in its current mode, and it is left as it was.
         data: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         loss: As for `cost`.
-        optimizer: The optimizer of the model, or a function that makes one from parameters; without
-            it a step is forward and backward.
-        target: Handed to the loss, and split with the batch.
-        rounds: How often each arrangement is timed, turn by turn with the plain model.
-        combine: How many combinations to try at most.
-        max_deviation: Arrangements whose gradients deviate more are not on the front.
+        optimizer: The optimizer of the model, or a function that makes one from parameters. Without
+            it a step is a forward and backward pass only.
+        target: Passed to the loss, and split with the batch.
+        rounds: How often each arrangement is timed, in turns with the plain model.
+        combine: The largest number of combinations to try.
+        max_deviation: Arrangements whose gradients deviate more are left off the front.
         progress: Called with a line of text before each arrangement.
 
     Raises:

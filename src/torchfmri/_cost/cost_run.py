@@ -34,20 +34,20 @@ def cost(
 ) -> Cost:
     """Measure what each layer of a model costs on its data; the model is left as it was.
 
-    After one pass to warm up, one is counted (FLOPs, bytes) and `rounds` are timed. FLOPs and bytes
-    are exact and the same in every run; times are those of the fastest round, without what
-    measuring them costs.
+    After a warm-up pass, one pass is counted (FLOPs, bytes) and `rounds` passes are timed. FLOPs
+    and bytes are exact and the same in every run. Times are those of the fastest round, without
+    the cost of measuring them.
 
     Args:
-        model: Any `nn.Module`, in the mode it is in.
+        model: Any `nn.Module`; it runs in its current mode.
         data: A tensor, a tuple of positional arguments, or a dict of keyword arguments; with
             `sizes` also a function `data(batch=..., length=...)` that makes one of these.
         loss: A loss module or function of the output (and the target), or `"sum"`; by default the
             output's own loss, or, with a note, the sum of the output.
-        target: Handed to the loss.
-        sizes: `{"batch": (1, 2, 4), "length": (64, 128, 256)}`: measure all of these too and fit
-            how cost grows: `cost.growth`. Data is cut or repeated along its axes 0 and 1.
-        rounds: How often to measure time; 0: not at all.
+        target: Passed to the loss.
+        sizes: Further sizes to measure, such as `{"batch": (1, 2, 4), "length": (64, 128, 256)}`;
+            `cost.growth` fits laws to them. Data is cut or repeated along its axes 0 and 1.
+        rounds: How often to measure time; 0 means not at all.
 
     Raises:
         InspectionError: The data is empty or cannot be resized, or `sizes` is malformed.

@@ -54,11 +54,11 @@ class LayerGrowth(NamedTuple):
 class Growth:
     """The laws of how cost grows with batch size and length.
 
-    The same program runs at every size, so each of its allocations follows a law of its own; the
-    predicted peak is the highest point of all of them together, also where that is another point
-    than at the sizes that were measured. Sizes at which another program runs than at the largest
-    are left out; where that leaves too few (a loop over time steps, routing), the law of the peaks
-    themselves is used and a note says so.
+    The same program runs at every size, so each allocation follows a law of its own. The predicted
+    peak is the highest point of all allocations together, even if it is another point than at the
+    measured sizes. Sizes that run another program than the largest size are left out. If too few
+    remain (a loop over time steps, routing), a law is fitted to the measured peaks instead, and a
+    note says so.
 
     Attributes:
         layers: Layer -> its laws.
@@ -98,8 +98,8 @@ class Growth:
         """Predict the cost of another size; an axis left out stays at its largest measured size.
 
         Raises:
-            InspectionError: A size is not positive, or another one is asked for of an axis that was
-                measured at one size only, which shows no law.
+            InspectionError: A size is not positive, or differs from the only measured size of an
+                axis, which shows no law.
         """
         b = self._size("batch", 0, batch)
         s = self._size("length", 1, length)

@@ -20,18 +20,18 @@ class LayerCost:
     """The cost of a layer with everything inside it; `own` leaves out the layers inside.
 
     Attributes:
-        layer: Its name.
+        layer: The name of the layer.
         kind: The class of the module.
         calls: How often it was called.
-        forward_flops: Of matrix products, convolutions, attention and recurrent cells.
-        backward_flops: The same; what a checkpoint computes again is part of it.
-        parameter_bytes: Parameters, each counted for the first layer that holds it.
-        activation_bytes: Outputs; a storage that several layers return counts for the first.
-        gradient_bytes: Gradients of the parameters that arrive.
-        saved_bytes: Kept from forward to backward; a storage counts for the first that saved it.
-        forward_seconds: NaN if time was not measured.
-        backward_seconds: NaN if time was not measured.
-        own: Without the layers inside; None if it has none.
+        forward_flops: FLOPs of matrix products, convolutions, attention and recurrent cells.
+        backward_flops: FLOPs of the backward pass, with what a checkpoint computes again.
+        parameter_bytes: Bytes of parameters, each counted for the first layer that holds it.
+        activation_bytes: Bytes of outputs; a storage counts for the first layer that returns it.
+        gradient_bytes: Bytes of the parameter gradients that arrive.
+        saved_bytes: Bytes kept for backward; a storage counts for the first layer that saved it.
+        forward_seconds: Seconds of the forward pass; NaN if time was not measured.
+        backward_seconds: Seconds of the backward pass; NaN if time was not measured.
+        own: The cost without the layers inside; None if there are none.
 
     Example:
         >>> import torch, torchfmri
@@ -88,24 +88,24 @@ def add_costs(costs: list[LayerCost], layer: str, kind: str, calls: int) -> Laye
 class Cost(Mapping[str, LayerCost]):
     """The cost of a model on its data, per layer and in total.
 
-    A mapping from layers to their `LayerCost`, everything inside a layer included; `""` is the
-    model, `"(loss)"` what runs outside of it. The `own` values of all layers add up to `total`.
+    It maps each layer to its `LayerCost`, which includes everything inside the layer. `""` is the
+    model, and `"(loss)"` is what runs outside of it. All `own` values add up to `total`.
 
     Attributes:
         model: The class of the model.
-        device: Where it ran.
+        device: The device it ran on.
         layers: Layer -> cost.
-        total: Of the model and the loss together.
-        buffer_bytes: Buffers of the model.
-        data_bytes: Data and target.
-        retained_bytes: All that is alive between forward and backward, beyond parameters, buffers
-            and data. Equal to what is saved, unless something else keeps memory too.
+        total: The cost of the model and the loss together.
+        buffer_bytes: Bytes of the model's buffers.
+        data_bytes: Bytes of data and target.
+        retained_bytes: Bytes alive between forward and backward, beyond parameters, buffers and
+            data. They equal the saved bytes, unless something else keeps memory too.
         peak_bytes: The most bytes alive at once during forward and backward: parameters, buffers,
-            data, gradients and everything computed. The bytes of tensors; on CUDA what kernels take
-            for themselves inside an operation too.
+            data, gradients and everything computed. It counts tensors; on CUDA it also counts
+            what kernels take for themselves inside an operation.
         peak_place: Phase and layer of the peak.
-        plain_seconds: Of a step that nobody watched; NaN if time was not measured.
-        growth: How cost grows with the size of the data, if `sizes` were given.
+        plain_seconds: Seconds of a step that was not watched; NaN if time was not measured.
+        growth: The laws of how cost grows with the size of the data, if you gave `sizes`.
         notes: What the reader should know.
 
     Example:

@@ -26,11 +26,11 @@ class LayerTimes:
     """The seconds of each layer, forward and backward.
 
     Attributes:
-        seconds: (phase, layer) -> seconds of its own, marks taken off.
-        plain_seconds: Of the fastest step that nobody watched.
-        marked_seconds: Of the fastest step with marks.
-        marks: How many there were.
-        rounds: How many were measured.
+        seconds: (phase, layer) -> the layer's own seconds, without the cost of marks.
+        plain_seconds: Seconds of the fastest step without marks.
+        marked_seconds: Seconds of the fastest step with marks.
+        marks: How many marks there were.
+        rounds: How many rounds were measured.
     """
 
     seconds: dict[Place, float]
@@ -43,7 +43,7 @@ class LayerTimes:
 def time_layers(step: Step, rounds: int) -> LayerTimes:
     """Time a step in plain and in marked rounds, and keep the fastest of each.
 
-    It should have run before: the first time kernels are chosen and caches filled.
+    Run the step once before: the first run chooses kernels and fills caches.
     """
     plain, best = float("inf"), None
     for _ in range(rounds):

@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
 
 class Crash:
-    """An exception with what can be read from its traceback.
+    """An exception, and what its traceback shows.
 
     Attributes:
         error: The exception.
@@ -134,7 +134,7 @@ class Crash:
         return owners
 
     def layer_of(self, module: nn.Module | None) -> str | None:
-        """The name of a module in the model; None where it is not part of it.
+        """Return the name of a module in the model; None if it is not part of it.
 
         Of several names of one instance, the one under the modules that were running is taken.
         """
@@ -163,14 +163,14 @@ class Crash:
 
     @property
     def source(self) -> SourceLine | None:
-        """The innermost line of the user's own code; of a library where all of it is one."""
+        """The innermost line of the user's own code, or of a library if there is none."""
         own = [step for step in self.steps if step.of_user]
         rest = [step for step in self.steps if not step.of_torch]
         return (own or rest)[-1].line if own or rest else None
 
     @property
     def operation(self) -> SourceLine | None:
-        """The line of a library, called by the user's code, that failed; None where there is none.
+        """The library line, called by the user's code, that failed; None if there is none.
 
         PyTorch's own files do not count.
         """
@@ -179,12 +179,12 @@ class Crash:
 
     @property
     def raised_by_others(self) -> bool:
-        """Whether a `raise` outside PyTorch made it: then its words are not PyTorch's."""
+        """Whether a `raise` outside PyTorch made it, so that its words are not PyTorch's."""
         return bool(self.steps) and self.steps[-1].raises and not self.steps[-1].of_torch
 
     @cached_property
     def hook(self) -> tuple[SourceLine, nn.Module | None] | None:
-        """The user's hook in which the exception arose, and the module that it is a hook of.
+        """The user's hook that raised the exception, and the module it is attached to.
 
         A hook on a tensor or parameter belongs to no module.
         """
@@ -200,12 +200,12 @@ class Crash:
         return None
 
     def inputs(self) -> dict[str, Tensor]:
-        """The tensors that the innermost module was called with, by name or number."""
+        """Return the tensors that the innermost module was called with, by name or number."""
         given = self.arguments().items()
         return {name: each for name, each in given if isinstance(each, Tensor)}
 
     def arguments(self) -> dict[str, Any]:
-        """What the innermost module was called with, by name or number."""
+        """Return what the innermost module was called with, by name or number."""
         for step in reversed(self.steps):
             called = step.file.endswith(_MODULE_FILE) and step.function == "_call_impl"
             if called and unwrap(step.frame.f_locals["self"]) is self.module:
@@ -215,7 +215,7 @@ class Crash:
         return {}
 
     def local(self, name: str, function: str = "") -> Any:
-        """A local variable of PyTorch's innermost frame that has it, or None.
+        """Return a local variable of PyTorch's innermost frame that has it, or None.
 
         Args:
             name: Of the variable.
@@ -229,7 +229,7 @@ class Crash:
         return None
 
     def roots(self) -> list[Tensor]:
-        """The tensors whose backward pass failed."""
+        """Return the tensors whose backward pass failed."""
         for function, name in (
             ("_engine_run_backward", "t_outputs"),
             ("backward", "tensors"),
@@ -243,7 +243,7 @@ class Crash:
 
     @cached_property
     def _engine_step(self) -> int | None:
-        """Where the traceback enters the backward pass."""
+        """The place where the traceback enters the backward pass."""
         inside = [i for i, step in enumerate(self.steps) if step.file.endswith(_ENGINE_FILES)]
         return inside[-1] if inside else None
 
@@ -259,7 +259,7 @@ class Crash:
         ]
 
     def _find_model(self) -> nn.Module | None:
-        """The outermost module that was running, or the only model among the user's variables."""
+        """Return the outermost running module, or the only model among the user's variables."""
         running = [module for module in map(_module_of, self.steps) if module is not None]
         known = self.known_modules
         if running:

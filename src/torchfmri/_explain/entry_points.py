@@ -33,18 +33,18 @@ def explain(
 ) -> Explanation:
     """Explain an exception: what happened, in which layer and line, why, and the cure.
 
-    Nothing has to be prepared: everything is read from the traceback, whose frames keep their
-    variables, and for a backward pass from the graph of the loss. Nothing is run again.
+    You need not prepare anything. The explanation is read from the traceback, whose frames keep
+    their variables, and for a backward pass from the graph of the loss. Nothing is run again.
 
     Args:
-        exception: What was raised; by default the last one that nobody caught (in a notebook or an
-            interactive session). The text of a message, as copied from a log, is explained too,
+        exception: The exception; by default the last uncaught one (in a notebook or an interactive
+            session). You can also pass the text of a message, as copied from a log. It is explained
             without layer and line.
-        model: The model whose layer names are wanted; by default the outermost module that was
+        model: The model that layer names are relative to; by default the outermost module that was
             running, or the only model among the variables of the failing code.
 
     Raises:
-        InspectionError: There is no exception to explain, a text is no message that is known, or
+        InspectionError: There is no exception to explain, the text is not a known message, or
             `model` is not a module.
     """
     if exception is None:
@@ -97,17 +97,17 @@ def explained(
 ) -> AbstractContextManager[None]:
     """Return a `with` block that raises known failures with their explanation.
 
-    Such an exception is raised again as an `ExplainedError` that is also of the original's class
-    (`except RuntimeError` goes on working), has its `args`, and the original as `__cause__`. What
-    is not known, and exceptions of classes that are neither Python's nor PyTorch's, pass on as the
-    same object with a note about layer and line. KeyboardInterrupt and the like are left alone, and
-    so are errors of torchfmri.
+    A known failure is raised again as an `ExplainedError` that is also of the original's class
+    (`except RuntimeError` keeps working), has its `args`, and has the original as `__cause__`.
+    Unknown failures, and exceptions of classes that are neither Python's nor PyTorch's, leave the
+    block as the same object with a note about layer and line. KeyboardInterrupt, SystemExit and
+    errors of torchfmri are left unchanged.
 
     Args:
         model: As for `explain`.
-        detect: Record the line of every forward operation (anomaly detection without its check for
-            NaN), so that a failed backward pass can be led back to it. Restored at the end. This
-            makes a forward pass several times slower.
+        detect: Whether to record the line of every forward operation (anomaly detection without its
+            check for NaN), so that a failed backward pass can be traced to it. The setting is
+            restored at the end. This makes a forward pass several times slower.
 
     Raises:
         InspectionError: `model` is not a module.

@@ -19,20 +19,20 @@ _LONGEST_MESSAGE = 600
 class Explanation:
     """The explanation of an exception: what happened, in which layer, why, and the cure.
 
-    It holds text and numbers only, no tensors and no frames. `print` shows it in 100 columns, a
-    notebook as HTML.
+    It holds only text and numbers, no tensors and no frames. `print` shows it in 100 columns, and
+    a notebook shows it as HTML.
 
     Attributes:
-        kind: The failure by its short name, such as `"matrix_shape"`; `"unknown"` where it is none
-            of those that are known.
+        kind: The short name of the failure, such as `"matrix_shape"`; `"unknown"` if it is not one
+            of the known failures.
         error: The exception as Python prints it.
         what: What happened, in a sentence.
-        why: How it comes about.
-        cure: What to do about it, the most likely first.
+        why: What usually causes it.
+        cure: What to do about it, most likely cure first.
         facts: What was read from tensors, layers and the graph.
-        layer: The dotted name of the layer; `""` is the outermost module itself, None: not known.
+        layer: The dotted name of the layer; `""` is the outermost module itself, None is unknown.
         module: The class of that layer.
-        near: For a backward pass: the last layer before the operation, where its own is not known.
+        near: For a backward pass: the last layer before the operation, if its own is unknown.
         phase: `"forward"`, `"backward"`, `"optimizer step"`, `"loading"` or empty.
         source: The user's own line: file, number, function, code.
         operation: The line of a library that was called there and failed, if any.

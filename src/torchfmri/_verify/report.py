@@ -36,12 +36,12 @@ class GradientCheck:
         layer: The layer; `""` is the model itself, `(loss)` the loss.
         kind: The class of its module.
         of: What the gradient belongs to: `input x`, `weight`, `parameters of its layers`, or
-            `backward pass` where that raises.
-        status: `right`, `wrong`, `expected` (deviates, as was said to be intended), or `undecided`
+            `backward pass` if that raises.
+        status: `right`, `wrong`, `expected` (deviates as you said with `expected=`), or `undecided`
             (the numerical derivative is too inexact to tell).
-        deviation: From the numerical derivative, relative to the size of the gradient.
+        deviation: The difference from the numerical derivative, relative to the gradient's size.
         allowed: The largest relative deviation that counts as right here.
-        reason: What a wrong gradient looks like, in words.
+        reason: How a wrong gradient differs, in words.
         call: Which call of the layer.
         order: 1 for the derivative, 2 for the second derivative.
 
@@ -82,8 +82,8 @@ class Verification:
         checks: Every gradient that was verified, in the order in which layers end: a layer comes
             before those that contain it.
         missing: Layer -> why it was not verified.
-        notes: Reservation -> the layers it holds for.
-        seconds: How long it took.
+        notes: Reservation -> the layers that it concerns.
+        seconds: How long the verification took.
 
     Example:
         >>> import torch, torchfmri

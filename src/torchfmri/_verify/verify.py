@@ -51,25 +51,25 @@ def verify_gradients(
 ) -> Verification:
     """Verify that each layer's backward pass is the derivative of its forward pass.
 
-    The model runs once; then every layer is run alone, on the inputs that it really got, in
-    float64: a backward pass gives the derivative along random directions of its inputs and
-    parameters, a few forward passes measure it. The cost does not depend on the number of
-    parameters. A container is verified too, without those of its layers that are already known to
-    be wrong: what is named is the innermost layer. The model is left as it was, bit for bit.
+    The model runs once. Then every layer runs alone, in float64, on the inputs that it really got.
+    A backward pass gives the derivative along random directions of its inputs and parameters, and
+    a few forward passes measure the same derivative. The cost does not depend on the number of
+    parameters. A container is verified without the layers that are already known to be wrong, so
+    that the innermost wrong layer is named. The model is left as it was, bit for bit.
 
     Args:
         model: The model, in the mode (train or eval) that is to be verified. Frozen parameters
             are not verified.
         data: A tensor, a tuple of positional arguments or a dict of keyword arguments. A small
-            batch will do.
+            batch is enough.
         loss: A function of the output (and of the target), which is verified as well.
-        layers: Which layers; all, and the model itself, by default.
-        target: Handed to the loss as its second argument.
-        expected: Layers whose gradient is meant to be something else: straight-through
+        layers: The layers to verify; by default all layers and the model itself.
+        target: Passed to the loss as its second argument.
+        expected: Layers whose gradient is deliberately not the derivative: straight-through
             estimators, gradient reversal, stop-gradients.
-        directions: How many random directions for each input and parameter; where one deviates,
-            twice as many and one more.
-        second: Verify second derivatives too, where the first are right.
+        directions: The number of random directions for each input and parameter; if one deviates,
+            twice as many and one more are tried.
+        second: Whether to verify second derivatives too, wherever the first are right.
 
     Raises:
         InspectionError: The loss is NaN or infinite, or nothing can be differentiated.

@@ -55,7 +55,7 @@ def cost(
     check_number("rounds", rounds, 0, "give the times that time is measured, 0 for not at all")
     given = data_of_size(data, target, sizes)
     step = Step(model, given.data, loss, given.target)
-    count_step(step)  # the first time libraries load, choose kernels and take workspaces
+    count_step(step)  # the first run loads libraries, chooses kernels and takes workspaces
     counted = count_step(step)
     times = time_layers(step, rounds) if rounds else None
     growth = measure_growth(step, data, target, sizes) if sizes else None

@@ -26,14 +26,14 @@ class CountedStep:
 
     Attributes:
         flops: (phase, layer) -> FLOPs.
-        activation_bytes: Layer -> bytes of its outputs, a storage once, for who returned it first.
+        activation_bytes: Layer -> bytes of its outputs; a storage counts for its first layer.
         gradient_bytes: Layer -> bytes of the gradients of its own parameters.
         saved_bytes: Layer -> bytes kept for the backward pass.
         calls: Layer -> how often it was called.
-        existing_bytes: Parameters, buffers and data.
+        existing_bytes: Bytes of parameters, buffers and data.
         retained_bytes: All bytes alive after the forward pass, beyond what existed.
         peak_bytes: The most bytes alive at once, existing ones included.
-        peak_place: Phase and layer where that was.
+        peak_place: Phase and layer of the peak.
         steps: Bytes alive at each step of the program, beyond what existed.
         uncounted: Operations that may hide FLOPs.
     """

@@ -1,8 +1,8 @@
 """FLOPs of one operation, from the shapes of its arguments: {operation: rule}.
 
-A multiplication and an addition count as two. Counted is what the FLOP/s of a processor are about:
-matrix products, convolutions, attention and recurrent cells. Sums, activations and norms are not;
-they cost time because they move memory, and the time of a layer says so.
+A multiplication and an addition count as two. The rules cover what the FLOP/s of a processor are
+about: matrix products, convolutions, attention and recurrent cells. Sums, activations and norms do
+not count. They cost time because they move memory, and the time of a layer shows that.
 
 Index letters: b batch, h heads, q and k positions of queries and keys, d and v their widths.
 """
@@ -143,10 +143,10 @@ def flops_of(operation: Any, arguments: Sequence[Any], keywords: Any, output: An
     """Return the FLOPs of one call of an operation, or None if there is no rule for it.
 
     Args:
-        operation: As a dispatch mode gets it.
+        operation: The operation, as a dispatch mode receives it.
         arguments: Positional arguments.
         keywords: Keyword arguments.
-        output: What it returned.
+        output: What the operation returned.
     """
     rule = RULES.get(operation_name(operation))
     if rule is not None:

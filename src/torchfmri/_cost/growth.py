@@ -22,9 +22,9 @@ class Prediction(NamedTuple):
         batch: Batch size.
         length: Length.
         peak_bytes: The most bytes alive at once; see `Cost.peak_bytes`.
-        saved_bytes: Kept from forward to backward.
-        forward_flops: Of the forward pass.
-        backward_flops: Of the backward pass.
+        saved_bytes: Bytes kept from forward to backward.
+        forward_flops: FLOPs of the forward pass.
+        backward_flops: FLOPs of the backward pass.
     """
 
     batch: int

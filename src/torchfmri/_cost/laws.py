@@ -22,7 +22,7 @@ class Law:
 
     Attributes:
         coefficients: (power of b, power of s) -> coefficient.
-        error: The largest deviation at the sizes that were measured, relative.
+        error: The largest relative deviation at the measured sizes.
 
     Example:
         >>> law = Law({(1, 2): 4096.0, (1, 1): 131072.0, (0, 0): 12.0}, 0.0)
@@ -129,7 +129,7 @@ def fit_law(terms: Sequence[Term], sizes: Sequence[Size], values: NDArray[np.flo
     residual = np.abs(design @ kept - values)
     error = float((residual / np.maximum(np.abs(values), 1)).max())
     powers = np.array([scale[0] ** i * scale[1] ** j for i, j in terms])
-    # Counts are whole numbers and so are most coefficients: rounding noise goes.
+    # Counts are whole numbers, and most coefficients too: remove rounding noise.
     values_by_term = [
         float(round(each)) if abs(each - round(each)) < 1e-6 * max(abs(each), 1) else float(each)
         for each in kept / powers

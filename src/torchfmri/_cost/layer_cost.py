@@ -156,11 +156,11 @@ class Cost(Mapping[str, LayerCost]):
         """Return a text with one line per layer, and the total.
 
         Args:
-            inside: Show every layer with what is inside it; by default what is its own, so that
-                the lines add up to the total.
-            fold: Make one line of the layers whose names differ only in numbers; by default from
+            inside: Whether to include the layers inside each layer; by default a line shows the
+                layer's own cost, so that the lines add up to the total.
+            fold: Whether layers whose names differ only in numbers share a line; by default from
                 40 lines on.
-            width: In characters; that of the terminal by default.
+            width: The width in characters; by default the width of the terminal.
         """
         text = self._grid(inside, fold).text(width)
         return text if self.growth is None else f"{text}\n\n{self.growth.table(width=width)}"

@@ -1,8 +1,8 @@
 """Seconds per layer, forward and backward, without the cost of measuring them.
 
 Each round runs the step twice: once plain, once with a mark at every change of layer. The time
-between two marks belongs to the layer between them. What the marks cost is the difference of the
-fastest marked and the fastest plain round, shared by all marks alike, and is taken off again.
+between two marks belongs to the layer between them. The marks cost the difference between the
+fastest marked and the fastest plain round. All marks share it equally, and it is subtracted.
 """
 
 from __future__ import annotations

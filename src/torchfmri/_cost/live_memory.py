@@ -1,10 +1,10 @@
 """Count how many bytes of tensors are alive at any moment of one pass.
 
 Every operation that torch dispatches is seen with its results. A storage counts from the operation
-that returned it until it is freed, once however many tensors share it. That is exact and the same
-in every run. What a kernel takes and gives back inside one operation is not seen so; on CUDA the
-allocator is asked for it, operation by operation. It is asked for no more than that, because its
-blocks are larger than what was asked for, by another amount each time.
+that returned it until it is freed, and only once however many tensors share it. This is exact and
+the same in every run. It misses what a kernel takes and gives back inside one operation; on CUDA
+the allocator reports that, operation by operation. The allocator is used for nothing else, because
+its blocks are larger than requested, by a different amount each time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Storages:
     """A set of distinct storages, each with a label, until they are freed.
 
     Args:
-        existing: Tensors whose storages are none of ours.
+        existing: Tensors whose storages do not count.
         freed: Called with the label and the bytes of a storage when it is freed.
     """
 
@@ -82,16 +82,16 @@ class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts FLOPs and live bytes of what runs inside its `with` block.
 
     Args:
-        position: Says which layer is running; None where nobody asks.
-        existing: Tensors that are there before: parameters, buffers, data.
-        device: Where the work is done. On CUDA what kernels take for themselves counts too; the
-            allocator's statistics of peaks are reset for that.
+        position: Says which layer is running; None if layers do not matter.
+        existing: Tensors that existed before: parameters, buffers, data.
+        device: The device that does the work. On CUDA the memory that kernels take for themselves
+            counts too; this resets the allocator's peak statistics.
 
     Attributes:
         flops: (phase, layer) -> FLOPs.
         live: Bytes alive now, beyond what existed.
         peak: The most bytes alive at once, beyond what existed.
-        peak_place: Where that was.
+        peak_place: Phase and layer of the peak.
         steps: Bytes alive at each step of the program, in order: after each allocation; on CUDA
             during each operation.
         uncounted: Operations that may hide FLOPs, and how often they ran.

@@ -35,9 +35,9 @@ class Step:
     Attributes:
         model: The model.
         data: A tensor, a tuple of positional arguments or a dict of keyword arguments.
-        loss: As for `Inspector.run_inspection`; without one the sum of the output.
-        target: Handed to the loss.
-        notes: What readers of the result should know; filled while it runs.
+        loss: As for `Inspector.run_inspection`; by default the sum of the output.
+        target: Passed to the loss.
+        notes: What readers of the result should know; filled while the step runs.
     """
 
     model: nn.Module

@@ -33,7 +33,7 @@ def check_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
     """Return the sizes to measure by axis, sorted.
 
     Raises:
-        InspectionError: It names no axis, another one, or fewer than two sizes of one.
+        InspectionError: `sizes` names no axis, an unknown one, or fewer than two sizes of one.
     """
     if not isinstance(sizes, Mapping) or not sizes or set(sizes) - set(AXES):
         raise InspectionError(
@@ -62,7 +62,7 @@ def data_of_size(
     """Return data and target as given, at `size`, or, made by a function, at the largest size.
 
     Raises:
-        InspectionError: Data cannot be given that size, or a function was given without sizes.
+        InspectionError: The data cannot have that size, or it is a function without `sizes`.
     """
     made_by_user = callable(data) and not isinstance(data, (Tensor, Mapping))
     if made_by_user:

@@ -24,13 +24,13 @@ class Setup:
     """A training step on copies, which techniques change.
 
     Attributes:
-        model: A copy.
-        optimizer: A copy, on the parameters of the copy; None if there is none.
-        data: A copy.
-        target: A copy.
-        loss: As the user gave it.
-        autocast: The dtype to compute in; None: as the model says.
-        pieces: In how many parts the batch is run.
+        model: A copy of the model.
+        optimizer: A copy of the optimizer, on the parameters of the copied model; None without one.
+        data: A copy of the data.
+        target: A copy of the target.
+        loss: The loss that the user gave.
+        autocast: The dtype to compute in; None leaves it to the model.
+        pieces: The number of parts in which the batch runs.
     """
 
     model: nn.Module
@@ -46,10 +46,10 @@ class Technique(NamedTuple):
     """One way to make a training step lighter or faster.
 
     Attributes:
-        name: As it is shown.
-        family: Of one family only one is used at a time.
-        obstacle: Why it does not apply to a setup; None if it does.
-        apply: Change the setup.
+        name: The name in the table.
+        family: Techniques of one family are never combined.
+        obstacle: Returns why the technique does not apply to a setup; None if it does.
+        apply: Changes the setup.
     """
 
     name: str
@@ -89,7 +89,7 @@ def _checkpoint(every: int, setup: Setup) -> None:
     blocks = list(find_blocks(setup.model).values())
     enable = getattr(setup.model, "gradient_checkpointing_enable", None)
     if enable is not None:
-        # transformers' own way also takes care of its KV cache, which a replay would double.
+        # transformers' own switch also handles its KV cache, which a replay would double.
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for index, block in enumerate(blocks):
             if index % every and hasattr(block, "gradient_checkpointing"):

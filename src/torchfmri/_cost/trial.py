@@ -63,8 +63,8 @@ class Trial:
     """A setup with techniques applied, ready to run.
 
     Args:
-        setup: On copies of its own.
-        techniques: What to apply.
+        setup: A setup on copies of its own.
+        techniques: The techniques to apply.
         average: Whether the losses of parts are averaged (else added up).
     """
 
@@ -75,7 +75,7 @@ class Trial:
             technique.apply(setup)
         self.setup = setup
         self.device = device_of(setup)
-        self.summed = False  # no loss: the sum of the output is taken
+        self.summed = False  # whether the sum of the output stood in for a loss
         self._average = average
 
     def losses(self) -> list[Tensor]:
@@ -147,7 +147,7 @@ class Trial:
 def time_side_by_side(plain: Trial, other: Trial, rounds: int) -> tuple[float, Ratio]:
     """Return the seconds of a plain step (median), and how many times that the other takes.
 
-    Both run turn by turn: the ratio within a round holds also where the machine was busy.
+    Both run in turns: the ratio within a round is right even if the machine is busy.
     """
     clock = make_clock(plain.device)
     seconds, ratios = [], []

@@ -1,6 +1,6 @@
 """Read from graph and layers what the message of a failed backward pass does not say.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
 def takes_saved_tensors(crash: Crash, _: re.Match[str]) -> bool:
     """Return whether the failing instruction takes `ctx.saved_tensors` apart.
 
-    It is read from the byte code, which is there without the source too. Of a message alone, the
-    words must say it.
+    This is read from the byte code, which exists even without the source. If only the message is
+    known, its words must say it.
     """
     if not crash.steps:
         return "saved_tensors" in crash.message

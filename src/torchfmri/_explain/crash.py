@@ -41,7 +41,7 @@ class SourceLine(NamedTuple):
         file: The file, as Python knows it.
         number: The line, from 1.
         function: The function it belongs to.
-        code: Its text; empty where the source is not at hand.
+        code: The text of the line; empty if the source is not available.
     """
 
     file: str
@@ -93,7 +93,7 @@ class Crash:
         error: The exception.
         message: Its text.
         steps: Its traceback, outermost frame first.
-        model: The module by which layers are named, where there is one.
+        model: The module that layer names are relative to, if there is one.
     """
 
     def __init__(self, error: BaseException, model: nn.Module | None = None) -> None:
@@ -136,7 +136,7 @@ class Crash:
     def layer_of(self, module: nn.Module | None) -> str | None:
         """Return the name of a module in the model; None if it is not part of it.
 
-        Of several names of one instance, the one under the modules that were running is taken.
+        If an instance has several names, the one under the running modules is used.
         """
         inner = unwrap(module) if module is not None else None
         names = [name for name, each in self.layers.items() if each is inner]
@@ -218,8 +218,8 @@ class Crash:
         """Return a local variable of PyTorch's innermost frame that has it, or None.
 
         Args:
-            name: Of the variable.
-            function: Only in frames of this function.
+            name: The name of the variable.
+            function: Look only in frames of this function.
         """
         for step in reversed(self.steps):
             if not step.of_torch or function not in ("", step.function):
@@ -306,14 +306,14 @@ def _module_of(step: Step) -> nn.Module | None:
 
 
 def _is_module(value: Any) -> TypeGuard[nn.Module]:
-    # By its type, because isinstance would ask proxies that stand for something else.
+    # Compare types, because isinstance would also accept proxies for something else.
     return issubclass(type(value), nn.Module) and "_modules" in value.__dict__
 
 
 def _calls_hook(step: Step) -> Any:
     """Return the module whose hook this frame called (None: unknown), or _ABSENT.
 
-    Which call it was is told by its source line, because forward is called from there too.
+    The source line tells which call it was, because forward is called from there too.
     """
     if "hook(" not in step.line.code:
         return _ABSENT

@@ -79,7 +79,7 @@ def explain(
 def _explain_text(text: str) -> Explanation:
     """Explain a message, or a whole traceback that ends with it."""
     *_, last = [None, *_RAISED.finditer(text)]
-    # The words of a class that is neither Python's nor PyTorch's are not PyTorch's either.
+    # The message of a class that is neither Python's nor PyTorch's is not PyTorch's either.
     cls = RuntimeError if last is None else _CLASSES.get(last["name"])
     if cls is not None:
         crash = Crash(cls((text if last is None else last["message"]).strip()))
@@ -150,7 +150,7 @@ class _Explained(AbstractContextManager[None]):
             return
         try:
             explanation = explain(error, self._model)
-        except Exception as ours:  # the user's error must come through, with ours told
+        except Exception as ours:  # the user's error must come through, with a note about ours
             _add_note(error, f"torchfmri could not explain this: {type(ours).__name__}: {ours}")
             return
         known = type(error).__module__.partition(".")[0] in ("builtins", "torch")

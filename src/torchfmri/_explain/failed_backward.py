@@ -1,7 +1,8 @@
 """Read the graph of a failed backward pass: which operation failed, and near which layer.
 
-The frames of the traceback keep the loss and with it the graph, so it can be read afterwards:
-which saved tensor was written, whose parameters an operation uses. No hooks, nothing is run.
+The frames of the traceback keep the loss and with it the graph, so both can be read afterwards:
+which saved tensor was overwritten, whose parameters an operation uses. This needs no hooks and runs
+nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Place(NamedTuple):
     """The layer to which an operation of the backward pass belongs.
 
     Attributes:
-        layer: The layer whose parameters it uses.
-        near: Where it uses none: the layer whose parameters come last before it.
+        layer: The layer whose parameters the operation uses.
+        near: The layer whose parameters come last before it, if it uses none.
     """
 
     layer: str | None = None
@@ -53,7 +54,7 @@ def nodes_of(crash: Crash) -> list[Any]:
 def written_tensor(crash: Crash, nodes: list[Any]) -> tuple[Any, str] | None:
     """Return the operation whose saved tensor was overwritten, and the tensor's name there.
 
-    Exact where PyTorch lets a saved tensor be read: reading it again fails with the same words.
+    This is exact if PyTorch lets saved tensors be read: reading it fails with the same message.
     """
     for node in nodes:
         for name, reason in saved_tensor_errors(node).items():
@@ -72,7 +73,7 @@ def reached(crash: Crash) -> str:
     ]
     flags = [each for _, each in freed]
     count = flags.index(False) if False in flags else 0
-    if not count or any(flags[count:]):  # not in one piece: an earlier pass freed some of it
+    if not count or any(flags[count:]):  # an earlier pass freed some
         return ""
     node = freed[count][0]
     place = place_of(crash, node)
@@ -121,7 +122,7 @@ def used_leaves(node: Any) -> list[Tensor]:
 def forward_line(node: Any) -> SourceLine | None:
     """Return the forward line that made an operation, if anomaly detection recorded it.
 
-    The last one outside PyTorch's own files is taken.
+    It is the last line outside PyTorch's own files.
     """
     recorded = "".join(node.metadata.get("traceback_", ()))
     lines = [

@@ -22,8 +22,8 @@ class Clues(NamedTuple):
     Attributes:
         facts: What was found, one sentence each.
         cure: Cures that these facts suggest; they come first.
-        layer: The layer, where it is known better than from the traceback.
-        near: The layer before the place, where the layer itself is not known.
+        layer: The layer, if it is known better than from the traceback.
+        near: The layer before the place, if the layer itself is unknown.
         forward: For a failed backward pass: the line of the forward pass.
     """
 
@@ -42,11 +42,11 @@ class Failure:
         kind: A short name for programs.
         pattern: A regular expression that is searched in the message; case does not matter.
         what: What happened, one sentence; `{group}` stands for a group of the pattern.
-        why: How it comes about.
-        cure: What to do, the most likely first.
-        error: The class by which it is known; PyTorch's or not, whoever raised it.
+        why: What usually causes it.
+        cure: What to do, most likely cure first.
+        error: A class it must have, whoever raised it; None: any class, raised inside PyTorch.
         when: A further condition.
-        clues: Reads more than the message says.
+        clues: A function that reads more than the message says.
     """
 
     kind: str

@@ -1,6 +1,6 @@
 """Read from tensors, layers and names what the message of a failure does not say.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations

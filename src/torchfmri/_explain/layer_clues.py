@@ -1,6 +1,6 @@
 """Read clues about a failure from the arguments of single layers and functions.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations

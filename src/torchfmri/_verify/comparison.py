@@ -18,11 +18,11 @@ class Comparison:
     """The derivative from the backward pass beside the numerical one, along one direction.
 
     Attributes:
-        analytic: From the backward pass.
-        slope: Numerical.
-        scale: How large such a derivative is, typically.
+        analytic: The derivative from the backward pass.
+        slope: The numerical derivative.
+        scale: The typical size of such a derivative.
         allowed: The largest difference that counts as equal.
-        size: How large the outputs are.
+        size: The size of the outputs.
     """
 
     analytic: float

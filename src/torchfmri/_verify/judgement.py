@@ -53,11 +53,11 @@ def judge(
 ) -> list[Judgement]:
     """Compare the two derivatives along random directions, for each of `variables`.
 
-    Where they differ in any of `directions`, as many again and one more are tried.
+    If they differ in any of `directions`, as many again and one more are tried.
 
-    For a random cotangent u and a random direction v, u·f is one number, its derivative along v is
-    known from one backward pass (any number of variables at once), and is measured with a few
-    forward passes: the cost does not depend on how many numbers a tensor has.
+    For a random cotangent u and a random direction v, u·f is one number. One backward pass gives
+    its derivative along v (for any number of variables at once), and a few forward passes measure
+    it. The cost therefore does not depend on how many numbers a tensor has.
 
     Raises:
         UndifferentiableError: There is no output to differentiate.
@@ -68,7 +68,7 @@ def judge(
     point = Point(problem, values)
     doubtful = judgements
     for number in range(2 * directions + 1):
-        if number == directions:  # what does not agree everywhere is looked at more closely
+        if number == directions:  # look more closely if not all directions agree
             doubtful = [each for each in judgements if any(c.excess > 1 for c in each.comparisons)]
         if not doubtful:
             break
@@ -205,7 +205,7 @@ def _differentiate(
         if gradient is None:
             return
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        before = arrived.get(place)  # a reentrant checkpoint hands it over in parts
+        before = arrived.get(place)  # a reentrant checkpoint delivers it in parts
         arrived[place] = dense if before is None else before + dense
 
     for place, leaf in enumerate(leaves):
@@ -222,7 +222,7 @@ def _differentiate(
             )
         )
         if total.requires_grad:
-            arrived.clear()  # what a first derivative has left there
+            arrived.clear()  # left there by a first derivative
             seed_all(seed)
             try:
                 run_backward(total, leaves)

@@ -52,8 +52,8 @@ class LayerVerdict:
 
     Attributes:
         findings: One for each input and parameter.
-        problem: Why it could not be verified; "" if it could.
-        notes: What else should be known.
+        problem: Why the call could not be verified; "" if it could.
+        notes: What else the reader should know.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -67,7 +67,7 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     Args:
         call: The call.
         wrong: Layers known to be wrong; those inside this one are left out.
-        options: How thoroughly.
+        options: How thoroughly to verify it.
     """
     if call.problem:
         return LayerVerdict(problem=f"its inputs cannot be copied ({call.problem})")

@@ -44,9 +44,9 @@ class CallLog:
     """The calls in the order in which they ended, so children come before parents.
 
     Attributes:
-        calls: Those that are kept: at most three of each layer, with inputs of different shapes.
+        calls: The calls that are kept: at most three per layer, with inputs of different shapes.
         counts: Layer -> how often it was called.
-        first_nan: The first layer that made NaN out of something else.
+        first_nan: The first layer that returned NaN although it got none.
         output: What the model returned.
     """
 
@@ -103,7 +103,7 @@ def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iter
 def copy_with(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of any structure, with every tensor replaced by `replace(tensor)`.
 
-    Tensors are found at any depth, also in objects such as a KV cache. Modules stay themselves.
+    Tensors are found at any depth, also in objects such as a KV cache. Modules are not copied.
     """
     memo: dict[int, Any] = {}
     for found in _reachable(value):
@@ -122,14 +122,14 @@ def copy_call(layer: str, module: nn.Module, inputs: Any, index: int) -> ModuleC
 
     def detach(tensor: Tensor) -> Tensor:
         clone = tensor.detach().clone()
-        # Under no_grad (a reentrant checkpoint runs so) nobody knows: any of them may be wanted.
+        # Under no_grad (as in a reentrant checkpoint) it is unknown: any of them may be wanted.
         if tensor.requires_grad or not torch.is_grad_enabled():
             wanted.add(id(clone))
         return clone
 
     try:
         copied = copy_with(inputs, detach)
-    except Exception as error:  # an object that cannot be copied: said in the report
+    except Exception as error:  # an object that cannot be copied: the report says so
         return ModuleCall(layer, module, ((), {}), wanted, index, problem=f"{error}")
     return ModuleCall(layer, module, copied, wanted, index)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 SEED = 20_231
 _NUDGE = 1e-3
-_HUGE = 1e30  # masks are often filled with the smallest number there is
+_HUGE = 1e30  # masks are often filled with the smallest finite number
 
 
 def directions_for(

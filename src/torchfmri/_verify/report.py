@@ -146,7 +146,7 @@ class Verification:
         """Return the verdict and a line per layer, wrong ones first; similar layers share one.
 
         Args:
-            width: In characters; the terminal's by default.
+            width: The width in characters; by default the width of the terminal.
         """
         width = line_width(width)
         title, *rest = self._grid().text(width).split("\n\n", 1)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 class SecondDerivative:
     """The first derivative of a call as a function of the same values, and of the cotangents.
 
-    What a second backward pass differentiates.
+    A second backward pass differentiates this function.
     """
 
     def __init__(self, call: VariedCall) -> None:

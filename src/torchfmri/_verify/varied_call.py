@@ -28,7 +28,7 @@ class Variable(NamedTuple):
 
     Attributes:
         name: `input x`, `weight`, `output of mlp`.
-        places: Which of the call's values.
+        places: The places of its tensors among the call's values.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Stub(NamedTuple):
 class VariedCall:
     """A call of a module that can be run again with other numbers.
 
-    Nothing of the module is written: parameters and buffers are exchanged for copies while it
-    runs, and every run starts from the same random state.
+    The module is never written to: parameters and buffers are exchanged for copies while it runs,
+    and every run starts from the same random state.
 
     Args:
         call: The call.
-        dtype: What to compute in; None leaves every tensor as it is.
-        careful: Put back everything else about the module after every run (slower).
+        dtype: The dtype to compute in; None leaves every tensor as it is.
+        careful: Whether to restore everything else of the module after every run (slower).
 
     Attributes:
         values: The numbers that can be varied, as real tensors.
         variables: Which of them are varied together, and what they are called.
         joint: All parameters of the layers inside together.
-        inner: The same, one by one.
+        inner: The parameters of the layers inside, one by one.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class VariedCall:
             sent: list[Tensor] = []
             for stub in self._stubs:
                 stack.enter_context(self._stubbed(stub, values, sent))
-            # What the model warns of, it warned of when it ran as a whole.
+            # The model has already given its warnings when it ran as a whole.
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             seed_all(SEED)

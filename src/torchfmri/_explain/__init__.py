@@ -1,4 +1,4 @@
-"""Explain an exception of PyTorch: its layer, line, reason and cure.
+"""`explain`: an exception of PyTorch with its layer, line, reason and cure.
 
 `crash` reads the traceback, `failed_backward` the graph, `*_clues` the tensors. A failure that can
 be explained is an entry (pattern, what, why, cure) of a table in `*_failures`, with a row in

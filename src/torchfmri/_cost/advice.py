@@ -1,4 +1,4 @@
-"""The result of `torchfmri.advise`: what was tried on a model, and what it brought."""
+"""The result of `torchfmri.advise`: the arrangements that were tried, and their effect."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torchfmri.exceptions import InspectionError
 
 @dataclass(frozen=True)
 class Option:
-    """One arrangement as it was measured.
+    """The measured time, memory and gradient deviation of one arrangement.
 
     Attributes:
-        name: The techniques, joined by `+`; `"plain"` is the model as it is.
-        techniques: One by one.
-        seconds: Of a training step: the median ratio to the plain step, times that of the plain.
-        spread: By how many seconds half of the rounds differ from that at most.
+        name: The names of the techniques, joined by `+`; `"plain"` is the unchanged model.
+        techniques: The names one by one.
+        seconds: Seconds of a training step: the median ratio to the plain step, times its seconds.
+        spread: Half the range of the middle half of the rounds, in seconds.
         peak_bytes: The most bytes alive in a step: parameters, buffers, data, gradients, optimizer
             state and everything computed; see `Cost.peak_bytes`.
         gradient_deviation: |g - g plain| / |g plain| over all parameters together.
-        loss_deviation: The same of the loss.
-        on_front: No other arrangement is both faster and lighter.
+        loss_deviation: The relative deviation of the loss.
+        on_front: Whether no other arrangement is both faster and lighter.
 
     Example:
         >>> option = Option("SDPA", ("SDPA",), 0.012, 0.001, 2**20, 1e-7, 0.0, True)
@@ -43,18 +43,18 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was tried on a model, and what it brought.
+    """The result of `advise`: the arrangements that were tried, and their effect.
 
-    `advice["checkpoint"]` is an `Option`; the plain model comes first. Everything in it was run.
+    `advice["checkpoint"]` is an `Option`. The plain model comes first. Every option was really run.
 
     Attributes:
         model: The class of the model.
-        device: Where it ran.
-        options: Name -> what was measured.
+        device: The device it ran on.
+        options: Name -> the measured `Option`.
         obstacles: Technique -> why it does not apply.
         failures: Arrangement -> the error it ended with.
         noise: The gradient's deviation between two plain runs with the same random numbers.
-        randomness: The same with other random numbers (dropout); 0 for a model without any.
+        randomness: That deviation with other random numbers (dropout); 0 for a model without any.
         notes: What the reader should know.
 
     Example:
@@ -80,7 +80,7 @@ class Advice:
 
     @property
     def front(self) -> list[Option]:
-        """The arrangements that nothing beats in both time and memory, the fastest first."""
+        """The arrangements that no other beats in both time and memory, fastest first."""
         chosen = [option for option in self.options.values() if option.on_front]
         return sorted(chosen, key=lambda option: option.seconds)
 
@@ -109,11 +109,11 @@ class Advice:
         return self._grid().html()
 
     def table(self, *, width: int | None = None) -> str:
-        """One line per arrangement, and what did not apply or run."""
+        """Return a text with one line per arrangement, and with what did not apply or run."""
         return self._grid().text(width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {
             "model": self.model,
             "device": self.device,
@@ -151,7 +151,7 @@ class Advice:
 
 
 def mark_front(options: dict[str, Option], max_deviation: float | None) -> dict[str, Option]:
-    """The same, with those marked that no other beats in both time and memory."""
+    """Return the options, with those marked that no other beats in both time and memory."""
     allowed = [
         option
         for option in options.values()

@@ -1,4 +1,4 @@
-"""What would help: techniques tried for real, with what they cost and what they change."""
+"""Try techniques on copies of a model, and measure what they cost and what they change."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def advise(
     max_deviation: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Try what may save memory or time, on copies of the model, and report what it brought.
+    """Try ways to save memory or time on copies of the model, and report their effect.
 
-    Tried are activation checkpointing per block, bf16 autocast, SDPA in place of eager attention,
+    It tries activation checkpointing per block, bf16 autocast, SDPA in place of eager attention,
     channels-last, a fused optimizer, gradient accumulation, and combinations of those that helped.
-    At most three copies of the model are alive at once.
+    At most three copies of the model exist at once.
 
     Args:
-        model: Any `nn.Module`, in the mode it is in; it stays as it is.
+        model: Any `nn.Module`; its copies run in its current mode, and it is left as it was.
         data: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         loss: As for `cost`.
-        optimizer: The optimizer of the model, or a function that makes one from parameters; without
-            it a step is forward and backward.
-        target: Handed to the loss, and split with the batch.
-        rounds: How often each arrangement is timed, turn by turn with the plain model.
-        combine: How many combinations to try at most.
-        max_deviation: Arrangements whose gradients deviate more are not on the front.
+        optimizer: The optimizer of the model, or a function that makes one from parameters. Without
+            it a step is a forward and backward pass only.
+        target: Passed to the loss, and split with the batch.
+        rounds: How often each arrangement is timed, in turns with the plain model.
+        combine: The largest number of combinations to try.
+        max_deviation: Arrangements whose gradients deviate more are left off the front.
         progress: Called with a line of text before each arrangement.
 
     Raises:
@@ -89,7 +89,7 @@ def advise(
 
 
 class _Bench:
-    """The plain step, and what is compared with it."""
+    """The plain step, and the arrangements that are compared with it."""
 
     def __init__(
         self, step: Step, optimizer: Any, rounds: int, progress: Callable[[str], None]
@@ -126,7 +126,7 @@ class _Bench:
             )
 
     def _losses_are_averaged(self) -> bool:
-        """Whether the loss of a batch is the mean of the losses of its parts, or their sum."""
+        """Return whether a batch's loss is the mean of its parts' losses, or their sum."""
         setup = self._setup()
         try:
             parts = Trial(setup, [ACCUMULATION]).losses()
@@ -137,7 +137,7 @@ class _Bench:
         return abs(mean - self._loss) <= abs(total - self._loss)
 
     def try_one(self, techniques: tuple[Technique, ...]) -> None:
-        """Measure an arrangement, or note why it cannot be."""
+        """Measure an arrangement, or note why it cannot be measured."""
         name = " + ".join(each.name for each in techniques)
         setup = self._setup()
         for technique in techniques:
@@ -169,7 +169,7 @@ class _Bench:
         return Option(name, names, *times, peak, apart, off)
 
     def try_combinations(self, limit: int) -> None:
-        """Combine what helped; the gains of each, multiplied, say which to run first."""
+        """Combine techniques that helped; the product of their gains decides which run first."""
         plain = self.options[PLAIN]
         gains: dict[str, tuple[float, float]] = {}
         for technique in TECHNIQUES:
@@ -191,7 +191,7 @@ class _Bench:
         self._not_run = max(len(possible) - limit, 0)
 
     def notes(self) -> list[str]:
-        """What the reader should know."""
+        """Return what the reader should know."""
         timing = (
             f"time: median of {self._rounds} rounds, each turn by turn with the plain step; ± is "
             "half the range of the middle rounds"
@@ -216,7 +216,7 @@ class _Bench:
 
 
 def _spread_out(possible: dict[_Chosen, tuple[float, ...]], limit: int) -> list[_Chosen]:
-    """At most `limit` of them, from the fastest to the lightest, by what is expected of them."""
+    """Return at most `limit` combinations, from the expected fastest to the expected lightest."""
     best = sorted(
         (
             chosen

@@ -1,4 +1,4 @@
-"""The price of every layer: FLOPs, bytes and seconds, forward and backward."""
+"""Measure the cost of every layer: FLOPs, bytes and seconds, forward and backward."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def cost(
     sizes: Mapping[str, Sequence[int]] | None = None,
     rounds: int = 5,
 ) -> Cost:
-    """What a model costs on its data, per layer, forward and backward; leaves no trace.
+    """Measure what each layer of a model costs on its data; the model is left as it was.
 
-    After one pass to warm up, one is counted (FLOPs, bytes) and `rounds` are timed. FLOPs and bytes
-    are exact and the same in every run; times are those of the fastest round, without what
-    measuring them costs.
+    After a warm-up pass, one pass is counted (FLOPs, bytes) and `rounds` passes are timed. FLOPs
+    and bytes are exact and the same in every run. Times are those of the fastest round, without
+    the cost of measuring them.
 
     Args:
-        model: Any `nn.Module`, in the mode it is in.
+        model: Any `nn.Module`; it runs in its current mode.
         data: A tensor, a tuple of positional arguments, or a dict of keyword arguments; with
             `sizes` also a function `data(batch=..., length=...)` that makes one of these.
         loss: A loss module or function of the output (and the target), or `"sum"`; by default the
             output's own loss, or, with a note, the sum of the output.
-        target: Handed to the loss.
-        sizes: `{"batch": (1, 2, 4), "length": (64, 128, 256)}`: measure all of these too and fit
-            how cost grows: `cost.growth`. Data is cut or repeated along its axes 0 and 1.
-        rounds: How often to measure time; 0: not at all.
+        target: Passed to the loss.
+        sizes: Further sizes to measure, such as `{"batch": (1, 2, 4), "length": (64, 128, 256)}`;
+            `cost.growth` fits laws to them. Data is cut or repeated along its axes 0 and 1.
+        rounds: How often to measure time; 0 means not at all.
 
     Raises:
         InspectionError: The data is empty or cannot be resized, or `sizes` is malformed.
@@ -55,7 +55,7 @@ def cost(
     check_number("rounds", rounds, 0, "give the times that time is measured, 0 for not at all")
     given = data_of_size(data, target, sizes)
     step = Step(model, given.data, loss, given.target)
-    count_step(step)  # the first time libraries load, choose kernels and take workspaces
+    count_step(step)  # the first run loads libraries, chooses kernels and takes workspaces
     counted = count_step(step)
     times = time_layers(step, rounds) if rounds else None
     growth = measure_growth(step, data, target, sizes) if sizes else None
@@ -89,7 +89,7 @@ def _result(
 def _own_costs(
     model: nn.Module, counted: CountedStep, times: LayerTimes | None
 ) -> dict[str, LayerCost]:
-    """Layer -> what is its own; a module with several names is counted under the first."""
+    """Return each layer's own cost; a module with several names counts under the first."""
     result: dict[str, LayerCost] = {}
     known: set[int] = set()
     for name, module in {**named_layers(model), LOSS: None}.items():
@@ -117,7 +117,7 @@ def _own_costs(
 
 
 def _with_inside(name: str, own: dict[str, LayerCost]) -> LayerCost:
-    """The cost of a layer together with that of the layers inside it."""
+    """Return the cost of a layer together with the layers inside it."""
     prefix = f"{name}." if name else ""
     inside = [
         each

@@ -1,4 +1,4 @@
-"""What one step takes, counted: FLOPs, bytes and where the peak is. Exact, in one run."""
+"""Count what one step takes: FLOPs, bytes and where the peak is. Exact, in one run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torchfmri._torch import Hook, flatten
 
 @dataclass
 class CountedStep:
-    """The counts of one step.
+    """The FLOPs and bytes of one step, and where its peak is.
 
     Attributes:
         flops: (phase, layer) -> FLOPs.
-        activation_bytes: Layer -> bytes of its outputs, a storage once, for who returned it first.
+        activation_bytes: Layer -> bytes of its outputs; a storage counts for its first layer.
         gradient_bytes: Layer -> bytes of the gradients of its own parameters.
         saved_bytes: Layer -> bytes kept for the backward pass.
         calls: Layer -> how often it was called.
-        existing_bytes: Parameters, buffers and data.
+        existing_bytes: Bytes of parameters, buffers and data.
         retained_bytes: All bytes alive after the forward pass, beyond what existed.
         peak_bytes: The most bytes alive at once, existing ones included.
-        peak_place: Phase and layer where that was.
+        peak_place: Phase and layer of the peak.
         steps: Bytes alive at each step of the program, beyond what existed.
         uncounted: Operations that may hide FLOPs.
     """
@@ -52,7 +52,7 @@ class CountedStep:
 
 
 def count_step(step: Step) -> CountedStep:
-    """Run a step once and count.
+    """Run a step once, and return its counts.
 
     Args:
         step: What to run.
@@ -104,7 +104,7 @@ def _run(
 
 @contextmanager
 def _listening_to_parameters(layers: dict[str, nn.Module], counted: CountedStep) -> Iterator[None]:
-    """Have hooks tell how large the gradients are that really arrive."""
+    """Record, by hooks, how large the gradients are that really arrive."""
     handles: list[Any] = []
     known = set()
 

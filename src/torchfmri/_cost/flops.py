@@ -1,8 +1,8 @@
 """FLOPs of one operation, from the shapes of its arguments: {operation: rule}.
 
-A multiplication and an addition count as two. Counted is what the FLOP/s of a processor are about:
-matrix products, convolutions, attention and recurrent cells. Sums, activations and norms are not;
-they cost time because they move memory, and the time of a layer says so.
+A multiplication and an addition count as two. The rules cover what the FLOP/s of a processor are
+about: matrix products, convolutions, attention and recurrent cells. Sums, activations and norms do
+not count. They cost time because they move memory, and the time of a layer shows that.
 
 Index letters: b batch, h heads, q and k positions of queries and keys, d and v their widths.
 """
@@ -20,12 +20,12 @@ Rule: TypeAlias = "Callable[[Sequence[Any], Any], int]"
 
 
 def _size(shape: Sequence[int]) -> int:
-    """How many numbers a shape holds."""
+    """Return how many numbers a shape holds."""
     return int(_prod(shape))
 
 
 def _product(first: int) -> Rule:
-    """The product of two matrices (or batches of them), from argument `first` on."""
+    """Count the product of two matrices (or batches of them), from argument `first` on."""
 
     def rule(arguments: Sequence[Any], _: Any) -> int:
         a, b = arguments[first].shape, arguments[first + 1].shape
@@ -35,7 +35,7 @@ def _product(first: int) -> Rule:
 
 
 def _grouped_product(arguments: Sequence[Any], _: Any) -> int:
-    """Tokens sorted by expert: every token meets the matrix of its own expert only."""
+    """Count products over sorted tokens: each meets the matrix of its own expert only."""
     a, b = arguments[0].shape, arguments[1].shape
     if len(a) == 3 and len(b) == 2:  # (experts, o, i) with (i, tokens)
         return 2 * _size(a[1:]) * int(b[1])
@@ -43,7 +43,7 @@ def _grouped_product(arguments: Sequence[Any], _: Any) -> int:
 
 
 def _trilinear(arguments: Sequence[Any], _: Any) -> int:
-    """The sum over products of three tensors, as in nn.Bilinear."""
+    """Count the sum over products of three tensors, as in nn.Bilinear."""
     shapes = []
     for tensor, expanded in zip(arguments[:3], arguments[3:6], strict=True):
         shape = list(tensor.shape)
@@ -60,33 +60,33 @@ def _linear(arguments: Sequence[Any], _: Any) -> int:
 
 
 def _convolution(arguments: Sequence[Any], output: Any) -> int:
-    """Every weight meets every position: of the output, or of the input if it is transposed."""
+    """Count each weight once per position: of the output, or of the input if transposed."""
     x, weight, transposed = *arguments[:2], arguments[6]
     positions = _size((x if transposed else output).shape[2:])
     return 2 * int(x.shape[0]) * positions * int(weight.numel())
 
 
 def _convolution_backward(arguments: Sequence[Any], _: Any) -> int:
-    """dL/d input and dL/d weight take as much as the forward pass, each."""
+    """Count dL/d input and dL/d weight: each costs as much as the forward pass."""
     y, x, weight, transposed, mask = *arguments[:3], arguments[7], arguments[10]
     places = _size(x.shape[2:]) if transposed else _size(y.shape[2:])
     return 2 * int(x.shape[0]) * places * int(weight.numel()) * (bool(mask[0]) + bool(mask[1]))
 
 
 def _attention(arguments: Sequence[Any], _: Any) -> int:
-    """Scores and weighted sum. Masked scores count too, as in every published figure."""
+    """Count scores and weighted sum. Masked scores count, as in every published figure."""
     query, key, value = (each.shape for each in arguments[:3])
     return 2 * _size(query[:-1]) * int(key[-2]) * (int(query[-1]) + int(value[-1]))
 
 
 def _attention_backward(arguments: Sequence[Any], _: Any) -> int:
-    """Scores once more, dL/d weights, dL/d value, dL/d query and dL/d key."""
+    """Count the scores again, and dL/d weights, value, query and key."""
     query, key, value = (each.shape for each in arguments[1:4])
     return 2 * _size(query[:-1]) * int(key[-2]) * (3 * int(query[-1]) + 2 * int(value[-1]))
 
 
 def _recurrent(weights: Callable[[Sequence[Any]], Sequence[Tensor]], passes: int = 1) -> Rule:
-    """All time steps of recurrent layers: every matrix meets every token once per pass."""
+    """Count all time steps of recurrent layers: each matrix meets each token once per pass."""
 
     def rule(arguments: Sequence[Any], _: Any) -> int:
         x = arguments[0]
@@ -140,13 +140,13 @@ _HEAVY = ("fft", "linalg", "cholesky", "cdist", "grid_sampler", "_embedding_bag_
 
 
 def flops_of(operation: Any, arguments: Sequence[Any], keywords: Any, output: Any) -> int | None:
-    """FLOPs of one call of an operation, or None where there is no rule for it.
+    """Return the FLOPs of one call of an operation, or None if there is no rule for it.
 
     Args:
-        operation: As a dispatch mode gets it.
+        operation: The operation, as a dispatch mode receives it.
         arguments: Positional arguments.
         keywords: Keyword arguments.
-        output: What it returned.
+        output: What the operation returned.
     """
     rule = RULES.get(operation_name(operation))
     if rule is not None:
@@ -160,7 +160,7 @@ def flops_of(operation: Any, arguments: Sequence[Any], keywords: Any, output: An
 
 
 def is_heavy(operation: Any) -> bool:
-    """Whether an operation without a rule may hide work: somebody's own, or a transform."""
+    """Return whether an operation without a rule may hide work: a custom one, or a transform."""
     space, _, name = operation_name(operation).partition("::")
     if space not in ("aten", "prim", "prims"):
         return True
@@ -168,7 +168,7 @@ def is_heavy(operation: Any) -> bool:
 
 
 def operation_name(operation: Any) -> str:
-    """`aten::mm`, without the overload."""
+    """Return the name of an operation without its overload, such as `aten::mm`."""
     packet = getattr(operation, "overloadpacket", None)
     if packet is None:  # a higher-order operation
         return f"higher_order::{operation}"

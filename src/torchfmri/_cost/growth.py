@@ -1,4 +1,4 @@
-"""How cost grows with batch size b and length s: laws fitted to counted sizes."""
+"""Laws of how cost grows with batch size b and length s, fitted to counted sizes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torchfmri.exceptions import InspectionError
 
 
 class Prediction(NamedTuple):
-    """What a size would take that was not measured.
+    """The predicted cost of a size that was not measured.
 
     Attributes:
         batch: Batch size.
         length: Length.
         peak_bytes: The most bytes alive at once; see `Cost.peak_bytes`.
-        saved_bytes: Kept from forward to backward.
-        forward_flops: Of the forward pass.
-        backward_flops: Of the backward pass.
+        saved_bytes: Bytes kept from forward to backward.
+        forward_flops: FLOPs of the forward pass.
+        backward_flops: FLOPs of the backward pass.
     """
 
     batch: int
@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
 
 
 class LayerGrowth(NamedTuple):
-    """The laws of one layer, without the layers inside it."""
+    """The growth laws of one layer, without the layers inside it."""
 
     forward_flops: Law
     backward_flops: Law
@@ -52,13 +52,13 @@ class LayerGrowth(NamedTuple):
 
 @dataclass(frozen=True)
 class Growth:
-    """How cost grows with batch size and length.
+    """The laws of how cost grows with batch size and length.
 
-    The same program runs at every size, so each of its allocations follows a law of its own; the
-    predicted peak is the highest point of all of them together, also where that is another point
-    than at the sizes that were measured. Sizes at which another program runs than at the largest
-    are left out; where that leaves too few (a loop over time steps, routing), the law of the peaks
-    themselves is used and a note says so.
+    The same program runs at every size, so each allocation follows a law of its own. The predicted
+    peak is the highest point of all allocations together, even if it is another point than at the
+    measured sizes. Sizes that run another program than the largest size are left out. If too few
+    remain (a loop over time steps, routing), a law is fitted to the measured peaks instead, and a
+    note says so.
 
     Attributes:
         layers: Layer -> its laws.
@@ -95,11 +95,11 @@ class Growth:
         return self.layers[layer]
 
     def predict(self, *, batch: int | None = None, length: int | None = None) -> Prediction:
-        """What another size would take; an axis left out stays at the largest size measured.
+        """Predict the cost of another size; an axis left out stays at its largest measured size.
 
         Raises:
-            InspectionError: A size is not positive, or another one is asked for of an axis that was
-                measured at one size only, which shows no law.
+            InspectionError: A size is not positive, or differs from the only measured size of an
+                axis, which shows no law.
         """
         b = self._size("batch", 0, batch)
         s = self._size("length", 1, length)
@@ -107,7 +107,7 @@ class Growth:
         return Prediction(b, s, round(self._peak(b, s)), saved, forward, backward)
 
     def _size(self, axis: str, place: int, asked: int | None) -> int:
-        """The size to predict along an axis."""
+        """Return the size to predict along an axis."""
         seen = sorted({size[place] for size in self.measured})
         if asked is None:
             return seen[-1]
@@ -127,11 +127,11 @@ class Growth:
         return self._grid().html()
 
     def table(self, *, width: int | None = None) -> str:
-        """The laws of the layers and of the total, in words."""
+        """Return the laws of the layers and of the total as text."""
         return self._grid().text(width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Laws and measured peaks as plain numbers, for JSON."""
+        """Return laws and measured peaks as plain numbers, for JSON."""
         return {
             "layers": {name: _as_dict(laws) for name, laws in self.layers.items()},
             "total": _as_dict(self.total),
@@ -168,7 +168,7 @@ class Growth:
 
 
 def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
-    """The laws behind samples of several sizes."""
+    """Fit laws to samples of several sizes, and return them."""
     measured = {(s.size.batch, s.size.length): s.peak_bytes for s in samples}
     samples = same_program(samples)
     sizes = [sample.size for sample in samples]
@@ -192,7 +192,7 @@ def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
 
 
 def _check(samples: Sequence[Sample]) -> float | None:
-    """How well the largest size is predicted from those that are smaller along an axis."""
+    """Measure how well the largest size is predicted from the smaller ones along an axis."""
     largest = max(samples, key=lambda sample: (sample.size.batch * sample.size.length, sample.size))
     axis = 1 if len({sample.size.length for sample in samples}) > 2 else 0
     others = [sample for sample in samples if sample.size[axis] < largest.size[axis]]

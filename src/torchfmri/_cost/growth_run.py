@@ -1,4 +1,4 @@
-"""Counting one step at several sizes of the data."""
+"""Count one step at several sizes of the data."""
 
 from __future__ import annotations
 

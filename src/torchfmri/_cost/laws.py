@@ -1,4 +1,4 @@
-"""Laws of growth: polynomials in batch size b and length s, fitted to what was counted."""
+"""Laws of growth: polynomials in batch size b and length s, fitted to counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Law:
 
     Attributes:
         coefficients: (power of b, power of s) -> coefficient.
-        error: The largest deviation at the sizes that were measured, relative.
+        error: The largest relative deviation at the measured sizes.
 
     Example:
         >>> law = Law({(1, 2): 4096.0, (1, 1): 131072.0, (0, 0): 12.0}, 0.0)
@@ -42,14 +42,14 @@ class Law:
         return " + ".join(terms).replace("+ -", "- ") or "0"
 
     def to_dict(self) -> dict[str, Any]:
-        """Coefficients by term (`b*s^2`) and the error."""
+        """Return the coefficients by term (`b*s^2`), and the error."""
         terms = {_term_name(*powers): value for powers, value in self.coefficients.items() if value}
         return {"terms": terms, "error": self.error}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was counted at one size."""
+    """The counts at one size."""
 
     size: Size
     existing_bytes: int
@@ -58,13 +58,13 @@ class Sample:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once."""
+        """The largest number of bytes alive at once."""
         most = int(self.steps.max()) if len(self.steps) else 0
         return self.existing_bytes + most
 
 
 def choose_terms(sizes: Sequence[Size]) -> list[Term]:
-    """Powers that the sizes can tell apart: b up to 1, s up to 2, less where sizes are few.
+    """Return the powers that the sizes can tell apart: b up to 1, s up to 2, fewer for few sizes.
 
     >>> choose_terms([Size(1, 8), Size(2, 8), Size(4, 8)])
     [(0, 0), (1, 0)]
@@ -77,14 +77,14 @@ def choose_terms(sizes: Sequence[Size]) -> list[Term]:
 
 
 def same_program(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples whose program is that of the largest; all, if those are too few for its law."""
+    """Return the samples with the program of the largest; all, if those are too few for its law."""
     alike = [sample for sample in samples if len(sample.steps) == len(samples[-1].steps)]
     enough = choose_terms([sample.size for sample in alike])
     return alike if enough == choose_terms([sample.size for sample in samples]) else list(samples)
 
 
 class PeakLaw:
-    """The highest point of a program whose allocations each follow a law."""
+    """The peak of a program whose allocations each follow a law."""
 
     def __init__(self, terms: Sequence[Term], samples: Sequence[Sample]) -> None:
         self._terms = list(terms)
@@ -120,7 +120,7 @@ def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[
 
 
 def fit_law(terms: Sequence[Term], sizes: Sequence[Size], values: NDArray[np.float64]) -> Law:
-    """The law with these terms that comes closest to the values (least squares)."""
+    """Fit the law with these terms to the values, by least squares."""
     scale = np.array([max(size[axis] for size in sizes) for axis in (0, 1)], float)
     design = _design(terms, np.array(sizes, float) / scale)
     solved = _solve(design, values[:, None])[:, 0]
@@ -129,7 +129,7 @@ def fit_law(terms: Sequence[Term], sizes: Sequence[Size], values: NDArray[np.flo
     residual = np.abs(design @ kept - values)
     error = float((residual / np.maximum(np.abs(values), 1)).max())
     powers = np.array([scale[0] ** i * scale[1] ** j for i, j in terms])
-    # Counts are whole numbers and so are most coefficients: rounding noise goes.
+    # Counts are whole numbers, and most coefficients too: remove rounding noise.
     values_by_term = [
         float(round(each)) if abs(each - round(each)) < 1e-6 * max(abs(each), 1) else float(each)
         for each in kept / powers

@@ -1,4 +1,4 @@
-"""What each layer of a model costs: the result of `torchfmri.cost`."""
+"""The result of `torchfmri.cost`: what each layer of a model costs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _LINES_BEFORE_FOLDING = 40
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer costs, with everything inside it; `own` is the same without the layers inside.
+    """The cost of a layer with everything inside it; `own` leaves out the layers inside.
 
     Attributes:
-        layer: Its name.
+        layer: The name of the layer.
         kind: The class of the module.
         calls: How often it was called.
-        forward_flops: Of matrix products, convolutions, attention and recurrent cells.
-        backward_flops: The same; what a checkpoint computes again is part of it.
-        parameter_bytes: Parameters, each counted for the first layer that holds it.
-        activation_bytes: Outputs; a storage that several layers return counts for the first.
-        gradient_bytes: Gradients of the parameters that arrive.
-        saved_bytes: Kept from forward to backward; a storage counts for the first that saved it.
-        forward_seconds: NaN if time was not measured.
-        backward_seconds: NaN if time was not measured.
-        own: Without the layers inside; None if it has none.
+        forward_flops: FLOPs of matrix products, convolutions, attention and recurrent cells.
+        backward_flops: FLOPs of the backward pass, with what a checkpoint computes again.
+        parameter_bytes: Bytes of parameters, each counted for the first layer that holds it.
+        activation_bytes: Bytes of outputs; a storage counts for the first layer that returns it.
+        gradient_bytes: Bytes of the parameter gradients that arrive.
+        saved_bytes: Bytes kept for backward; a storage counts for the first layer that saved it.
+        forward_seconds: Seconds of the forward pass; NaN if time was not measured.
+        backward_seconds: Seconds of the backward pass; NaN if time was not measured.
+        own: The cost without the layers inside; None if there are none.
 
     Example:
         >>> import torch, torchfmri
@@ -56,16 +56,16 @@ class LayerCost:
 
     @property
     def flops(self) -> int:
-        """Forward and backward."""
+        """FLOPs of the forward and backward pass together."""
         return self.forward_flops + self.backward_flops
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of the forward and backward pass together."""
         return self.forward_seconds + self.backward_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, and those without the layers inside under `own`."""
+        """Return the numbers; `own` holds them without the layers inside."""
         data = {name: getattr(self, name) for name in ("kind", "calls", *ADDABLE)}
         if self.own is not None:
             data["own"] = {name: getattr(self.own, name) for name in ADDABLE}
@@ -79,33 +79,33 @@ ADDABLE = tuple(
 
 
 def add_costs(costs: list[LayerCost], layer: str, kind: str, calls: int) -> LayerCost:
-    """The sum of several, under one name."""
+    """Return the sum of several costs, under one name."""
     sums = {name: sum(getattr(each, name) for each in costs) for name in ADDABLE}
     return LayerCost(layer, kind, calls, **sums)
 
 
 @dataclass(frozen=True)
 class Cost(Mapping[str, LayerCost]):
-    """What a model costs on its data, per layer and in total.
+    """The cost of a model on its data, per layer and in total.
 
-    A mapping from layers to their `LayerCost`, everything inside a layer included; `""` is the
-    model, `"(loss)"` what runs outside of it. The `own` values of all layers add up to `total`.
+    It maps each layer to its `LayerCost`, which includes everything inside the layer. `""` is the
+    model, and `"(loss)"` is what runs outside of it. All `own` values add up to `total`.
 
     Attributes:
         model: The class of the model.
-        device: Where it ran.
+        device: The device it ran on.
         layers: Layer -> cost.
-        total: Of the model and the loss together.
-        buffer_bytes: Buffers of the model.
-        data_bytes: Data and target.
-        retained_bytes: All that is alive between forward and backward, beyond parameters, buffers
-            and data. Equal to what is saved, unless something else keeps memory too.
+        total: The cost of the model and the loss together.
+        buffer_bytes: Bytes of the model's buffers.
+        data_bytes: Bytes of data and target.
+        retained_bytes: Bytes alive between forward and backward, beyond parameters, buffers and
+            data. They equal the saved bytes, unless something else keeps memory too.
         peak_bytes: The most bytes alive at once during forward and backward: parameters, buffers,
-            data, gradients and everything computed. The bytes of tensors; on CUDA what kernels take
-            for themselves inside an operation too.
+            data, gradients and everything computed. It counts tensors; on CUDA it also counts
+            what kernels take for themselves inside an operation.
         peak_place: Phase and layer of the peak.
-        plain_seconds: Of a step that nobody watched; NaN if time was not measured.
-        growth: How cost grows with the size of the data, if `sizes` were given.
+        plain_seconds: Seconds of a step that was not watched; NaN if time was not measured.
+        growth: The laws of how cost grows with the size of the data, if you gave `sizes`.
         notes: What the reader should know.
 
     Example:
@@ -153,20 +153,20 @@ class Cost(Mapping[str, LayerCost]):
     def table(
         self, *, inside: bool = False, fold: bool | None = None, width: int | None = None
     ) -> str:
-        """One line per layer, and the total.
+        """Return a text with one line per layer, and the total.
 
         Args:
-            inside: Show every layer with what is inside it; by default what is its own, so that
-                the lines add up to the total.
-            fold: Make one line of the layers whose names differ only in numbers; by default from
+            inside: Whether to include the layers inside each layer; by default a line shows the
+                layer's own cost, so that the lines add up to the total.
+            fold: Whether layers whose names differ only in numbers share a line; by default from
                 40 lines on.
-            width: In characters; that of the terminal by default.
+            width: The width in characters; by default the width of the terminal.
         """
         text = self._grid(inside, fold).text(width)
         return text if self.growth is None else f"{text}\n\n{self.growth.table(width=width)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, for JSON."""
+        """Return everything as plain numbers, for JSON."""
         data: dict[str, Any] = {
             name: getattr(self, name)
             for name in (
@@ -233,7 +233,7 @@ def _columns(lines: list[LayerCost], total: LayerCost, timed: bool) -> list[Colu
 
 
 def _folded(costs: list[LayerCost]) -> list[LayerCost]:
-    """One for the layers whose names differ only in numbers."""
+    """Return one cost for all layers whose names differ only in numbers."""
     groups: dict[tuple[str, str], list[LayerCost]] = {}
     for each in costs:
         name = each.layer if each.layer == LOSS else star(each.layer)

@@ -1,8 +1,8 @@
-"""Seconds per layer, forward and backward, without what the measuring itself costs.
+"""Seconds per layer, forward and backward, without the cost of measuring them.
 
 Each round runs the step twice: once plain, once with a mark at every change of layer. The time
-between two marks belongs to the layer between them. What the marks cost is the difference of the
-fastest marked and the fastest plain round, shared by all marks alike, and is taken off again.
+between two marks belongs to the layer between them. The marks cost the difference between the
+fastest marked and the fastest plain round. All marks share it equally, and it is subtracted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchfmri._model import named_layers
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Where the time goes.
+    """The seconds of each layer, forward and backward.
 
     Attributes:
-        seconds: (phase, layer) -> seconds of its own, marks taken off.
-        plain_seconds: Of the fastest step that nobody watched.
-        marked_seconds: Of the fastest step with marks.
-        marks: How many there were.
-        rounds: How many were measured.
+        seconds: (phase, layer) -> the layer's own seconds, without the cost of marks.
+        plain_seconds: Seconds of the fastest step without marks.
+        marked_seconds: Seconds of the fastest step with marks.
+        marks: How many marks there were.
+        rounds: How many rounds were measured.
     """
 
     seconds: dict[Place, float]
@@ -41,9 +41,9 @@ class LayerTimes:
 
 
 def time_layers(step: Step, rounds: int) -> LayerTimes:
-    """Run a step `rounds` times plain and `rounds` times marked; the fastest of each count.
+    """Time a step in plain and in marked rounds, and keep the fastest of each.
 
-    It should have run before: the first time kernels are chosen and caches filled.
+    Run the step once before: the first run chooses kernels and fills caches.
     """
     plain, best = float("inf"), None
     for _ in range(rounds):
@@ -56,7 +56,7 @@ def time_layers(step: Step, rounds: int) -> LayerTimes:
 
 
 def _without_marks(timeline: _Timeline, plain: float, rounds: int) -> LayerTimes:
-    """Take the cost of the marks off every layer, in proportion to its marks.
+    """Subtract the cost of the marks from every layer, in proportion to its marks.
 
     >>> timeline = _Timeline([("forward", "a"), ("forward", "b"), ("forward", "a")], [3, 2, 3])
     >>> _without_marks(timeline, plain=5.0, rounds=1).seconds
@@ -73,7 +73,7 @@ def _without_marks(timeline: _Timeline, plain: float, rounds: int) -> LayerTimes
 
 @dataclass(frozen=True)
 class _Timeline:
-    """The parts of one step in order: where, and how many seconds."""
+    """The parts of one step in order, each with its layer and its seconds."""
 
     places: list[Place]
     lengths: list[float]
@@ -123,33 +123,33 @@ def _time_marked(step: Step) -> _Timeline:
 
 
 class HostClock:
-    """Time as the processor sees it."""
+    """A clock that measures time on the processor."""
 
     def mark(self) -> float:
-        """Now."""
+        """Return a mark of the present moment."""
         return time.perf_counter()
 
     def lengths(self, marks: list[Any]) -> list[float]:
-        """Seconds between neighbouring marks."""
+        """Return the seconds between neighbouring marks."""
         return [later - earlier for earlier, later in pairwise(marks)]
 
 
 class CudaClock:
-    """Time as the device sees it: marks travel with the work and do not wait for it."""
+    """A clock that measures time on the device; its marks are queued and do not wait."""
 
     def mark(self) -> torch.cuda.Event:
-        """Now, on the current stream."""
+        """Return a mark of the present moment on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def lengths(self, marks: list[Any]) -> list[float]:
-        """Seconds between neighbouring marks."""
+        """Return the seconds between neighbouring marks."""
         torch.cuda.synchronize()
         pairs = pairwise(marks)
         return [earlier.elapsed_time(later) / 1000 for earlier, later in pairs]
 
 
 def make_clock(device: torch.device) -> HostClock | CudaClock:
-    """The clock for a device."""
+    """Return the clock for a device."""
     return CudaClock() if device.type == "cuda" else HostClock()

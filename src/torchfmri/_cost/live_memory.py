@@ -1,10 +1,10 @@
-"""How many bytes of tensors are alive, at any moment of one pass.
+"""Count how many bytes of tensors are alive at any moment of one pass.
 
 Every operation that torch dispatches is seen with its results. A storage counts from the operation
-that returned it until it is freed, once however many tensors share it. That is exact and the same
-in every run. What a kernel takes and gives back inside one operation is not seen so; on CUDA the
-allocator is asked for it, operation by operation. It is asked for no more than that, because its
-blocks are larger than what was asked for, by another amount each time.
+that returned it until it is freed, and only once however many tensors share it. This is exact and
+the same in every run. It misses what a kernel takes and gives back inside one operation; on CUDA
+the allocator reports that, operation by operation. The allocator is used for nothing else, because
+its blocks are larger than requested, by a different amount each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLACK = 1 << 20
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory behind a tensor; None where it has none of the ordinary kind (sparse, nested)."""
+    """Return the memory behind a tensor; None if it has no ordinary one (sparse, nested)."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return None
     try:
@@ -37,10 +37,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 class Storages:
-    """Distinct storages, each with a label, until they are freed.
+    """A set of distinct storages, each with a label, until they are freed.
 
     Args:
-        existing: Tensors whose storages are none of ours.
+        existing: Tensors whose storages do not count.
         freed: Called with the label and the bytes of a storage when it is freed.
     """
 
@@ -54,11 +54,11 @@ class Storages:
 
     @property
     def existing_bytes(self) -> int:
-        """Of the storages that were there before."""
+        """The bytes of the storages that existed before."""
         return sum(each.nbytes() for each in self._existing.values())
 
     def add(self, tensor: Tensor, label: Any) -> int:
-        """Bytes that this tensor adds: 0 if its storage is known."""
+        """Add the storage of a tensor, and return its bytes: 0 if it is known already."""
         storage = storage_of(tensor)
         key = id(storage)
         if storage is None or key in self._existing or key in self._seen:
@@ -74,24 +74,24 @@ class Storages:
         return size
 
     def sizes(self) -> list[tuple[Any, int]]:
-        """Label and bytes of every storage that is alive."""
+        """Return label and bytes of every storage that is alive."""
         return [(label, size) for _, label, size in self._seen.values()]
 
 
 class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs and live bytes of what runs inside its `with` block.
+    """A mode that counts FLOPs and live bytes of what runs inside its `with` block.
 
     Args:
-        position: Says which layer is running; None where nobody asks.
-        existing: Tensors that are there before: parameters, buffers, data.
-        device: Where the work is done. On CUDA what kernels take for themselves counts too; the
-            allocator's statistics of peaks are reset for that.
+        position: Says which layer is running; None if layers do not matter.
+        existing: Tensors that existed before: parameters, buffers, data.
+        device: The device that does the work. On CUDA the memory that kernels take for themselves
+            counts too; this resets the allocator's peak statistics.
 
     Attributes:
         flops: (phase, layer) -> FLOPs.
         live: Bytes alive now, beyond what existed.
         peak: The most bytes alive at once, beyond what existed.
-        peak_place: Where that was.
+        peak_place: Phase and layer of the peak.
         steps: Bytes alive at each step of the program, in order: after each allocation; on CUDA
             during each operation.
         uncounted: Operations that may hide FLOPs, and how often they ran.
@@ -166,7 +166,7 @@ class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Workspace:
-    """What the CUDA allocator gives out during one operation, results included."""
+    """The bytes that the CUDA allocator hands out during one operation, results included."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -175,7 +175,7 @@ class _Workspace:
             self._before = torch.cuda.memory_allocated(device)
 
     def taken(self) -> int:
-        """Bytes at most, beyond those before; 0 on other devices."""
+        """Return the most bytes taken beyond those before; 0 on other devices."""
         if self._device is None:
             return 0
         return torch.cuda.max_memory_allocated(self._device) - self._before

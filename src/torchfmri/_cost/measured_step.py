@@ -1,4 +1,4 @@
-"""One forward and backward pass on a user's model, to be measured; the model is put back."""
+"""Run one forward and backward pass of a user's model to measure it, and restore the model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from torchfmri.exceptions import InspectionError
 
 @dataclass(frozen=True)
 class Step:
-    """What is run: a model on its data, and the loss that is differentiated.
+    """A step to measure: a model, its data, and the loss that is differentiated.
 
     Attributes:
         model: The model.
         data: A tensor, a tuple of positional arguments or a dict of keyword arguments.
-        loss: As for `Inspector.run_inspection`; without one the sum of the output.
-        target: Handed to the loss.
-        notes: What readers of the result should know; filled while it runs.
+        loss: As for `Inspector.run_inspection`; by default the sum of the output.
+        target: Passed to the loss.
+        notes: What readers of the result should know; filled while the step runs.
     """
 
     model: nn.Module
@@ -69,17 +69,17 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; where the data is, if it has no parameters."""
+        """The device of the model, or of the data if the model has no parameters."""
         tensors = [*self.model.parameters(), *(each.tensor for each in flatten(self.data))]
         return tensors[0].device if tensors else torch.device("cpu")
 
     def existing(self) -> list[Tensor]:
-        """The tensors that are there whether the step runs or not: parameters and buffers."""
+        """Return the parameters and buffers, which exist whether the step runs or not."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     @contextmanager
     def prepared(self) -> Iterator[Pass]:
-        """One pass, ready to run on a copy of the data; afterwards the model is as before."""
+        """Yield one pass on a copy of the data, and restore the model afterwards."""
         arguments, keywords = arguments_for(self.model, self.data)
         with compiled_code_as_eager(), unchanged(self.model, self._note_written):
             yield Pass(
@@ -93,7 +93,7 @@ class Step:
         self.notes[f"the forward pass writes into its parameter {name}: those changes stay"] = None
 
     def objective(self, output: Any, target: Any) -> Tensor | None:
-        """The number to differentiate; None, with a note, where there is only a forward pass."""
+        """Return the number to differentiate; None, with a note, if there is no backward pass."""
         value = loss_of(output, target, self.loss, backward=False)
         if value is None:
             if not any(each.tensor.is_floating_point() for each in flatten(output)):
@@ -129,23 +129,23 @@ class Pass:
     target: Any
 
     def tensors(self) -> list[Tensor]:
-        """The data and the target."""
+        """Return the tensors of the data and the target."""
         values = (self.arguments, self.keywords, self.target)
         return [each.tensor for each in flatten(values)]
 
     def forward(self) -> Tensor | None:
-        """Run the model and the loss; nothing but the loss is kept."""
+        """Run the model and the loss, and keep only the loss."""
         output = runnable(self.step.model)(*self.arguments, **self.keywords)
         return self.step.objective(output, self.target)
 
     def backward_of(self, loss: Tensor) -> Callable[[], object]:
-        """The backward pass from the loss, ready to run; it spares every `.grad`."""
+        """Return the backward pass from the loss, ready to run; it spares every `.grad`."""
         return prepare_backward(loss, self.step.model.parameters())
 
 
 @contextmanager
 def resting_collector() -> Iterator[None]:
-    """No garbage collection inside the block."""
+    """Switch garbage collection off inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:

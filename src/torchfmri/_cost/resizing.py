@@ -1,4 +1,4 @@
-"""The user's data at another batch size or length."""
+"""Bring the user's data to another batch size or length."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Sized(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How large data is; the length is 1 where it has none."""
+    """The batch size and length of data; the length is 1 if it has none."""
 
     batch: int
     length: int
 
 
 def check_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """The sizes to measure by axis, sorted.
+    """Return the sizes to measure by axis, sorted.
 
     Raises:
-        InspectionError: It names no axis, another one, or fewer than two sizes of one.
+        InspectionError: `sizes` names no axis, an unknown one, or fewer than two sizes of one.
     """
     if not isinstance(sizes, Mapping) or not sizes or set(sizes) - set(AXES):
         raise InspectionError(
@@ -59,10 +59,10 @@ def data_of_size(
     sizes: Mapping[str, Sequence[int]] | None,
     size: Mapping[str, int] | None = None,
 ) -> Sized:
-    """Data and target: as given, at `size`, or, for a function that makes data, the largest.
+    """Return data and target as given, at `size`, or, made by a function, at the largest size.
 
     Raises:
-        InspectionError: Data cannot be given that size, or a function was given without sizes.
+        InspectionError: The data cannot have that size, or it is a function without `sizes`.
     """
     made_by_user = callable(data) and not isinstance(data, (Tensor, Mapping))
     if made_by_user:
@@ -86,7 +86,7 @@ def data_of_size(
 
 
 def size_of(data: Any) -> Size:
-    """Batch size and length of data, from its first tensor with a length, or its first tensor."""
+    """Return batch size and length, from the first tensor with a length, or the first tensor."""
     tensors = [each.tensor for each in flatten(data) if each.tensor.ndim]
     if not tensors:
         raise InspectionError("There is no tensor among the data whose size could be changed.")
@@ -101,7 +101,7 @@ def _has_length(tensor: Tensor) -> bool:
 
 
 def _resized(value: Any, given: Size, size: Mapping[str, int]) -> Any:
-    """The same with every tensor cut or repeated; containers are rebuilt as dicts and tuples."""
+    """Return the value with every tensor cut or repeated; mappings become dicts."""
     if isinstance(value, Tensor):
         return _resized_tensor(value, given, size)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Bytes that a forward pass keeps for its backward pass, by the layer that asked for them."""
+"""Count the bytes that a forward pass keeps for its backward pass, by layer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchfmri._cost.live_memory import Storages
 
 
 class SavedBytes:
-    """What autograd saves inside its `with` block: a storage once, for the first who saved it.
+    """The storages that autograd saves in its `with` block, each for the first who saved it.
 
-    A whole storage counts although a view of it is saved, because all of it stays alive. What
-    existed before (parameters, buffers, data) costs nothing to keep and does not count. What is
-    freed before the forward pass ends does not count either.
+    If a view is saved, its whole storage counts, because all of it stays alive. Storages that
+    existed before (parameters, buffers, data) cost nothing to keep and do not count. Storages that
+    are freed before the forward pass ends do not count either.
 
     Args:
         position: Says which layer is running.
-        existing: Tensors that were there before.
+        existing: Tensors that existed before.
     """
 
     def __init__(self, position: Position, existing: Iterable[Tensor]) -> None:
@@ -43,7 +43,7 @@ class SavedBytes:
         self._hooks.__exit__(kind, error, trace)
 
     def by_layer(self) -> Counter[str]:
-        """Layer -> bytes that are saved now: ask when the forward pass is over."""
+        """Return the bytes now saved by each layer: ask when the forward pass is over."""
         result: Counter[str] = Counter()
         for layer, size in self._storages.sizes():
             result[layer] += size
@@ -52,7 +52,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._position.phase == FORWARD:
             self._storages.add(tensor, self._position.layer)
-        # Itself, an output would hold its own node for ever.
+        # Keeping the output itself would keep its own node alive for ever.
         return tensor.detach()
 
     @staticmethod

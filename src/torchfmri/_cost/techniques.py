@@ -21,16 +21,16 @@ _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass
 class Setup:
-    """A training step on copies, open to changes.
+    """A training step on copies, which techniques change.
 
     Attributes:
-        model: A copy.
-        optimizer: A copy, on the parameters of the copy; None if there is none.
-        data: A copy.
-        target: A copy.
-        loss: As the user gave it.
-        autocast: The dtype to compute in; None: as the model says.
-        pieces: In how many parts the batch is run.
+        model: A copy of the model.
+        optimizer: A copy of the optimizer, on the parameters of the copied model; None without one.
+        data: A copy of the data.
+        target: A copy of the target.
+        loss: The loss that the user gave.
+        autocast: The dtype to compute in; None leaves it to the model.
+        pieces: The number of parts in which the batch runs.
     """
 
     model: nn.Module
@@ -43,13 +43,13 @@ class Setup:
 
 
 class Technique(NamedTuple):
-    """One way.
+    """One way to make a training step lighter or faster.
 
     Attributes:
-        name: As it is shown.
-        family: Of one family only one is used at a time.
-        obstacle: Why it does not apply to a setup; None if it does.
-        apply: Change the setup.
+        name: The name in the table.
+        family: Techniques of one family are never combined.
+        obstacle: Returns why the technique does not apply to a setup; None if it does.
+        apply: Changes the setup.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Technique(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model: containers of one class that stand in a row, outermost."""
+    """Return the repeated blocks of a model: outermost containers of one class in a row."""
     blocks: dict[str, nn.Module] = {}
     layers = named_layers(model)
     for name, module in layers.items():
@@ -89,7 +89,7 @@ def _checkpoint(every: int, setup: Setup) -> None:
     blocks = list(find_blocks(setup.model).values())
     enable = getattr(setup.model, "gradient_checkpointing_enable", None)
     if enable is not None:
-        # transformers' own way also takes care of its KV cache, which a replay would double.
+        # transformers' own switch also handles its KV cache, which a replay would double.
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for index, block in enumerate(blocks):
             if index % every and hasattr(block, "gradient_checkpointing"):
@@ -100,7 +100,7 @@ def _checkpoint(every: int, setup: Setup) -> None:
 
 
 def has_running_statistics(setup: Setup) -> bool:
-    """Whether a replay updates running statistics a second time."""
+    """Return whether a replay updates running statistics a second time."""
     return any(
         isinstance(each, _RUNNING) and each.training and each.track_running_stats
         for block in find_blocks(setup.model).values()
@@ -227,12 +227,12 @@ TECHNIQUES = (
 
 
 def device_of(setup: Setup) -> torch.device:
-    """Where the model is."""
+    """Return the device of the model."""
     return next((each.device for each in setup.model.parameters()), torch.device("cpu"))
 
 
 def parts_of(value: Any, pieces: int, batch: int) -> list[Any]:
-    """Data in equal parts along the batch; what has no batch goes into every part."""
+    """Split data into equal parts along the batch; data without a batch goes into every part."""
     if isinstance(value, Tensor):
         if value.ndim and value.shape[0] == batch:
             return list(value.chunk(pieces))

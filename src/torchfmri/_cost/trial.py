@@ -1,4 +1,4 @@
-"""One arrangement of a training step, run for real on copies: gradients, memory, time."""
+"""Run one arrangement of a training step on copies, and measure gradients, memory and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchfmri.exceptions import InspectionError
 
 
 def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: Loss) -> Setup:
-    """A setup on copies of everything; the copy of the optimizer works on the copy of the model.
+    """Return a setup on copies; the copied optimizer works on the copied model.
 
     Raises:
         InspectionError: The model or the optimizer cannot be copied.
@@ -63,8 +63,8 @@ class Trial:
     """A setup with techniques applied, ready to run.
 
     Args:
-        setup: On copies of its own.
-        techniques: What to apply.
+        setup: A setup on copies of its own.
+        techniques: The techniques to apply.
         average: Whether the losses of parts are averaged (else added up).
     """
 
@@ -75,11 +75,11 @@ class Trial:
             technique.apply(setup)
         self.setup = setup
         self.device = device_of(setup)
-        self.summed = False  # no loss: the sum of the output is taken
+        self.summed = False  # whether the sum of the output stood in for a loss
         self._average = average
 
     def losses(self) -> list[Tensor]:
-        """The loss of each part of the batch, one after the other, with its backward pass."""
+        """Run each part of the batch forward and backward, and return the losses."""
         setup = self.setup
         batch = size_of(setup.data).batch if setup.pieces > 1 else 1
         data = parts_of(setup.data, setup.pieces, batch)
@@ -112,14 +112,14 @@ class Trial:
         return value
 
     def step(self) -> None:
-        """One training step: forward, backward, and the optimizer where there is one."""
+        """Run one training step: forward, backward, and the optimizer if there is one."""
         self.losses()
         if self.setup.optimizer is not None:
             self.setup.optimizer.step()
         self.setup.model.zero_grad(set_to_none=True)
 
     def gradients(self, state: RandomState) -> tuple[float, dict[str, Tensor]]:
-        """The loss and the gradients of the parameters, from a given random state."""
+        """Return the loss and the gradients of the parameters, from a given random state."""
         state.restore()
         losses = self.losses()
         value = sum(float(loss) for loss in losses)
@@ -132,7 +132,7 @@ class Trial:
         return (value / len(losses) if self._average else value), gradients
 
     def peak_bytes(self) -> int:
-        """The most bytes alive in one step, optimizer state included; the step before is done."""
+        """Return the most bytes alive in one step, optimizer state included; run a step first."""
         existing = [*self.setup.model.parameters(), *self.setup.model.buffers()]
         existing += [each.tensor for each in flatten((self.setup.data, self.setup.target))]
         if self.setup.optimizer is not None:
@@ -145,9 +145,9 @@ class Trial:
 
 
 def time_side_by_side(plain: Trial, other: Trial, rounds: int) -> tuple[float, Ratio]:
-    """Seconds of a plain step (median), and how many times that the other takes.
+    """Return the seconds of a plain step (median), and how many times that the other takes.
 
-    Both run turn by turn: the ratio within a round holds also where the machine was busy.
+    Both run in turns: the ratio within a round is right even if the machine is busy.
     """
     clock = make_clock(plain.device)
     seconds, ratios = [], []
@@ -165,14 +165,14 @@ def time_side_by_side(plain: Trial, other: Trial, rounds: int) -> tuple[float, R
 
 
 class Ratio(NamedTuple):
-    """A median over rounds, and half the range of the middle half of them."""
+    """A median over rounds, with half the range of the middle half of them."""
 
     median: float
     spread: float
 
 
 def summarise(ratios: Sequence[float]) -> Ratio:
-    """Median and spread.
+    """Return median and spread.
 
     >>> summarise([1.0, 1.5, 1.2, 1.1, 9.0])
     Ratio(median=1.2, spread=0.2)
@@ -183,7 +183,7 @@ def summarise(ratios: Sequence[float]) -> Ratio:
 
 
 def deviation(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """|g - reference| / |reference| over all parameters together (L2); missing ones count as 0."""
+    """Return |g - reference| / |reference| over all parameters (L2); missing ones count as 0."""
     apart = size = 0.0
     for name, expected in reference.items():
         expected = expected.double()

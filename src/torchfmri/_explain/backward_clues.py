@@ -1,6 +1,6 @@
-"""What more than its message tells about a failed backward pass: read from graph and layers.
+"""Read from graph and layers what the message of a failed backward pass does not say.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchfmri._torch import checkpointed_function, function_of, saved_count
 
 
 def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
-    """Which operation needed the tensor that was written, and probably who wrote it."""
+    """Find which operation needed the overwritten tensor, and probably what wrote it."""
     nodes = nodes_of(crash)
     found = written_tensor(crash, nodes)
     now = re.sub(r"Backward\d*$", "", match["operation"] or "")
@@ -63,10 +63,10 @@ def by_written_tensor(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def takes_saved_tensors(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether the failing instruction takes `ctx.saved_tensors` apart.
+    """Return whether the failing instruction takes `ctx.saved_tensors` apart.
 
-    It is read from the byte code, which is there without the source too. Of a message alone, the
-    words must say it.
+    This is read from the byte code, which exists even without the source. If only the message is
+    known, its words must say it.
     """
     if not crash.steps:
         return "saved_tensors" in crash.message
@@ -86,12 +86,12 @@ def takes_saved_tensors(crash: Crash, _: re.Match[str]) -> bool:
 
 
 def in_function(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether the backward of a custom Function was running (or nothing is known about it)."""
+    """Return whether a custom Function's backward was running (or nothing is known)."""
     return not crash.steps or _failing_function(crash) is not None
 
 
 def by_saved_tensors(crash: Crash, match: re.Match[str]) -> Clues:
-    """How many tensors were kept and asked for, by which Function, in which layer."""
+    """Find how many tensors were kept and asked for, by which Function, in which layer."""
     node = _failing_function(crash)
     if node is None:
         return Clues()
@@ -110,7 +110,7 @@ def by_saved_tensors(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_checked_inputs(crash: Crash, _: re.Match[str]) -> Clues:
-    """Whether the inputs of gradcheck are too coarse for it."""
+    """Find whether the inputs of gradcheck are too coarse for it."""
     given = crash.local("inputs", "gradcheck")
     given = given if isinstance(given, (list, tuple)) else (given,)
     types = {each.dtype for each in given if isinstance(each, Tensor) and each.requires_grad}
@@ -124,7 +124,7 @@ def by_checked_inputs(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_function(crash: Crash, match: re.Match[str]) -> Clues:
-    """Where the operation named in the message is in the graph, and in the user's code."""
+    """Find the operation named in the message, in the graph and in the user's code."""
     named = [node for node in nodes_of(crash) if node.name() == match["function"]]
     if not named:
         return Clues()
@@ -144,7 +144,7 @@ def by_function(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_only_function(crash: Crash, _: re.Match[str]) -> Clues:
-    """Where the custom Function is, if the graph has only one; the message does not name it."""
+    """Find the custom Function if the graph has only one; the message does not name it."""
     custom = [node for node in nodes_of(crash) if function_of(node) is not None]
     if len(custom) != 1:
         return Clues((f"The graph has {len(custom)} operations of custom Functions.",))
@@ -154,7 +154,7 @@ def by_only_function(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_checkpoint(crash: Crash, _: re.Match[str]) -> Clues:
-    """Which layer was recomputed, and what came out different."""
+    """Find which layer was recomputed, and what came out different."""
     frames = (crash.local("frame", "unpack_hook"), crash.local("frame"))
     function = next(filter(None, map(checkpointed_function, frames)), None)
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
@@ -166,7 +166,7 @@ def by_checkpoint(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_loss(crash: Crash, _: re.Match[str]) -> Clues:
-    """What the loss is, and whether any parameter asks for a gradient."""
+    """Describe the loss, and whether any parameter requires a gradient."""
     facts: list[str] = []
     for loss in crash.roots()[:1]:
         facts.append(f"The loss has shape {tuple(loss.shape)} and dtype {loss.dtype}.")
@@ -182,7 +182,7 @@ def by_loss(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_unused(crash: Crash, match: re.Match[str]) -> Clues:
-    """The names of the parameters that got no gradient."""
+    """Find the names of the parameters that got no gradient."""
     if crash.model is None or not match["indices"]:
         return Clues()
     asking = _trainable(crash)
@@ -195,13 +195,13 @@ def by_unused(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def _failing_function(crash: Crash) -> Any:
-    """The node of the custom Function whose backward was running, or None."""
+    """Return the node of the custom Function whose backward was running, or None."""
     node = crash.local("self", "apply")
     return node if function_of(node) is not None else None
 
 
 def _is_told(tensor: Tensor, match: re.Match[str]) -> bool:
-    """Whether a tensor has the version and the number of elements that the message names."""
+    """Return whether a tensor has the version and element count that the message names."""
     size = math.prod(int(each) for each in re.findall(r"\d+", match["shape"]))
     return tensor._version == int(match["now"]) and tensor.numel() == size
 
@@ -212,7 +212,7 @@ def _parameter_name(crash: Crash, parameter: Tensor) -> str:
 
 
 def _by_name(crash: Crash, match: re.Match[str], named: list[Any]) -> Clues:
-    """What the name in the message tells, where saved tensors cannot be read."""
+    """Read the operation's name in the message, if saved tensors cannot be read."""
     facts = _same_parameter(crash, match)
     if len(named) != 1:
         return Clues(facts)
@@ -224,7 +224,7 @@ def _by_name(crash: Crash, match: re.Match[str], named: list[Any]) -> Clues:
 
 
 def _same_parameter(crash: Crash, match: re.Match[str]) -> tuple[str, ...]:
-    """Parameters with the size and version of the message, where the graph tells nothing."""
+    """Return parameters with the size and version of the message, if the graph is silent."""
     parameters = crash.model.parameters() if crash.model is not None else ()
     named = [_parameter_name(crash, each) for each in parameters if _is_told(each, match)]
     if not 0 < len(named) < 4:

@@ -1,4 +1,4 @@
-"""Failures of autograd that can be explained, in the words of PyTorch and in ours."""
+"""The table of autograd failures: PyTorch's words, and our explanation."""
 
 from __future__ import annotations
 

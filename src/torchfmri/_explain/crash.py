@@ -1,4 +1,4 @@
-"""What the traceback of an exception shows: the layers it went through, the user's line, tensors.
+"""Read a traceback: the layers it went through, the user's line, and tensors.
 
 Frames of a traceback keep their local variables, so nothing has to be attached to a model before
 it fails. A `Crash` holds those frames; it lives only while an explanation is written.
@@ -41,7 +41,7 @@ class SourceLine(NamedTuple):
         file: The file, as Python knows it.
         number: The line, from 1.
         function: The function it belongs to.
-        code: Its text; empty where the source is not at hand.
+        code: The text of the line; empty if the source is not available.
     """
 
     file: str
@@ -87,13 +87,13 @@ class Step(NamedTuple):
 
 
 class Crash:
-    """An exception with what can be read from its traceback.
+    """An exception, and what its traceback shows.
 
     Attributes:
         error: The exception.
         message: Its text.
         steps: Its traceback, outermost frame first.
-        model: The module by which layers are named, where there is one.
+        model: The module that layer names are relative to, if there is one.
     """
 
     def __init__(self, error: BaseException, model: nn.Module | None = None) -> None:
@@ -134,9 +134,9 @@ class Crash:
         return owners
 
     def layer_of(self, module: nn.Module | None) -> str | None:
-        """The name of a module in the model; None where it is not part of it.
+        """Return the name of a module in the model; None if it is not part of it.
 
-        Of several names of one instance, the one under the modules that were running is taken.
+        If an instance has several names, the one under the running modules is used.
         """
         inner = unwrap(module) if module is not None else None
         names = [name for name, each in self.layers.items() if each is inner]
@@ -163,14 +163,14 @@ class Crash:
 
     @property
     def source(self) -> SourceLine | None:
-        """The innermost line of the user's own code; of a library where all of it is one."""
+        """The innermost line of the user's own code, or of a library if there is none."""
         own = [step for step in self.steps if step.of_user]
         rest = [step for step in self.steps if not step.of_torch]
         return (own or rest)[-1].line if own or rest else None
 
     @property
     def operation(self) -> SourceLine | None:
-        """The line of a library, called by the user's code, that failed; None where there is none.
+        """The library line, called by the user's code, that failed; None if there is none.
 
         PyTorch's own files do not count.
         """
@@ -179,12 +179,12 @@ class Crash:
 
     @property
     def raised_by_others(self) -> bool:
-        """Whether a `raise` outside PyTorch made it: then its words are not PyTorch's."""
+        """Whether a `raise` outside PyTorch made it, so that its words are not PyTorch's."""
         return bool(self.steps) and self.steps[-1].raises and not self.steps[-1].of_torch
 
     @cached_property
     def hook(self) -> tuple[SourceLine, nn.Module | None] | None:
-        """The user's hook in which the exception arose, and the module that it is a hook of.
+        """The user's hook that raised the exception, and the module it is attached to.
 
         A hook on a tensor or parameter belongs to no module.
         """
@@ -200,12 +200,12 @@ class Crash:
         return None
 
     def inputs(self) -> dict[str, Tensor]:
-        """The tensors that the innermost module was called with, by name or number."""
+        """Return the tensors that the innermost module was called with, by name or number."""
         given = self.arguments().items()
         return {name: each for name, each in given if isinstance(each, Tensor)}
 
     def arguments(self) -> dict[str, Any]:
-        """What the innermost module was called with, by name or number."""
+        """Return what the innermost module was called with, by name or number."""
         for step in reversed(self.steps):
             called = step.file.endswith(_MODULE_FILE) and step.function == "_call_impl"
             if called and unwrap(step.frame.f_locals["self"]) is self.module:
@@ -215,11 +215,11 @@ class Crash:
         return {}
 
     def local(self, name: str, function: str = "") -> Any:
-        """A local variable of PyTorch's innermost frame that has it, or None.
+        """Return a local variable of PyTorch's innermost frame that has it, or None.
 
         Args:
-            name: Of the variable.
-            function: Only in frames of this function.
+            name: The name of the variable.
+            function: Look only in frames of this function.
         """
         for step in reversed(self.steps):
             if not step.of_torch or function not in ("", step.function):
@@ -229,7 +229,7 @@ class Crash:
         return None
 
     def roots(self) -> list[Tensor]:
-        """The tensors whose backward pass failed."""
+        """Return the tensors whose backward pass failed."""
         for function, name in (
             ("_engine_run_backward", "t_outputs"),
             ("backward", "tensors"),
@@ -243,7 +243,7 @@ class Crash:
 
     @cached_property
     def _engine_step(self) -> int | None:
-        """Where the traceback enters the backward pass."""
+        """The place where the traceback enters the backward pass."""
         inside = [i for i, step in enumerate(self.steps) if step.file.endswith(_ENGINE_FILES)]
         return inside[-1] if inside else None
 
@@ -259,7 +259,7 @@ class Crash:
         ]
 
     def _find_model(self) -> nn.Module | None:
-        """The outermost module that was running, or the only model among the user's variables."""
+        """Return the outermost running module, or the only model among the user's variables."""
         running = [module for module in map(_module_of, self.steps) if module is not None]
         known = self.known_modules
         if running:
@@ -276,12 +276,12 @@ class Crash:
 
 
 def is_of_torch(file: str) -> bool:
-    """Whether a file is one of PyTorch's (or of torchfmri), or was generated by it."""
+    """Return whether a file belongs to PyTorch or torchfmri, or was generated by them."""
     return file.startswith((_TORCH + os.sep, _OURS + os.sep, "<eval_with_key>"))
 
 
 def describe(tensor: Tensor) -> str:
-    """Shape, dtype and device of a tensor, such as `(3, 4) float32 cpu`."""
+    """Return shape, dtype and device of a tensor, such as `(3, 4) float32 cpu`."""
     shape = ", ".join(map(str, tensor.shape)) + ("," if tensor.dim() == 1 else "")
     return f"({shape}) {str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
 
@@ -294,26 +294,26 @@ def _steps(error: BaseException) -> Iterator[Step]:
 
 
 def _variables(frame: FrameType) -> list[Any]:
-    """The values of a frame's local variables and of the global ones that its code names."""
+    """Return a frame's local variables, and the global ones that its code names."""
     named = [frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals]
     return [*frame.f_locals.values(), *named]
 
 
 def _module_of(step: Step) -> nn.Module | None:
-    """The module whose method a frame runs; one that is still being built does not count."""
+    """Return the module whose method a frame runs; an unfinished one does not count."""
     value = step.frame.f_locals.get("self")
     return value if _is_module(value) and step.function != "__init__" else None
 
 
 def _is_module(value: Any) -> TypeGuard[nn.Module]:
-    # By its type, because isinstance would ask proxies that stand for something else.
+    # Compare types, because isinstance would also accept proxies for something else.
     return issubclass(type(value), nn.Module) and "_modules" in value.__dict__
 
 
 def _calls_hook(step: Step) -> Any:
-    """The module whose hook this frame of PyTorch was calling (None: unknown), or _ABSENT.
+    """Return the module whose hook this frame called (None: unknown), or _ABSENT.
 
-    Which call it was is told by its source line, because forward is called from there too.
+    The source line tells which call it was, because forward is called from there too.
     """
     if "hook(" not in step.line.code:
         return _ABSENT

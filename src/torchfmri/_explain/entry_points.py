@@ -1,4 +1,4 @@
-"""Explaining an exception, after it was caught or as it leaves a `with` block."""
+"""Explain an exception, after it was caught or as it leaves a `with` block."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _RAISED = re.compile(
 def explain(
     exception: BaseException | str | None = None, model: nn.Module | None = None
 ) -> Explanation:
-    """The explanation of an exception.
+    """Explain an exception: what happened, in which layer and line, why, and the cure.
 
-    Nothing has to be prepared: everything is read from the traceback, whose frames keep their
-    variables, and for a backward pass from the graph of the loss. Nothing is run again.
+    You need not prepare anything. The explanation is read from the traceback, whose frames keep
+    their variables, and for a backward pass from the graph of the loss. Nothing is run again.
 
     Args:
-        exception: What was raised; by default the last one that nobody caught (in a notebook or an
-            interactive session). The text of a message, as copied from a log, is explained too,
+        exception: The exception; by default the last uncaught one (in a notebook or an interactive
+            session). You can also pass the text of a message, as copied from a log. It is explained
             without layer and line.
-        model: The model whose layer names are wanted; by default the outermost module that was
+        model: The model that layer names are relative to; by default the outermost module that was
             running, or the only model among the variables of the failing code.
 
     Raises:
-        InspectionError: There is no exception to explain, a text is no message that is known, or
+        InspectionError: There is no exception to explain, the text is not a known message, or
             `model` is not a module.
     """
     if exception is None:
@@ -77,9 +77,9 @@ def explain(
 
 
 def _explain_text(text: str) -> Explanation:
-    """The explanation of a message, or of a whole traceback that ends with it."""
+    """Explain a message, or a whole traceback that ends with it."""
     *_, last = [None, *_RAISED.finditer(text)]
-    # The words of a class that is neither Python's nor PyTorch's are not PyTorch's either.
+    # The message of a class that is neither Python's nor PyTorch's is not PyTorch's either.
     cls = RuntimeError if last is None else _CLASSES.get(last["name"])
     if cls is not None:
         crash = Crash(cls((text if last is None else last["message"]).strip()))
@@ -95,19 +95,19 @@ def _explain_text(text: str) -> Explanation:
 def explained(
     model: nn.Module | None = None, *, detect: bool = False
 ) -> AbstractContextManager[None]:
-    """A `with` block in which failures that are known are raised with their explanation.
+    """Return a `with` block that raises known failures with their explanation.
 
-    Such an exception is raised again as an `ExplainedError` that is also of the original's class
-    (`except RuntimeError` goes on working), has its `args`, and the original as `__cause__`. What
-    is not known, and exceptions of classes that are neither Python's nor PyTorch's, pass on as the
-    same object with a note about layer and line. KeyboardInterrupt and the like are left alone, and
-    so are errors of torchfmri.
+    A known failure is raised again as an `ExplainedError` that is also of the original's class
+    (`except RuntimeError` keeps working), has its `args`, and has the original as `__cause__`.
+    Unknown failures, and exceptions of classes that are neither Python's nor PyTorch's, leave the
+    block as the same object with a note about layer and line. KeyboardInterrupt, SystemExit and
+    errors of torchfmri are left unchanged.
 
     Args:
         model: As for `explain`.
-        detect: Record the line of every forward operation (anomaly detection without its check for
-            NaN), so that a failed backward pass can be led back to it. Restored at the end. This
-            makes a forward pass several times slower.
+        detect: Whether to record the line of every forward operation (anomaly detection without its
+            check for NaN), so that a failed backward pass can be traced to it. The setting is
+            restored at the end. This makes a forward pass several times slower.
 
     Raises:
         InspectionError: `model` is not a module.
@@ -127,7 +127,7 @@ def explained(
 
 
 class _Explained(AbstractContextManager[None]):
-    """The block of `explained`."""
+    """The `with` block that `explained` returns."""
 
     def __init__(self, model: nn.Module | None, detect: bool) -> None:
         self._model = model
@@ -150,7 +150,7 @@ class _Explained(AbstractContextManager[None]):
             return
         try:
             explanation = explain(error, self._model)
-        except Exception as ours:  # the user's error must come through, with ours told
+        except Exception as ours:  # the user's error must come through, with a note about ours
             _add_note(error, f"torchfmri could not explain this: {type(ours).__name__}: {ours}")
             return
         known = type(error).__module__.partition(".")[0] in ("builtins", "torch")
@@ -216,7 +216,7 @@ def _place(
     cure: tuple[str, ...],
     facts: tuple[str, ...] = (),
 ) -> Explanation:
-    """The explanation with everything that is known about the place."""
+    """Return the explanation with everything that is known about the place."""
     layer = clues.layer if clues.layer is not None else crash.layer_of(crash.module)
     module = crash.layers.get(layer, crash.module) if layer is not None else crash.module
     return Explanation(
@@ -244,7 +244,7 @@ def _read(clues: Callable[[], Clues]) -> Clues:
 
 
 def _place_facts(crash: Crash) -> tuple[str, ...]:
-    """What the layer was given and what it holds; how far a backward pass came."""
+    """Describe what the layer was given and holds, and how far a backward pass came."""
     if crash.phase == "backward":
         return _read(lambda: Clues(tuple(filter(None, [reached(crash)])))).facts
     if crash.module is None:

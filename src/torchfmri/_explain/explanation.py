@@ -17,22 +17,22 @@ _LONGEST_MESSAGE = 600
 
 @dataclass(frozen=True)
 class Explanation:
-    """What happened when an exception was raised, in which layer, why, and how to cure it.
+    """The explanation of an exception: what happened, in which layer, why, and the cure.
 
-    It holds text and numbers only, no tensors and no frames. `print` shows it in 100 columns, a
-    notebook as HTML.
+    It holds only text and numbers, no tensors and no frames. `print` shows it in 100 columns, and
+    a notebook shows it as HTML.
 
     Attributes:
-        kind: The failure by its short name, such as `"matrix_shape"`; `"unknown"` where it is none
-            of those that are known.
+        kind: The short name of the failure, such as `"matrix_shape"`; `"unknown"` if it is not one
+            of the known failures.
         error: The exception as Python prints it.
         what: What happened, in a sentence.
-        why: How it comes about.
-        cure: What to do about it, the most likely first.
+        why: What usually causes it.
+        cure: What to do about it, most likely cure first.
         facts: What was read from tensors, layers and the graph.
-        layer: The dotted name of the layer; `""` is the outermost module itself, None: not known.
+        layer: The dotted name of the layer; `""` is the outermost module itself, None is unknown.
         module: The class of that layer.
-        near: For a backward pass: the last layer before the operation, where its own is not known.
+        near: For a backward pass: the last layer before the operation, if its own is unknown.
         phase: `"forward"`, `"backward"`, `"optimizer step"`, `"loading"` or empty.
         source: The user's own line: file, number, function, code.
         operation: The line of a library that was called there and failed, if any.
@@ -67,11 +67,11 @@ class Explanation:
 
     @property
     def recognised(self) -> bool:
-        """Whether it is a failure that is known; else only its place is told."""
+        """Whether the failure is known; if not, only its place is reported."""
         return self.kind != "unknown"
 
     def text(self, width: int = WIDTH) -> str:
-        """The explanation for a terminal.
+        """Return the explanation for a terminal.
 
         Args:
             width: Columns.
@@ -80,7 +80,7 @@ class Explanation:
         return f"{message}\n\n{self.body(width)}"
 
     def body(self, width: int = WIDTH) -> str:
-        """The same without the message of the exception.
+        """Return the explanation without the message of the exception.
 
         Args:
             width: Columns.
@@ -155,7 +155,7 @@ def _show_line(before: str, line: SourceLine) -> str:
 
 
 def short_path(file: str) -> str:
-    """The file as seen from the working folder or from the folder of installed packages."""
+    """Return a file's path relative to the working folder or to installed packages."""
     inside = re.split(r"[/\\](?:site|dist)-packages[/\\]", file)
     if len(inside) > 1:
         return inside[-1]

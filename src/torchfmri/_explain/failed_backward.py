@@ -1,7 +1,8 @@
-"""The graph of a backward pass that failed: which operation it was, and near which layer.
+"""Read the graph of a failed backward pass: which operation failed, and near which layer.
 
-The frames of the traceback keep the loss and with it the graph, so it can be read afterwards:
-which saved tensor was written, whose parameters an operation uses. No hooks, nothing is run.
+The frames of the traceback keep the loss and with it the graph, so both can be read afterwards:
+which saved tensor was overwritten, whose parameters an operation uses. This needs no hooks and runs
+nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _FRAME = re.compile(
 
 
 class Place(NamedTuple):
-    """Where an operation of the backward pass belongs.
+    """The layer to which an operation of the backward pass belongs.
 
     Attributes:
-        layer: The layer whose parameters it uses.
-        near: Where it uses none: the layer whose parameters come last before it.
+        layer: The layer whose parameters the operation uses.
+        near: The layer whose parameters come last before it, if it uses none.
     """
 
     layer: str | None = None
@@ -38,7 +39,7 @@ class Place(NamedTuple):
 
 
 def nodes_of(crash: Crash) -> list[Any]:
-    """The operations of the graph behind the failed backward pass, in the order it runs them."""
+    """Return the operations of the failed backward pass, in the order it runs them."""
     found: dict[int, Any] = {}
     waiting = [root.grad_fn for root in crash.roots() if root.grad_fn is not None]
     while waiting and len(found) < _MOST_NODES:
@@ -51,9 +52,9 @@ def nodes_of(crash: Crash) -> list[Any]:
 
 
 def written_tensor(crash: Crash, nodes: list[Any]) -> tuple[Any, str] | None:
-    """The operation whose saved tensor was written to, and the name it saved it under.
+    """Return the operation whose saved tensor was overwritten, and the tensor's name there.
 
-    Exact where PyTorch lets a saved tensor be read: reading it again fails with the same words.
+    This is exact if PyTorch lets saved tensors be read: reading it fails with the same message.
     """
     for node in nodes:
         for name, reason in saved_tensor_errors(node).items():
@@ -63,7 +64,7 @@ def written_tensor(crash: Crash, nodes: list[Any]) -> tuple[Any, str] | None:
 
 
 def reached(crash: Crash) -> str:
-    """How far the backward pass came, told by what it has freed on its way; empty if unclear."""
+    """Describe how far the backward pass came, by what it has freed; empty if unclear."""
     kept = [(node, saved_tensor_errors(node)) for node in nodes_of(crash)]
     freed = [
         (node, any("second time" in each for each in errors.values()))
@@ -72,7 +73,7 @@ def reached(crash: Crash) -> str:
     ]
     flags = [each for _, each in freed]
     count = flags.index(False) if False in flags else 0
-    if not count or any(flags[count:]):  # not in one piece: an earlier pass freed some of it
+    if not count or any(flags[count:]):  # an earlier pass freed some
         return ""
     node = freed[count][0]
     place = place_of(crash, node)
@@ -83,7 +84,7 @@ def reached(crash: Crash) -> str:
 
 
 def place_of(crash: Crash, node: Any) -> Place:
-    """The layer to which an operation belongs, told by the parameters that it uses."""
+    """Return the layer to which an operation belongs, judged by the parameters it uses."""
     used = _owners(crash, node)
     if used:
         return Place(layer=used[0][0])
@@ -103,7 +104,7 @@ def place_of(crash: Crash, node: Any) -> Place:
 
 
 def used_leaves(node: Any) -> list[Tensor]:
-    """The parameters and other leaves that an operation takes, also transposed or cast."""
+    """Return the parameters and other leaves that an operation takes, also cast or transposed."""
     found = []
     for each in _next(node):
         below = each
@@ -119,9 +120,9 @@ def used_leaves(node: Any) -> list[Tensor]:
 
 
 def forward_line(node: Any) -> SourceLine | None:
-    """The line of the forward pass that made an operation, where anomaly detection recorded it.
+    """Return the forward line that made an operation, if anomaly detection recorded it.
 
-    The last one outside PyTorch's own files is taken.
+    It is the last line outside PyTorch's own files.
     """
     recorded = "".join(node.metadata.get("traceback_", ()))
     lines = [
@@ -133,22 +134,22 @@ def forward_line(node: Any) -> SourceLine | None:
 
 
 def operation_name(node: Any) -> str:
-    """The name of a forward operation, such as `Sigmoid`."""
+    """Return the name of a forward operation, such as `Sigmoid`."""
     return re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
 
 
 def consumers(nodes: list[Any], node: Any) -> list[Any]:
-    """The operations that take the result of `node`."""
+    """Return the operations that take the result of `node`."""
     return [each for each in nodes if any(below is node for below in _next(each))]
 
 
 def producers(node: Any) -> list[str]:
-    """The names of the operations whose results `node` takes."""
+    """Return the names of the operations whose results `node` takes."""
     return [operation_name(each) for each in _next(node) if not _is_leaf(each)]
 
 
 def is_view(name: str) -> bool:
-    """Whether the operation of this name only looks at its input in another way."""
+    """Return whether the operation of this name only returns a view of its input."""
     return _VIEWS.fullmatch(name) is not None
 
 

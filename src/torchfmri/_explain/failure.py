@@ -1,4 +1,4 @@
-"""The record of one kind of failure, and of what was read about one that happened."""
+"""The records of one kind of failure, and of the clues about one that happened."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SIZES = (
 
 
 class Clues(NamedTuple):
-    """What was read about one failure.
+    """The clues about one failure.
 
     Attributes:
         facts: What was found, one sentence each.
         cure: Cures that these facts suggest; they come first.
-        layer: The layer, where it is known better than from the traceback.
-        near: The layer before the place, where the layer itself is not known.
+        layer: The layer, if it is known better than from the traceback.
+        near: The layer before the place, if the layer itself is unknown.
         forward: For a failed backward pass: the line of the forward pass.
     """
 
@@ -36,17 +36,17 @@ class Clues(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """One kind of failure.
+    """One kind of failure, with its pattern and its explanation.
 
     Attributes:
         kind: A short name for programs.
         pattern: A regular expression that is searched in the message; case does not matter.
         what: What happened, one sentence; `{group}` stands for a group of the pattern.
-        why: How it comes about.
-        cure: What to do, the most likely first.
-        error: The class by which it is known; PyTorch's or not, whoever raised it.
+        why: What usually causes it.
+        cure: What to do, most likely cure first.
+        error: A class it must have, whoever raised it; None: any class, raised inside PyTorch.
         when: A further condition.
-        clues: Reads more than the message says.
+        clues: A function that reads more than the message says.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Failure:
     clues: Callable[[Crash, re.Match[str]], Clues] | None = None
 
     def match(self, crash: Crash) -> re.Match[str] | None:
-        """The match of the pattern, where this failure is the one."""
+        """Return the match of the pattern if this is the failure, else None."""
         if self.error is not None and not isinstance(crash.error, self.error):
             return None
         if self.error is None and crash.raised_by_others:

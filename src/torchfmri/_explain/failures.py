@@ -1,8 +1,8 @@
 """The table of failures that can be explained.
 
-To add one: an entry of one of the tables below, and a test that makes the real failure happen.
-Patterns are matched loosely, because the wording changes between versions; named groups fill the
-texts. The first entry that matches counts, so the special ones stand before the general ones.
+To add a failure, add an entry to one of the tables below, and a test that makes the real failure
+happen. Patterns are loose, because the wording changes between versions; named groups fill the
+texts. The first entry that matches is used, so special entries stand before general ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAILURES: tuple[Failure, ...] = (
 
 
 def find_failure(crash: Crash) -> tuple[Failure, re.Match[str]] | None:
-    """The first failure of the table that fits, with its match."""
+    """Return the first failure of the table that fits, with its match."""
     for failure in FAILURES:
         match = failure.match(crash)
         if match is not None:

@@ -1,6 +1,6 @@
-"""What more than its message tells about a failure: read from tensors, layers and names.
+"""Read from tensors, layers and names what the message of a failure does not say.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEY = re.compile(r'"([^"]+)"')
 
 
 def by_matrix(crash: Crash, match: re.Match[str]) -> Clues:
-    """What the layer takes, and whether flattening or swapping dimensions would do."""
+    """Find what the layer takes, and whether flattening or swapping dimensions would help."""
     tensors = list(crash.inputs().values())
     if not isinstance(crash.module, nn.Linear) or not tensors:
         return Clues()
@@ -35,7 +35,7 @@ def by_matrix(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_channels(crash: Crash, match: re.Match[str]) -> Clues:
-    """Whether the channels are there, in another dimension."""
+    """Find whether the channels are in another dimension."""
     tensors = list(crash.inputs().values())
     wanted = int(match["wanted"])
     if tensors and tensors[0].dim() > 2 and tensors[0].shape[-1] == wanted:
@@ -46,7 +46,7 @@ def by_channels(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_joined_sizes(crash: Crash, match: re.Match[str]) -> Clues:
-    """What usually makes two sizes differ by one."""
+    """Say what usually makes two sizes differ by one."""
     if abs(int(match["first"]) - int(match["second"])) != 1:
         return Clues()
     told = "They differ by one: probably an odd size was halved by a stride and doubled again."
@@ -54,7 +54,7 @@ def by_joined_sizes(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_keys(crash: Crash, _: re.Match[str]) -> Clues:
-    """Which keys are missing and unexpected, and whether only a prefix differs."""
+    """Find which keys are missing or unexpected, and whether only a prefix differs."""
     missing = _keys(crash.message, "Missing")
     unexpected = _keys(crash.message, "Unexpected")
     shapes = re.findall(r"size mismatch for (\S+):", crash.message)
@@ -69,7 +69,7 @@ def by_keys(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_types(crash: Crash, match: re.Match[str]) -> Clues:
-    """What usually brings these two types together."""
+    """Say what usually brings these two types together."""
     words = [re.split(r"::|\.", each)[-1].lower() for each in match.groups() if each]
     names = {_ALIASES.get(word, word.removesuffix("tensor")) for word in words}
     if names & {"double"}:
@@ -84,7 +84,7 @@ def by_types(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_memory(crash: Crash, match: re.Match[str]) -> Clues:
-    """How much was asked for, and what the part of training says about it."""
+    """Say how much memory was asked for, and in which part of training."""
     asked = re.search(r"allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)", crash.message)
     facts = [f"It asked for {_size_text(asked[1])}."] if asked else []
     if crash.phase == "optimizer step":
@@ -97,7 +97,7 @@ def by_memory(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def _prefix_cure(missing: list[str], unexpected: list[str]) -> tuple[str, ...]:
-    """How to rename the keys, where all of them differ by the same prefix."""
+    """Say how to rename the keys, if all of them differ by the same prefix."""
     for long, short, verb in ((unexpected, missing, "removeprefix"), (missing, unexpected, "add")):
         if not long or len(long) != len(short) or not long[0].endswith(f".{short[0]}"):
             continue

@@ -1,4 +1,4 @@
-"""Failures of shapes, types, devices, memory and loading, in the words of PyTorch and in ours."""
+"""The table of failures of shapes, types, devices, memory and loading."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the arguments of single layers and functions tell about a failure.
+"""Read clues about a failure from the arguments of single layers and functions.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ _RETURNED = {nn.RNNBase: "output, state", nn.MultiheadAttention: "output, weight
 
 
 def with_doubled_cache(crash: Crash, match: re.Match[str]) -> bool:
-    """Whether sizes N and 2N met while a cache of keys and values was in use."""
+    """Return whether sizes N and 2N met while a cache of keys and values was in use."""
     return _is_doubled(match) and _uses_cache(crash)
 
 
 def maybe_with_doubled_cache(crash: Crash, match: re.Match[str]) -> bool:
-    """Whether sizes N and 2N met and nothing but the message is known."""
+    """Return whether sizes N and 2N met and nothing but the message is known."""
     return _is_doubled(match) and not crash.steps
 
 
 def needs_tensor(crash: Crash, match: re.Match[str]) -> bool:
-    """Whether a layer, or the forward of one, took the value for a tensor."""
+    """Return whether a layer, or the forward of one, took the value for a tensor."""
     name = match["name"]
     return bool(crash.modules) and (name is None or hasattr(Tensor, name))
 
 
 def in_lstm_with_one_state(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether an LSTM was given one tensor as its state."""
+    """Return whether an LSTM was given one tensor as its state."""
     return isinstance(crash.module, nn.LSTM | nn.LSTMCell) and isinstance(
         crash.local("hx", "forward"), Tensor
     )
 
 
 def in_attention(crash: Crash, match: re.Match[str]) -> bool:
-    """Whether scaled_dot_product_attention was called, or attention merged its masks."""
+    """Return whether scaled_dot_product_attention ran, or attention merged its masks."""
     if not crash.steps:
         return False
     last = crash.steps[-1]
@@ -51,7 +51,7 @@ def in_attention(crash: Crash, match: re.Match[str]) -> bool:
 
 
 def by_given_value(crash: Crash, _: re.Match[str]) -> Clues:
-    """What the layer was given instead of a tensor, and which layer probably returned it."""
+    """Find what the layer got instead of a tensor, and which layer probably returned it."""
     given = [each for each in crash.arguments().values() if isinstance(each, tuple | list)]
     facts = [f"It was given {_outline(given[0])}."] if given else []
     layer = crash.layer_of(crash.module) or ""
@@ -77,7 +77,7 @@ def by_given_value(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_hidden_state(crash: Crash, match: re.Match[str]) -> Clues:
-    """Whether batch and length of the input are probably swapped."""
+    """Find whether batch and length of the input are probably swapped."""
     module, inputs = crash.module, list(crash.inputs().values())
     if not isinstance(module, nn.RNNBase) or not inputs or inputs[0].dim() != 3:
         return Clues()
@@ -97,7 +97,7 @@ def by_hidden_state(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_probabilities(crash: Crash, match: re.Match[str]) -> Clues:
-    """The range of the values, and how many are NaN."""
+    """Find the range of the values, and how many are NaN."""
     values = crash.local(match["which"], "binary_cross_entropy")
     if not isinstance(values, Tensor) or values.device.type != "cpu" or not values.numel():
         return Clues()
@@ -112,7 +112,7 @@ def by_probabilities(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_equation(crash: Crash, match: re.Match[str]) -> Clues:
-    """The equation, the shapes, and the letters that stand for two sizes."""
+    """Find the equation, the shapes, and the letters that stand for two sizes."""
     equation, operands = crash.local("equation", "einsum"), crash.local("operands", "einsum")
     if not isinstance(equation, str) or not isinstance(operands, list | tuple):
         return Clues((f"PyTorch says: {match['reason']}.",))
@@ -139,7 +139,7 @@ def by_equation(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def _outline(value: Any) -> str:
-    """The tensors of a container with their shapes, such as `((2, 3) float32 cpu, int)`."""
+    """Write the tensors of a container with their shapes, such as `((2, 3) float32 cpu, int)`."""
     if isinstance(value, Tensor):
         return describe(value)
     if isinstance(value, tuple | list):

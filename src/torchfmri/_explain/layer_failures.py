@@ -1,4 +1,4 @@
-"""Failures of what single layers and functions are given, in the words of PyTorch and in ours."""
+"""The table of failures of what single layers and functions are given."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is known where building a model, an optimizer or a batch failed.
+"""Read clues about a failure while building a model, an optimizer or a batch.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _COLLATE = re.compile(r"collate_fn\(|\bin (?:default_)?collate")
 
 
 def is_unfinished(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether the object is a module without its tables (or nothing is known about it)."""
+    """Return whether the object is a module without its tables (or nothing is known)."""
     value = crash.local("self")
     return not crash.steps or (isinstance(value, nn.Module) and "_modules" not in vars(value))
 
 
 def in_optimizer(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether the last frame belongs to an optimizer (or nothing is known about it)."""
+    """Return whether the last frame belongs to an optimizer (or nothing is known)."""
     return not crash.steps or _OPTIMIZERS in crash.steps[-1].file
 
 
 def in_collate(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether a DataLoader was making a batch, here or in a worker whose traceback is told."""
+    """Return whether a DataLoader was making a batch, here or in a worker."""
     here = any(step.of_torch and "collate_fn(" in step.line.code for step in crash.steps)
     return here or _COLLATE.search(crash.message) is not None
 
 
 def by_unfinished_module(crash: Crash, _: re.Match[str]) -> Clues:
-    """Which class is being built, and under which name the attribute was to be kept."""
+    """Find which class is being built, and the name of the attribute to be kept."""
     module, name = crash.local("self"), crash.local("name")
     if not isinstance(module, nn.Module) or not isinstance(name, str):
         return Clues()
@@ -43,7 +43,7 @@ def by_unfinished_module(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_lost_layers(crash: Crash, _: re.Match[str]) -> Clues:
-    """Modules in plain lists or dicts, which the model does not see; frozen parameters."""
+    """Find modules in plain lists or dicts, which the model does not see; frozen parameters."""
     facts = []
     for root in {id(each): each for each in crash.known_modules}.values():
         for path, module in root.named_modules():
@@ -65,7 +65,7 @@ def by_lost_layers(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_samples(crash: Crash, match: re.Match[str]) -> Clues:
-    """The sizes of the first two samples that differ."""
+    """Find the sizes of the first two samples that differ."""
     if match["first"] is None:
         return Clues(("The samples are lists of different lengths.",))
     told = f"Entry {match['i']} has size {match['first']}, entry {match['j']} {match['second']}."

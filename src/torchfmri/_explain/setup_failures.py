@@ -1,4 +1,4 @@
-"""Failures of building a model, an optimizer or a batch, in the words of PyTorch and in ours."""
+"""The table of failures of building a model, an optimizer or a batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What indices, scores and targets tell about a failure.
+"""Read clues about a failure from indices, scores and targets.
 
-Each function takes a `Crash` and the match of a failure's pattern. What is a guess says probably.
+Each function takes a `Crash` and the match of a failure's pattern. A guess says probably.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torchfmri._explain.failure import Clues
 
 
 def in_embedding(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether it happened while an embedding was looked up (or nothing is known about it)."""
+    """Return whether an embedding was being looked up (or nothing is known)."""
     functions = ("embedding", "embedding_bag")
     return not crash.steps or any(crash.local("weight", each) is not None for each in functions)
 
 
 def in_loss(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether it happened in a loss of torch.nn.functional (or nothing is known about it)."""
+    """Return whether a loss of torch.nn.functional was running (or nothing is known)."""
     return not crash.steps or isinstance(crash.local("target"), Tensor)
 
 
 def in_binary_loss(crash: Crash, _: re.Match[str]) -> bool:
-    """Whether it happened in one of the binary losses of torch.nn.functional."""
+    """Return whether a binary loss of torch.nn.functional was running."""
     functions = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
     return any(isinstance(crash.local("target", each), Tensor) for each in functions)
 
 
 def by_indices(crash: Crash, _: re.Match[str]) -> Clues:
-    """The range of the indices against the size of the table."""
+    """Compare the range of the indices with the size of the table."""
     table, indices = crash.local("weight", "embedding"), crash.local("input", "embedding")
     facts = f"The table has {len(table)} rows" if isinstance(table, Tensor) else ""
     span = _span(indices)
@@ -46,7 +46,7 @@ def by_indices(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def by_rows(crash: Crash, match: re.Match[str]) -> Clues:
-    """Whether only one of scores and target was flattened, or how many rows there are too many."""
+    """Find whether only scores or target was flattened, or how many rows are too many."""
     scores, target = _loss_arguments(crash)
     facts: tuple[str, ...] = ()
     if scores is not None and target is not None:
@@ -64,7 +64,7 @@ def by_rows(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_binary_shapes(crash: Crash, match: re.Match[str]) -> Clues:
-    """How to make the two shapes equal, as far as their sizes tell."""
+    """Find how to make the two shapes equal, as far as their sizes tell."""
     scores, target = (
         [int(each) for each in re.findall(r"\d+", match[long] or match[short])]
         for long, short in (("scores", "s"), ("target", "t"))
@@ -85,7 +85,7 @@ def by_binary_shapes(crash: Crash, match: re.Match[str]) -> Clues:
 
 
 def by_target(crash: Crash, _: re.Match[str]) -> Clues:
-    """The range of the target against the number of classes."""
+    """Compare the range of the target with the number of classes."""
     scores, target = _loss_arguments(crash)
     if scores is None or target is None or scores.dim() < 1:
         return Clues()
@@ -105,7 +105,7 @@ def by_target(crash: Crash, _: re.Match[str]) -> Clues:
 
 
 def _by_dimensions(scores: Tensor, target: Tensor, span: tuple[int, int] | None) -> Clues:
-    """What the dimensions of the scores were taken for, where they are not those of the target."""
+    """Say what the dimensions of the scores were taken for, if they differ from the target's."""
     told = (
         f"The scores are {describe(scores)}: dimension 1, of size {scores.shape[1]}, was taken for "
         f"the classes. The target is {describe(target)}"
@@ -118,7 +118,7 @@ def _by_dimensions(scores: Tensor, target: Tensor, span: tuple[int, int] | None)
 
 
 def _loss_arguments(crash: Crash) -> tuple[Tensor | None, Tensor | None]:
-    """The scores and the target of the loss of torch.nn.functional that failed."""
+    """Return the scores and the target of the loss of torch.nn.functional that failed."""
     for function in ("nll_loss", "cross_entropy"):
         scores, target = (crash.local(name, function) for name in ("input", "target"))
         if isinstance(scores, Tensor) and isinstance(target, Tensor):
@@ -127,7 +127,7 @@ def _loss_arguments(crash: Crash) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _span(values: Any) -> tuple[int, int] | None:
-    """Least and greatest value, of a tensor of whole numbers that can be read without waiting."""
+    """Return least and greatest value of a tensor of integers that can be read without waiting."""
     if not isinstance(values, Tensor) or values.device.type != "cpu" or not values.numel():
         return None
     if values.is_floating_point() or values.dtype == torch.bool:

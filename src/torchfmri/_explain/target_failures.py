@@ -1,4 +1,4 @@
-"""Failures of indices and of the targets of losses, in the words of PyTorch and in ours."""
+"""The table of failures of indices and of the targets of losses."""
 
 from __future__ import annotations
 

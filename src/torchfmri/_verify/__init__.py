@@ -1,9 +1,9 @@
 """`verify_gradients`: every layer's backward pass against a numerical derivative.
 
-`module_calls` notes what each layer gets, `varied_call` runs it with other numbers, `directional`
-and `judgement` take two derivatives, `comparison` compares them, and `layer_verdict` weighs
-precision and kinks. A mistake that is recognised by its looks is a case of `explain` in
-`comparison`.
+`module_calls` logs the inputs of each layer, `varied_call` runs a layer with other numbers,
+`directional` and `judgement` compute two derivatives, `comparison` compares them, and
+`layer_verdict` weighs precision and kinks. To recognise another kind of mistake, add a case to
+`explain` in `comparison`.
 """
 
 from torchfmri._verify.report import GradientCheck, Verification

@@ -1,4 +1,4 @@
-"""Two derivatives side by side: whether they agree, and what it looks like if they do not."""
+"""Compare two derivatives: whether they agree, and how they differ if not."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _UNDECIDED_BEYOND = 0.05  # a numerical error of more than 5 % of the gradient p
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One direction: the derivative from the backward pass beside the numerical one.
+    """The derivative from the backward pass beside the numerical one, along one direction.
 
     Attributes:
-        analytic: From the backward pass.
-        slope: Numerical.
-        scale: How large such a derivative is, typically.
+        analytic: The derivative from the backward pass.
+        slope: The numerical derivative.
+        scale: The typical size of such a derivative.
         allowed: The largest difference that counts as equal.
-        size: How large the outputs are.
+        size: The size of the outputs.
     """
 
     analytic: float
@@ -59,7 +59,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Judgement:
-    """The comparisons of one variable, and what they say together."""
+    """The comparisons of one variable, and the verdict they give together."""
 
     variable: Variable
     comparisons: list[Comparison] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Judgement:
 
 
 def explain(judgement: Judgement) -> str:
-    """In words what a wrong derivative looks like."""
+    """Describe in words how a wrong derivative differs."""
     pairs = [(each.analytic, each.slope.value) for each in judgement.comparisons]
     scale = max(each.scale for each in judgement.comparisons)
     if not all(math.isfinite(analytic) for analytic, _ in pairs):
@@ -113,7 +113,7 @@ def explain(judgement: Judgement) -> str:
 
 
 def _factor(value: float) -> str:
-    """A factor with at least two digits of what makes it differ from 1, such as `1.0001`."""
+    """Write a factor with two digits of what makes it differ from 1, such as `1.0001`."""
     digits = max(4, 2 - math.floor(math.log10(abs(value - 1))))
     return f"{value:.{digits}g}"
 

@@ -1,9 +1,9 @@
-"""Numerical derivatives along a direction, each with the error that it may have.
+"""Numerical derivatives along a direction, each with an estimate of its error.
 
 A derivative is a central difference. Its error has two parts that pull in opposite directions:
 truncation falls with the step, rounding grows as the step shrinks. Neither is known beforehand (a
-module may compute in float32 inside, whatever it is given), so differences are taken at several
-steps, and where three neighbouring steps agree best is where the two parts balance; how well they
+module may compute in float32 internally, whatever its inputs). Differences are therefore taken at
+several steps. The two parts balance where three neighbouring steps agree best, and how well these
 agree is the error.
 """
 
@@ -24,7 +24,7 @@ _ROUNDINGS = 20  # how many rounding errors of full size a forward pass may add 
 
 
 class Precision(NamedTuple):
-    """What to expect of one dtype.
+    """The rounding and the steps to expect of one dtype.
 
     Attributes:
         rounding: Relative rounding error of one operation.
@@ -46,12 +46,12 @@ PRECISIONS = {
 
 
 class Scales(NamedTuple):
-    """How large things are, typically, along one direction.
+    """The typical sizes along one direction.
 
     Attributes:
-        slope: A derivative: deviations are relative to this.
-        value: The numbers that the curve is a sum of.
-        rounding: The rounding error of these.
+        slope: The typical size of a derivative; deviations are relative to it.
+        value: The typical size of the numbers that the curve is a sum of.
+        rounding: The rounding error of these numbers.
     """
 
     slope: float
@@ -60,13 +60,13 @@ class Scales(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """A numerical derivative.
+    """A numerical derivative with its error.
 
     Attributes:
         value: The derivative.
         error: How wrong it may be.
-        bend: The difference of the derivatives to the right and to the left: a kink or a jump
-            where it does not vanish.
+        bend: The derivative to the right minus the derivative to the left; it shows a kink or a
+            jump if it is not zero.
     """
 
     value: float
@@ -77,17 +77,17 @@ class Slope(NamedTuple):
 def measure_slope(
     curve: Curve, at_zero: float, guess: float, scales: Scales, precision: Precision
 ) -> Slope:
-    """The derivative of `curve` at 0.
+    """Return the numerical derivative of `curve` at 0.
 
-    Two evaluations do where the derivative is what somebody expects it to be: they cannot agree
-    by accident. Otherwise the steps are searched for the best.
+    Two evaluations are enough if the derivative equals `guess`: they cannot agree by accident.
+    Otherwise several steps are tried, and the best one is used.
 
     Args:
         curve: The function; steps are relative to the size of what is varied.
-        at_zero: Its value at 0.
-        guess: What the derivative should be.
-        scales: How large things are.
-        precision: Of the dtype that is used.
+        at_zero: The value of the curve at 0.
+        guess: The expected derivative.
+        scales: The typical sizes along the direction.
+        precision: The precision of the dtype in use.
     """
     differences = _Differences(curve, at_zero, scales.rounding)
     known = scales.rounding / scales.value if scales.value else 0.0
@@ -99,7 +99,7 @@ def measure_slope(
         return quick
     noise = max(differences.noise(step) / scales.value if scales.value else 0.0, known)
     if noise > _NOISY:
-        # Coarser arithmetic inside, or a kink: the step that balances such a rounding error.
+        # Coarser arithmetic inside, or a kink: use the step that balances such a rounding error.
         balanced = differences.around(_balanced(noise))
         close = abs(balanced.value - guess) < 3 * balanced.error
         if close and balanced.error < 1e-3 * scales.slope:
@@ -109,12 +109,12 @@ def measure_slope(
     ]
     found = [differences.around(k) for k in usable]
     best = min(found, key=lambda slope: slope.error if math.isfinite(slope.error) else math.inf)
-    # Curvature falls with the step and rounding grows as it shrinks: what stays is a kink.
+    # Curvature falls with the step, rounding grows as it shrinks; what remains is a kink.
     return best._replace(bend=min(slope.bend for slope in found))
 
 
 def _balanced(noise: float) -> int:
-    """Which step makes truncation as large as such a relative rounding error, for most curves."""
+    """Return the step at which truncation is as large as this relative rounding error."""
     return min(range(1, len(_STEPS) - 1), key=lambda k: abs(_STEPS[k] - noise ** (1 / 3)))
 
 

@@ -1,4 +1,4 @@
-"""Whether a backward pass gives the derivative of its forward pass, and if not, what it gives."""
+"""Judge whether a backward pass gives the derivative of its forward pass."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SAFETY = 5.0
 
 
 class UndifferentiableError(Exception):
-    """There is nothing to compare; the message says why."""
+    """Raised if there is nothing to compare; the message says why."""
 
 
 class BackwardError(Exception):
-    """The module's backward pass raised; the cause is what it raised."""
+    """Raised if the module's backward pass raised; the cause is its exception."""
 
 
 class Problem(Protocol):
-    """A function of tensors, to be differentiated in two ways."""
+    """A function of tensors that is differentiated in two ways."""
 
     values: list[Tensor]
     variables: list[Variable]
@@ -53,11 +53,11 @@ def judge(
 ) -> list[Judgement]:
     """Compare the two derivatives along random directions, for each of `variables`.
 
-    Where they differ in any of `directions`, as many again and one more are tried.
+    If they differ in any of `directions`, as many again and one more are tried.
 
-    For a random cotangent u and a random direction v, u·f is one number, its derivative along v is
-    known from one backward pass (any number of variables at once), and is measured with a few
-    forward passes: the cost does not depend on how many numbers a tensor has.
+    For a random cotangent u and a random direction v, u·f is one number. One backward pass gives
+    its derivative along v (for any number of variables at once), and a few forward passes measure
+    it. The cost therefore does not depend on how many numbers a tensor has.
 
     Raises:
         UndifferentiableError: There is no output to differentiate.
@@ -68,7 +68,7 @@ def judge(
     point = Point(problem, values)
     doubtful = judgements
     for number in range(2 * directions + 1):
-        if number == directions:  # what does not agree everywhere is looked at more closely
+        if number == directions:  # look more closely if not all directions agree
             doubtful = [each for each in judgements if any(c.excess > 1 for c in each.comparisons)]
         if not doubtful:
             break
@@ -84,7 +84,7 @@ def judge(
 
 
 class Point:
-    """Where a problem is judged.
+    """The point at which a problem is judged.
 
     Raises:
         UndifferentiableError: There is no floating-point output, or it holds NaN.
@@ -109,7 +109,7 @@ class Point:
 
 
 def varies_by_itself(problem: Problem) -> bool:
-    """Whether two runs on the same numbers, with the same random state, differ."""
+    """Return whether two runs on the same numbers and random state differ."""
     first, second = (
         problem.run(problem.values, lambda found: [each.detach().clone() for each in found])
         for _ in range(2)
@@ -128,7 +128,7 @@ def varies_by_itself(problem: Problem) -> bool:
 
 
 def gradient_varies(problem: Problem, values: Sequence[Tensor]) -> bool:
-    """Whether two backward passes over the same numbers give different gradients."""
+    """Return whether two backward passes over the same numbers give different gradients."""
     generator = torch.Generator().manual_seed(11)
     cotangents = Point(problem, values).draw(generator)
     first, second = (_differentiate(problem, values, cotangents, seed).gradients for seed in (1, 2))
@@ -148,7 +148,7 @@ class _Slopes(NamedTuple):
 
 
 class _Line:
-    """u·f along one random direction of one variable."""
+    """The curve u·f along one random direction of one variable."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ def _differentiate(
         if gradient is None:
             return
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        before = arrived.get(place)  # a reentrant checkpoint hands it over in parts
+        before = arrived.get(place)  # a reentrant checkpoint delivers it in parts
         arrived[place] = dense if before is None else before + dense
 
     for place, leaf in enumerate(leaves):
@@ -222,7 +222,7 @@ def _differentiate(
             )
         )
         if total.requires_grad:
-            arrived.clear()  # what a first derivative has left there
+            arrived.clear()  # left there by a first derivative
             seed_all(seed)
             try:
                 run_backward(total, leaves)
@@ -239,7 +239,7 @@ def _finite_norm(tensor: Tensor) -> float:
 
 
 def weighted_sum(cotangents: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
-    """u·f, in float64."""
+    """Return u·f, in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for u, output in zip(cotangents, outputs, strict=True):
         part = (u.double() * output.double()).sum()

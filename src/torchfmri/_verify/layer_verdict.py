@@ -1,4 +1,4 @@
-"""The verdict on one layer: in which precision, beside which kinks, without which layers."""
+"""Judge one layer: choose the precision, avoid kinks, leave out wrong layers inside."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ BACKWARD_PASS = "backward pass"
 
 
 class Options(NamedTuple):
-    """How thoroughly to look."""
+    """How thoroughly a layer is verified."""
 
     directions: int
     second: bool
 
 
 class Finding(NamedTuple):
-    """One input or parameter of a layer: what is said about its gradient."""
+    """The verdict on the gradient of one input or parameter of a layer."""
 
     of: str
     status: str
@@ -48,12 +48,12 @@ class Finding(NamedTuple):
 
 @dataclass
 class LayerVerdict:
-    """What is known about one call of a layer.
+    """The verdict on one call of a layer.
 
     Attributes:
         findings: One for each input and parameter.
-        problem: Why it could not be verified; "" if it could.
-        notes: What else should be known.
+        problem: Why the call could not be verified; "" if it could.
+        notes: What else the reader should know.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -67,7 +67,7 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     Args:
         call: The call.
         wrong: Layers known to be wrong; those inside this one are left out.
-        options: How thoroughly.
+        options: How thoroughly to verify it.
     """
     if call.problem:
         return LayerVerdict(problem=f"its inputs cannot be copied ({call.problem})")
@@ -144,7 +144,7 @@ def _judge_off_kinks(
     precision: Precision,
     verdict: LayerVerdict,
 ) -> list[Judgement]:
-    """Judge; where a kink may explain what differs, judge again a little beside it."""
+    """Judge; if a kink may explain a difference, judge again at a point beside it."""
     values: Sequence[Tensor] = problem.values
     judgements = judge(problem, values, variables, options.directions, precision)
     if any(each.status == WRONG and each.is_bent for each in judgements):
@@ -171,7 +171,7 @@ def _finding(judgement: Judgement, order: int) -> Finding:
 
 
 def _dtypes(call: ModuleCall) -> list[torch.dtype | None]:
-    """What to try, best first; None is the module as it is."""
+    """Return the dtypes to try, best first; None leaves the module as it is."""
     own = {tensor.dtype for tensor in _floats(call)}
     if own == {torch.float64}:
         return [torch.float64]
@@ -179,7 +179,7 @@ def _dtypes(call: ModuleCall) -> list[torch.dtype | None]:
 
 
 def _precision(call: ModuleCall, dtype: torch.dtype | None) -> Precision:
-    """Of the coarsest tensor where the module is left as it is."""
+    """Return the precision of the coarsest tensor if the module is left as it is."""
     if dtype is not None:
         return PRECISIONS[dtype]
     own = [PRECISIONS[each.dtype] for each in _floats(call) if each.dtype in PRECISIONS]

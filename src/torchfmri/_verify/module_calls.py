@@ -1,4 +1,4 @@
-"""Which modules a model calls, and copies of what each of them really gets."""
+"""Log which modules a model calls, with copies of the inputs of each."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ModuleCall:
 
 @dataclass
 class CallLog:
-    """The calls in the order in which they ended, so that children come before their parents.
+    """The calls in the order in which they ended, so children come before parents.
 
     Attributes:
-        calls: Those that are kept: at most three of each layer, with inputs of different shapes.
+        calls: The calls that are kept: at most three per layer, with inputs of different shapes.
         counts: Layer -> how often it was called.
-        first_nan: The first layer that made NaN out of something else.
+        first_nan: The first layer that returned NaN although it got none.
         output: What the model returned.
     """
 
@@ -58,7 +58,7 @@ class CallLog:
 
 @contextmanager
 def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iterator[CallLog]:
-    """Log the calls of the layers `chosen` while the block runs; NaN is looked for in all."""
+    """Log the calls of the `chosen` layers while the block runs; look for NaN in all layers."""
     log = CallLog()
     wanted = set(chosen)
     running: list[ModuleCall | None] = []
@@ -101,9 +101,9 @@ def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iter
 
 
 def copy_with(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of any structure in which every tensor is what `replace` makes of it.
+    """Return a copy of any structure, with every tensor replaced by `replace(tensor)`.
 
-    Tensors are found at any depth, also in objects such as a KV cache. Modules stay themselves.
+    Tensors are found at any depth, also in objects such as a KV cache. Modules are not copied.
     """
     memo: dict[int, Any] = {}
     for found in _reachable(value):
@@ -112,24 +112,24 @@ def copy_with(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """All tensors in a structure, at any depth, each once."""
+    """Return all tensors in a structure, at any depth, each once."""
     return [found for found in _reachable(value) if isinstance(found, Tensor)]
 
 
 def copy_call(layer: str, module: nn.Module, inputs: Any, index: int) -> ModuleCall:
-    """A call with copies of its inputs, which remember where gradients go."""
+    """Return a call with copies of its inputs, which remember where gradients go."""
     wanted: set[int] = set()
 
     def detach(tensor: Tensor) -> Tensor:
         clone = tensor.detach().clone()
-        # Under no_grad (a reentrant checkpoint runs so) nobody knows: any of them may be wanted.
+        # Under no_grad (as in a reentrant checkpoint) it is unknown: any of them may be wanted.
         if tensor.requires_grad or not torch.is_grad_enabled():
             wanted.add(id(clone))
         return clone
 
     try:
         copied = copy_with(inputs, detach)
-    except Exception as error:  # an object that cannot be copied: said in the report
+    except Exception as error:  # an object that cannot be copied: the report says so
         return ModuleCall(layer, module, ((), {}), wanted, index, problem=f"{error}")
     return ModuleCall(layer, module, copied, wanted, index)
 
@@ -153,7 +153,7 @@ _ATOMS = (str, bytes, int, float, complex, type, types.FunctionType, types.Modul
 
 
 def _reachable(value: Any) -> list[Any]:
-    """The tensors and modules that a structure leads to, each once."""
+    """Return the tensors and modules that a structure leads to, each once."""
     found: list[Any] = []
     seen: dict[int, Any] = {}
     waiting: list[Any] = [value]

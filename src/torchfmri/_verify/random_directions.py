@@ -1,4 +1,4 @@
-"""How large tensors are, and random directions of that size; the same random numbers each time."""
+"""Random directions as large as the tensors they change, and a fixed random state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 SEED = 20_231
 _NUDGE = 1e-3
-_HUGE = 1e30  # masks are often filled with the smallest number there is
+_HUGE = 1e30  # masks are often filled with the smallest finite number
 
 
 def directions_for(
     values: Sequence[Tensor], sizes: Sequence[float], generator: torch.Generator
 ) -> list[Tensor]:
-    """A random direction for each tensor, as large as the tensor is."""
+    """Return a random direction for each tensor, as large as the tensor."""
     drawn = []
     for value, size in zip(values, sizes, strict=True):
         # Uniform and in float32, because that is quick; the variance is what matters: size².
@@ -30,7 +30,7 @@ def directions_for(
 
 
 def nudged(values: Sequence[Tensor]) -> list[Tensor]:
-    """The values a little beside themselves: off the kinks that they may lie on."""
+    """Return values moved a little, off the kinks that they may lie on."""
     generator = torch.Generator().manual_seed(SEED)
     directions = directions_for(values, [typical_size(value) for value in values], generator)
     return [
@@ -40,14 +40,14 @@ def nudged(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def typical_size(value: Tensor) -> float:
-    """The root mean square of the ordinary numbers in a tensor; 1 where they are all zero."""
+    """Return the root mean square of the ordinary numbers in a tensor; 1 if all are zero."""
     ordinary = value.detach() if _is_ordinary(value) else value.detach()[_usable(value)].double()
     size = norm_of(ordinary) / math.sqrt(max(ordinary.numel(), 1))
     return size if size > 0 and math.isfinite(size) else 1.0
 
 
 def norm_of(tensor: Tensor) -> float:
-    """The Euclidean norm, in float64."""
+    """Return the Euclidean norm, in float64."""
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
 
 
@@ -67,7 +67,7 @@ def seed_all(seed: int) -> None:
 
 
 def _is_ordinary(value: Tensor) -> bool:
-    """Whether all its numbers are finite and none is huge, in one pass over them."""
+    """Return whether all numbers are finite and none is huge, in one pass over them."""
     return norm_of(value) < _HUGE  # NaN is not
 
 

@@ -30,18 +30,18 @@ _ORDER = {WRONG: 0, UNDECIDED: 1, EXPECTED: 2, RIGHT: 3}
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """One gradient that was verified: of one layer, with respect to one input or parameter.
+    """One gradient that was verified: of one layer, for one input or parameter.
 
     Attributes:
         layer: The layer; `""` is the model itself, `(loss)` the loss.
         kind: The class of its module.
         of: What the gradient belongs to: `input x`, `weight`, `parameters of its layers`, or
-            `backward pass` where that raises.
-        status: `right`, `wrong`, `expected` (deviates, as was said to be intended), or `undecided`
+            `backward pass` if that raises.
+        status: `right`, `wrong`, `expected` (deviates as you said with `expected=`), or `undecided`
             (the numerical derivative is too inexact to tell).
-        deviation: From the numerical derivative, relative to the size of the gradient.
+        deviation: The difference from the numerical derivative, relative to the gradient's size.
         allowed: The largest relative deviation that counts as right here.
-        reason: What a wrong gradient looks like, in words.
+        reason: How a wrong gradient differs, in words.
         call: Which call of the layer.
         order: 1 for the derivative, 2 for the second derivative.
 
@@ -75,15 +75,15 @@ class GradientCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether the gradients of a model are right, layer by layer; print it to read it.
+    """The result of `verify_gradients`, layer by layer; print it to read it.
 
     Attributes:
         model: The class of the model.
         checks: Every gradient that was verified, in the order in which layers end: a layer comes
             before those that contain it.
         missing: Layer -> why it was not verified.
-        notes: Reservation -> the layers it holds for.
-        seconds: How long it took.
+        notes: Reservation -> the layers that it concerns.
+        seconds: How long the verification took.
 
     Example:
         >>> import torch, torchfmri
@@ -114,7 +114,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether no gradient is wrong; what could not be judged is in `missing`."""
+        """Whether no gradient is wrong; `missing` lists what could not be judged."""
         return not self.findings
 
     @property
@@ -124,7 +124,7 @@ class Verification:
 
     @property
     def first_wrong(self) -> GradientCheck | None:
-        """The first wrong gradient in the order of execution, of the innermost layer; or None."""
+        """The first wrong gradient in execution order, of the innermost layer; or None."""
         return next(iter(self.findings), None)
 
     @property
@@ -143,10 +143,10 @@ class Verification:
         return (f"<b>wrong</b><ul>{listed}</ul>" if listed else "") + self._grid().html()
 
     def table(self, width: int | None = None) -> str:
-        """The verdict and a line per layer, wrong ones first; alike layers share a line.
+        """Return the verdict and a line per layer, wrong ones first; similar layers share one.
 
         Args:
-            width: In characters; the terminal's by default.
+            width: The width in characters; by default the width of the terminal.
         """
         width = line_width(width)
         title, *rest = self._grid().text(width).split("\n\n", 1)
@@ -160,7 +160,7 @@ class Verification:
         return words[:_LISTED] + (more if len(words) > _LISTED else [])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         first = self.first_wrong
         return {
             "model": self.model,
@@ -212,7 +212,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of the table: one wrong gradient, or a layer, or several layers that are alike."""
+    """One line of the table: a wrong gradient, a layer, or several similar layers."""
 
     name: str
     status: str
@@ -223,7 +223,7 @@ class _Line:
 
 
 def _lines(checks: Sequence[GradientCheck]) -> list[_Line]:
-    """Wrong gradients one by one, and first; others by layer, with the largest deviation."""
+    """Return wrong gradients first, one by one; then layers, with their largest deviation."""
     groups: dict[tuple[Any, ...], list[GradientCheck]] = {}
     for check in checks:
         alone = check.status in (WRONG, UNDECIDED)
@@ -250,7 +250,7 @@ def _lines(checks: Sequence[GradientCheck]) -> list[_Line]:
 
 
 def _listed(members: Sequence[GradientCheck]) -> str:
-    """What the gradients of one line belong to, as far as there is room."""
+    """Name what the gradients of one line belong to, as far as there is room."""
     named = list(dict.fromkeys(check.of for check in members if check.order == 1))
     if not named:
         return f"{members[0].of} (second)"

@@ -1,4 +1,4 @@
-"""The first derivative of a call, as something to differentiate again."""
+"""Treat the first derivative of a call as a function to differentiate again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class SecondDerivative:
     """The first derivative of a call as a function of the same values, and of the cotangents.
 
-    What a second backward pass differentiates.
+    A second backward pass differentiates this function.
     """
 
     def __init__(self, call: VariedCall) -> None:

@@ -1,4 +1,4 @@
-"""One call of a module as a function of numbers that can be varied: its inputs and parameters."""
+"""Treat one call of a module as a function of its inputs and parameters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class ForwardError(Exception):
-    """The module raised in its forward pass; the cause is what it raised."""
+    """Raised if the module's forward pass raised; the cause is its exception."""
 
 
 class Variable(NamedTuple):
-    """What is varied together: one tensor, or all parameters of the layers inside.
+    """A group of numbers varied together: one tensor, or all parameters of the layers inside.
 
     Attributes:
         name: `input x`, `weight`, `output of mlp`.
-        places: Which of the call's values.
+        places: The places of its tensors among the call's values.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Variable(NamedTuple):
 
 
 class Stub(NamedTuple):
-    """A layer inside that is not run: its outputs are numbers to vary, its inputs are results."""
+    """A layer inside that is not run: its outputs are variables, its inputs are results."""
 
     layer: str
     module: nn.Module
@@ -44,21 +44,21 @@ class Stub(NamedTuple):
 
 
 class VariedCall:
-    """A module's call, to be run again and again with other numbers.
+    """A call of a module that can be run again with other numbers.
 
-    Nothing of the module is written: parameters and buffers are exchanged for copies while it
-    runs, and every run starts from the same random state.
+    The module is never written to: parameters and buffers are exchanged for copies while it runs,
+    and every run starts from the same random state.
 
     Args:
         call: The call.
-        dtype: What to compute in; None leaves every tensor as it is.
-        careful: Put back everything else about the module after every run (slower).
+        dtype: The dtype to compute in; None leaves every tensor as it is.
+        careful: Whether to restore everything else of the module after every run (slower).
 
     Attributes:
         values: The numbers that can be varied, as real tensors.
         variables: Which of them are varied together, and what they are called.
         joint: All parameters of the layers inside together.
-        inner: The same, one by one.
+        inner: The parameters of the layers inside, one by one.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class VariedCall:
             sent: list[Tensor] = []
             for stub in self._stubs:
                 stack.enter_context(self._stubbed(stub, values, sent))
-            # What the model warns of, it warned of when it ran as a whole.
+            # The model has already given its warnings when it ran as a whole.
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             seed_all(SEED)
@@ -169,7 +169,7 @@ class VariedCall:
     # -- leaving out layers that are known to be wrong ----------------------------------------
 
     def leave_out(self, layers: Mapping[str, nn.Module]) -> None:
-        """Do not run these layers inside: judge only the code around them.
+        """Stop running these layers inside, to judge only the code around them.
 
         Raises:
             ForwardError: The module raised.
@@ -211,7 +211,7 @@ class VariedCall:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers can be varied one by one."""
+    """Return whether the numbers of a tensor can be varied one by one."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_nested:
         return False
     return tensor.layout == torch.strided and tensor.numel() > 0
@@ -227,7 +227,7 @@ def _floating(value: Any) -> list[Tensor]:
 
 
 def _named_inputs(call: ModuleCall) -> list[tuple[str, Tensor]]:
-    """The tensors among the inputs under the names that the module's forward gives them."""
+    """Return the input tensors under the names that the module's forward gives them."""
     arguments, keywords = call.inputs
     try:
         bound = signature(call.module.forward).bind(*arguments, **keywords).arguments
@@ -238,7 +238,7 @@ def _named_inputs(call: ModuleCall) -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def _exchanged(module: nn.Module, tensors: Mapping[int, Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of parameters, buffers and attributes, for a while."""
+    """Replace parameters, buffers and attributes by other tensors while the block runs."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for each in module.modules():

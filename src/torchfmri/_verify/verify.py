@@ -1,4 +1,4 @@
-"""Is the backward pass of my layers right? Every layer's gradient against a numerical one."""
+"""Compare the backward pass of every layer with a numerical derivative."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def verify_gradients(
     directions: int = 2,
     second: bool = False,
 ) -> Verification:
-    """Whether each layer's backward pass is the derivative of its forward pass.
+    """Verify that each layer's backward pass is the derivative of its forward pass.
 
-    The model runs once; then every layer is run alone, on the inputs that it really got, in
-    float64: a backward pass gives the derivative along random directions of its inputs and
-    parameters, a few forward passes measure it. The cost does not depend on the number of
-    parameters. A container is verified too, without those of its layers that are already known to
-    be wrong: what is named is the innermost layer. The model is left as it was, bit for bit.
+    The model runs once. Then every layer runs alone, in float64, on the inputs that it really got.
+    A backward pass gives the derivative along random directions of its inputs and parameters, and
+    a few forward passes measure the same derivative. The cost does not depend on the number of
+    parameters. A container is verified without the layers that are already known to be wrong, so
+    that the innermost wrong layer is named. The model is left as it was, bit for bit.
 
     Args:
         model: The model, in the mode (train or eval) that is to be verified. Frozen parameters
             are not verified.
         data: A tensor, a tuple of positional arguments or a dict of keyword arguments. A small
-            batch will do.
+            batch is enough.
         loss: A function of the output (and of the target), which is verified as well.
-        layers: Which layers; all, and the model itself, by default.
-        target: Handed to the loss as its second argument.
-        expected: Layers whose gradient is meant to be something else: straight-through
+        layers: The layers to verify; by default all layers and the model itself.
+        target: Passed to the loss as its second argument.
+        expected: Layers whose gradient is deliberately not the derivative: straight-through
             estimators, gradient reversal, stop-gradients.
-        directions: How many random directions for each input and parameter; where one deviates,
-            twice as many and one more.
-        second: Verify second derivatives too, where the first are right.
+        directions: The number of random directions for each input and parameter; if one deviates,
+            twice as many and one more are tried.
+        second: Whether to verify second derivatives too, wherever the first are right.
 
     Raises:
         InspectionError: The loss is NaN or infinite, or nothing can be differentiated.
@@ -106,7 +106,7 @@ def verify_gradients(
 
 @dataclass
 class _Report:
-    """What is known so far."""
+    """The results so far."""
 
     model: str
     expected: set[str]
@@ -189,7 +189,7 @@ def _choose(names: dict[str, nn.Module], layers: Pattern) -> list[str]:
 
 
 def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
-    """The first name of each module: one under two names is verified once."""
+    """Return the first name of each module, so that one with two names is verified once."""
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
@@ -199,7 +199,7 @@ def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
 def _run(
     model: nn.Module, inputs: Any, names: Mapping[str, nn.Module], chosen: list[str]
 ) -> CallLog:
-    """One forward pass, with gradients starting at the data too."""
+    """Run one forward pass, with gradients that start at the data too."""
     for element in flatten(inputs):
         if element.tensor.is_floating_point() and element.tensor.is_leaf:
             element.tensor.requires_grad_()
@@ -248,7 +248,7 @@ def _loss_call(output: Any, target: Any, loss: Loss, log: CallLog) -> Iterator[M
 
 
 def _settle(model: nn.Module) -> None:
-    """Stop what modules do in passing and do not differentiate by design; undone afterwards.
+    """Switch off side effects that modules do not differentiate by design; undone afterwards.
 
     Spectral norm iterates its singular vectors while training, and an embedding with max_norm
     writes into its weight; autograd takes both as constant. The padding row of an embedding gets
@@ -274,5 +274,5 @@ def _kind(call: ModuleCall) -> str:
 
 
 def _has_code(module: nn.Module) -> bool:
-    """Whether it can be called at all: a ModuleList cannot."""
+    """Return whether a module can be called at all: a ModuleList cannot."""
     return type(module).forward is not nn.Module.forward

@@ -164,7 +164,15 @@ def _reduce_block(block: Tensor, normal: float, tiny: int | None) -> Reduction:
     if tiny != 0 and low < normal and high > -normal:
         zero, subnormal = _count_tiny(torch.abs(block, out=scratch), normal, tiny)
     mean, squares = _block_moments(block, low, high, scratch)
-    return Reduction(block.numel(), 0, 0, 0, zero, subnormal, mean, squares, low, high)
+    return Reduction(
+        count=block.numel(),
+        zero=zero,
+        subnormal=subnormal,
+        mean=mean,
+        squared_deviations=squares,
+        low=low,
+        high=high,
+    )
 
 
 def _as_float32(block: Tensor) -> Tensor:
@@ -187,7 +195,15 @@ def _reduce_compiled(block: Tensor, normal: float, compiled: ModuleType) -> Redu
     # False for NaN and infinity too, whose ordered integers lie outside all others.
     if not (high - low > SMALL_SPREAD and max(high, -low) < LARGE_VALUE):
         return None
-    return Reduction(block.numel(), 0, 0, 0, zero, tiny - zero, mean, squares, low, high)
+    return Reduction(
+        count=block.numel(),
+        zero=zero,
+        subnormal=tiny - zero,
+        mean=mean,
+        squared_deviations=squares,
+        low=low,
+        high=high,
+    )
 
 
 def _block_moments(block: Tensor, low: float, high: float, scratch: Tensor) -> tuple[float, float]:

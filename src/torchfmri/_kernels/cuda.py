@@ -151,10 +151,11 @@ class DeviceReductions:
         counts = numbers[:, :6].to(torch.int64).tolist()
         moments = numbers[:, 6:].tolist()
         parts: list[Reduction] = []
-        for size, (_, nan, pos_inf, neg_inf, zero, tiny), others in zip(
+        for size, (_, *not_finite, zero, tiny), others in zip(
             self._plan.sizes.tolist(), counts, moments, strict=True
         ):
-            parts.append(Reduction(size, nan, pos_inf, neg_inf, zero, tiny - zero, *others))
+            # In the order of the fields of a Reduction.
+            parts.append(Reduction(size, *not_finite, zero, tiny - zero, *others))
         if self._bins is not None:
             for part, histogram in zip(parts, self._histograms(self._bins), strict=True):
                 part.histogram = histogram

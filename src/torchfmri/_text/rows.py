@@ -71,12 +71,14 @@ def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[Line]]:
         together = [statistics for _, statistics in members]
         lines.setdefault(first.what, []).append(
             Line(
-                first.layer if len(members) == 1 else star(first.layer),
-                first.kind,
-                first.what,
-                sum(row.calls for row, _ in members),
-                merge_statistics(together),
-                tuple(statistics.std if statistics.finite else math.nan for statistics in together),
+                name=first.layer if len(members) == 1 else star(first.layer),
+                kind=first.kind,
+                what=first.what,
+                calls=sum(row.calls for row, _ in members),
+                statistics=merge_statistics(together),
+                scales=tuple(
+                    statistics.std if statistics.finite else math.nan for statistics in together
+                ),
             )
         )
     return lines

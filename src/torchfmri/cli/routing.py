@@ -84,13 +84,13 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
         puzzles=_puzzles(options),
     )
     experiment = Experiment(
-        plan,
-        tuple(dict.fromkeys(options.signal or VARIANTS)),
-        options.seeds,
-        options.out,
-        options.device,
-        options.workers,
-        options.checkpoint_every,
+        plan=plan,
+        variants=tuple(dict.fromkeys(options.signal or VARIANTS)),
+        seeds=options.seeds,
+        folder=options.out,
+        device=options.device,
+        workers=options.workers,
+        checkpoint_every=options.checkpoint_every,
     )
     _say(f"{len(experiment.plans)} runs of {plan.steps} steps; results in {options.out}")
     results = experiment.run()

@@ -124,7 +124,15 @@ def _clipped(
     below, above = bool((numbers < low).any()), bool((numbers > high).any())
     ends = {(True, True): "both", (True, False): "min", (False, True): "max"}
     beyond = ends.get((below, above), "neither")
-    return ColourScale(np.clip(numbers, low, high), low, high, logarithmic, name, label, beyond)
+    return ColourScale(
+        shown=np.clip(numbers, low, high),
+        low=low,
+        high=high,
+        logarithmic=logarithmic,
+        map=name,
+        label=label,
+        beyond=beyond,
+    )
 
 
 def pool_rows(shown: Floats, most: int) -> Floats:

@@ -64,9 +64,18 @@ class BatchRow:
     ) -> ScannedSequence:
         """The sequence by that name, with its label and the row that it comes from."""
         return ScannedSequence(
-            name, self.tokens, self.layers, self.voxels, self.statistics, self.tensors,
-            condition, self.padding, self.checks, fields or {}, self.vectors,
-        )  # fmt: skip
+            name=name,
+            tokens=self.tokens,
+            layers=self.layers,
+            voxels=self.voxels,
+            statistics=self.statistics,
+            tensors=self.tensors,
+            condition=condition,
+            padding=self.padding,
+            checks=self.checks,
+            fields=fields or {},
+            vectors=self.vectors,
+        )
 
 
 def cut_rows(
@@ -108,14 +117,14 @@ def cut_rows(
             own["greedy_tokens"] = greedy[row]
         rows.append(
             BatchRow(
-                _tokens(frame, tokens, row),
-                {name: _cut(each[row], where) for name, each in layers.items()},
-                {name: _cut(each[row], where) for name, each in voxels.items()},
-                {name: each[row] for name, each in statistics.items()},
-                {name: _cut(each[row, :width], where) for name, each in kept.items()},
-                int((~where).sum()),
-                own,
-                {} if vectors is None else vectors.of_row(row),
+                tokens=_tokens(frame, tokens, row),
+                layers={name: _cut(each[row], where) for name, each in layers.items()},
+                voxels={name: _cut(each[row], where) for name, each in voxels.items()},
+                statistics={name: each[row] for name, each in statistics.items()},
+                tensors={name: _cut(each[row, :width], where) for name, each in kept.items()},
+                padding=int((~where).sum()),
+                checks=own,
+                vectors={} if vectors is None else vectors.of_row(row),
             )
         )
     return rows
@@ -197,12 +206,12 @@ def _tokens(frame: Frame, tokens: _HostTokens, row: int) -> Tokens:
         return found
 
     return Tokens(
-        ids.astype(np.int64),
-        speller.spell(ids.tolist()),
-        numbers(tokens.surprisal),
-        numbers(tokens.entropy),
-        tokens.generated[row][where],
-        np.array([speller.is_special(each) for each in ids.tolist()], dtype=bool),
+        ids=ids.astype(np.int64),
+        spelling=speller.spell(ids.tolist()),
+        surprisal=numbers(tokens.surprisal),
+        entropy=numbers(tokens.entropy),
+        generated=tokens.generated[row][where],
+        special=np.array([speller.is_special(each) for each in ids.tolist()], dtype=bool),
     )
 
 

@@ -184,7 +184,16 @@ class BatchRun:
         entropy = nothing if found.entropy is None else found.entropy
         norms = found.activation.norms
         kept = sequences.mask.bool()
-        self._tell(prompt)(Step(0, sequences.ids, norms, surprisal, entropy, kept))
+        self._tell(prompt)(
+            Step(
+                first=0,
+                ids=sequences.ids,
+                activation=norms,
+                surprisal=surprisal,
+                entropy=entropy,
+                kept=kept,
+            )
+        )
 
     def _tell(self, prompt: EncodedPrompt) -> Callable[[Step], None]:
         on_token = self.on_token

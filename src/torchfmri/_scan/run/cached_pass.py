@@ -55,7 +55,15 @@ def run_cached(
         "per='cached' holds the KV cache constant: these gradients do not add up to .grad"
     )
     found.vectors = None if vectors is None else MeanVectors(vectors, b)
-    sink = PassSink(subject, sequences, found, like, tensors, loss, own_step=True)
+    sink = PassSink(
+        subject=subject,
+        sequences=sequences,
+        found=found,
+        like=like,
+        tensors=tensors,
+        loss=loss,
+        own_step=True,
+    )
     what = frozenset({"activations", "gradients"})
     taps = Taps(
         [Target(each.name, each.module, what) for each in subject.layers if each.is_output],

@@ -108,7 +108,16 @@ def scan_rows(
         refuse_shared_work(scanner.model)
     pending = _list_pending(rows, Path(path), rank, world)
     found = len(rows) - len(pending)
-    job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, found, strict, samples)
+    job = _Job(
+        scanner=scanner,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        seed=seed,
+        generate=generate or {},
+        found=found,
+        strict=strict,
+        samples=samples,
+    )
     anatomy, meta = job.describe(rows)
     if samples and batch > 1:  # what is drawn for a row depends on those beside it
         meta["batch"] = batch

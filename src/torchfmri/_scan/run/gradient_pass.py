@@ -102,7 +102,9 @@ def run_pass(
     b, s = sequences.ids.shape
     found = Pass()
     found.vectors = None if vectors is None else MeanVectors(vectors, b)
-    sink = PassSink(subject, sequences, found, like, tensors, loss)
+    sink = PassSink(
+        subject=subject, sequences=sequences, found=found, like=like, tensors=tensors, loss=loss
+    )
     what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
     targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
     with contextlib.ExitStack() as stack:

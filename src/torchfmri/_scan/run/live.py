@@ -376,9 +376,13 @@ class LiveRecording:
     def _step(self, first: int, ids: Tensor) -> Step:
         where = slice(first, first + ids.shape[1])
         return Step(
-            first, ids, self.activation.norms[:, where], self.surprisal[:, where],
-            self.entropy[:, where], self._kept(first, ids.shape[1]),
-        )  # fmt: skip
+            first=first,
+            ids=ids,
+            activation=self.activation.norms[:, where],
+            surprisal=self.surprisal[:, where],
+            entropy=self.entropy[:, where],
+            kept=self._kept(first, ids.shape[1]),
+        )
 
     def _flush(self) -> None:
         """Read the steps that wait."""

@@ -144,7 +144,14 @@ class LiveBoard(ScanBoard):
         none = np.zeros(len(tokens), np.float32)
         ids = np.array([each.id for each in tokens], np.int64)
         spelt = tuple(each.spelling for each in tokens)
-        piece = Tokens(ids, spelt, none, none, flags, flags & False)
+        piece = Tokens(
+            ids=ids,
+            spelling=spelt,
+            surprisal=none,
+            entropy=none,
+            generated=flags,
+            special=flags & False,
+        )
         return token_columns(piece, first - start, last - start)
 
     def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:

@@ -71,9 +71,15 @@ def live_tokens(
                     continue
                 generated = position >= start
                 yield LiveToken(
-                    row, position - padding[row], token, speller.spell([token])[0], generated,
-                    surprisal[row][column], entropy[row][column],
-                    layers[row, column].numpy(), voxels[row, column].numpy(),
-                )  # fmt: skip
+                    row=row,
+                    position=position - padding[row],
+                    id=token,
+                    spelling=speller.spell([token])[0],
+                    generated=generated,
+                    surprisal=surprisal[row][column],
+                    entropy=entropy[row][column],
+                    activation=layers[row, column].numpy(),
+                    voxels=voxels[row, column].numpy(),
+                )
 
     return tell

@@ -202,7 +202,7 @@ class Scanner:
         decode: Decode | None,
         dataset: bool,
     ) -> BatchRun:
-        """Everything that can be wrong, before the model runs."""
+        """Check everything that can be wrong, and return the run; the model has not run yet."""
         _check_possible(self._model, max_new_tokens)
         if decode is not None and not callable(decode):
             raise InspectionError(f"decode={decode!r} is no function of model and ids.")
@@ -223,22 +223,29 @@ class Scanner:
         refuse_options(generate, encoded, max_new_tokens)
         if self.options.per is not None or not self.options.live:
             refuse_inputs(self._model, generate)
-        loss = self._loss(max_new_tokens > 0)
+        generates = max_new_tokens > 0
+        loss = self._loss(generates)
         decoding = Decoding(max_new_tokens, generate, decode, self._tokenizer)
         describe_readouts(self._model, self.options)  # what cannot be read is said before the run
         subject = self._find_subject(encoded.ids)
         refuse_unknown_ids(self._model, encoded.ids, subject.vocabulary)
         subject.refuse_length(int(encoded.mask.sum(1).max()))
-        vectors = self._vectors(subject, chosen_tokens(
-            self.options.vectors, dataset=dataset, generates=max_new_tokens > 0
-        ))  # fmt: skip
+        vectors = self._vectors(subject, dataset, generates)
         run = BatchRun(
-            self.options, self._speller, self._tensors, subject, encoded, decoding, loss, vectors
+            options=self.options,
+            speller=self._speller,
+            tensors=self._tensors,
+            subject=subject,
+            prompt=encoded,
+            decoding=decoding,
+            loss=loss,
+            vectors=vectors,
         )
         run.notes += vectors.notes if vectors is not None else ()
         return run
 
-    def _vectors(self, subject: Subject, tokens: tuple[str, ...]) -> VectorPlan | None:
+    def _vectors(self, subject: Subject, dataset: bool, generates: bool) -> VectorPlan | None:
+        tokens = chosen_tokens(self.options.vectors, dataset=dataset, generates=generates)
         if not tokens:
             return None
         special = sorted(self._speller.special_ids)

@@ -8,6 +8,7 @@ looked at where it has the shape expected from them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,8 +109,8 @@ class _Found(NamedTuple):
     module: nn.Module
     axis: Resolved | None
     calls: int
-    own: tuple[ParameterInfo, ...]
-    is_written: bool
+    own: tuple[ParameterInfo, ...] = ()
+    is_written: bool = False
     of_input: bool = False
 
 
@@ -142,6 +143,33 @@ def find_subject(
         )
     probe = Probe(runnable(model), modules, ids, inputs)
     parameters = _own_parameters(layers, head, voxel)
+    found, missed, notes = _survey(probe, modules, inputs, parameters)
+    if not found:
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
+        raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
+    for alias, name in _aliases(layers, names).items():
+        missed[alias] = f"it is the same module as {name!r}"
+    anatomy, scanned = _assemble(found, head, voxel)
+    return Subject(
+        model=runnable(model),
+        layers=scanned,
+        anatomy=anatomy,
+        missed=missed,
+        notes=notes,
+        vocabulary=probe.vocabulary,
+        first_position=probe.first_position,
+        longest=probe.longest,
+        looks_ahead=probe.looks_ahead,
+    )
+
+
+def _survey(
+    probe: Probe,
+    modules: Mapping[str, nn.Module],
+    inputs: Container[str],
+    parameters: Mapping[str, list[ParameterInfo]],
+) -> tuple[list[_Found], dict[str, str], dict[str, str]]:
+    """Return the layers that can be scanned, why others cannot, and notes on some, by name."""
     found: list[_Found] = []
     missed: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -165,32 +193,14 @@ def find_subject(
             notes[name] = f"{tied}: its learning cost stands there"
         if calls > 1 and axis is not None:
             notes[name] = f"it is called {calls} times per pass: values are over all calls"
-        found.append(_Found(name, module, axis, calls, own, name in probe.written))
+        found.append(_Found(name, module, axis, calls, own, is_written=name in probe.written))
         source = f"{name}.input"
         given = axes.get(source)
         if isinstance(given, Resolved) and source not in disordered:
-            found.append(
-                _Found(source, module, given, probe.calls(source), (), False, of_input=True)
-            )
+            found.append(_Found(source, module, given, probe.calls(source), of_input=True))
         elif source in inputs:
             missed[source] = disordered.get(source) or str(given or "it is never called")
-    if not found:
-        reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
-        raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
-    for alias, name in _aliases(layers, names).items():
-        missed[alias] = f"it is the same module as {name!r}"
-    anatomy, scanned = _assemble(found, head, voxel)
-    return Subject(
-        model=runnable(model),
-        layers=scanned,
-        anatomy=anatomy,
-        missed=missed,
-        notes=notes,
-        vocabulary=probe.vocabulary,
-        first_position=probe.first_position,
-        longest=probe.longest,
-        looks_ahead=probe.looks_ahead,
-    )
+    return found, missed, notes
 
 
 def _assemble(
@@ -215,10 +225,19 @@ def _assemble(
         voxels, rows = slice(columns.start, middle), slice(middle, columns.stop)
         layers.append(
             ScannedLayer(
-                each.name, index, each.module, each.axis, each.calls, sizes[index], voxels, rows,
-                each.own, each.is_written, each.of_input,
+                name=each.name,
+                index=index,
+                module=each.module,
+                axis=each.axis,
+                calls=each.calls,
+                size=sizes[index],
+                voxels=voxels,
+                experts=rows,
+                parameters=each.own,
+                is_written=each.is_written,
+                of_input=each.of_input,
             )
-        )  # fmt: skip
+        )
     return anatomy, tuple(layers)
 
 

@@ -51,7 +51,9 @@ def run_token_losses(
     like = like_parameters(model)
     found = Pass()
     found.vectors = None if vectors is None else MeanVectors(vectors, len(sequences.ids))
-    sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
+    sink = _TokenLossSink(
+        subject=subject, sequences=sequences, found=found, like=like, tensors=tensors, loss=loss
+    )
     what = frozenset({"activations", "gradients"})
     targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
     with contextlib.ExitStack() as stack:

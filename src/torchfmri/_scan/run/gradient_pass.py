@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture import CallKey, Taps, Target
+from torchfmri._capture import CallKey, Sink, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
 from torchfmri._scan.run.head_outputs import listening_to_inputs
 from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
@@ -180,7 +180,7 @@ def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> Non
         found.best = before.argmax(-1)
 
 
-class PassSink:
+class PassSink(Sink):
     """What the taps of a pass call: hands each tensor to the readings of its kind."""
 
     gradient_statistics = True
@@ -292,9 +292,6 @@ class PassSink:
         """Take in dL/d output, whose rows are (b, s, w)."""
         assert self._found.gradient is not None
         self._found.gradient.take(layer, gradient, rows, self._first)
-
-    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
-        """Not watched."""
 
     def missed(self, layer: str, what: str, reason: str) -> None:
         self._found.missed[layer] = f"{what}: {reason}" if what else reason

@@ -6,7 +6,6 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
 
 from torchfmri._model import kept_whole, whole_restorations
 from torchfmri._scan.run.live_token import LiveToken
@@ -137,10 +136,5 @@ class ScanStream:
     def __enter__(self) -> ScanStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

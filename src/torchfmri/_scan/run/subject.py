@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchfmri._model import Pattern, find_layers, named_layers, runnable, unwrap
+from torchfmri._model import (
+    Pattern,
+    each_once,
+    find_layers,
+    first_names,
+    named_layers,
+    named_parameters,
+    runnable,
+    unwrap,
+)
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.head_outputs import head_outputs
 from torchfmri._scan.run.probe import Probe
@@ -131,8 +140,8 @@ def find_subject(
         InspectionError: None of the layers has tokens.
     """
     layers = named_layers(model)
-    names = find_layers(layers, pattern)
-    modules = {name: layers[name] for name in _first_names(layers, names)}
+    chosen = {name: layers[name] for name in find_layers(layers, pattern)}
+    modules = each_once(chosen)
     head = head_size(getattr(unwrap(model), "config", None))
     inputs = head_outputs(modules, head) if heads else {}
     if heads and not inputs:
@@ -147,8 +156,11 @@ def find_subject(
     if not found:
         reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
         raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
-    for alias, name in _aliases(layers, names).items():
-        missed[alias] = f"it is the same module as {name!r}"
+    missed |= {
+        alias: f"it is the same module as {name!r}"
+        for alias, name in first_names(chosen).items()
+        if alias != name
+    }
     anatomy, scanned = _assemble(found, head, voxel)
     return Subject(
         model=runnable(model),
@@ -271,36 +283,15 @@ def _experts(info: ParameterInfo) -> int:
     return info.shape[info.output.first] if info.output.last - info.output.first == 2 else 0
 
 
-def _first_names(layers: dict[str, nn.Module], names: list[str]) -> list[str]:
-    """Each module once, under its first name among those asked for."""
-    seen: dict[int, str] = {}
-    for name in names:
-        seen.setdefault(id(layers[name]), name)
-    return list(seen.values())
-
-
-def _aliases(layers: dict[str, nn.Module], names: list[str]) -> dict[str, str]:
-    seen: dict[int, str] = {}
-    return {
-        name: seen[id(layers[name])]
-        for name in names
-        if seen.setdefault(id(layers[name]), name) != name
-    }
-
-
 def _own_parameters(
     layers: dict[str, nn.Module], head: int | None, voxel: int
 ) -> dict[str, list[ParameterInfo]]:
     """Layer -> its own parameters; a tied one belongs to the layer that has it first."""
     found: dict[str, list[ParameterInfo]] = defaultdict(list)
-    seen: set[int] = set()
-    for layer, module in layers.items():
-        for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen or not parameter.is_floating_point():
-                continue
-            seen.add(id(parameter))
-            name = f"{layer}.{key}" if layer else key
-            found[layer].append(describe(name, module, parameter, head, voxel))
+    for name, parameter in each_once(named_parameters(layers)).items():
+        if parameter.is_floating_point():
+            layer = name.rpartition(".")[0]
+            found[layer].append(describe(name, layers[layer], parameter, head, voxel))
     return found
 
 

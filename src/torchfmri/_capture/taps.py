@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ class Short(NamedTuple):
 class Sink(Protocol):
     """The receiver of captured tensors. They are live: read or copy them at once.
 
-    A subclass inherits methods that do nothing for what it does not ask its taps for.
+    A subclass inherits methods that do nothing for what it does not ask its taps for; what was
+    missed and what failed it must take.
     """
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
@@ -111,12 +113,14 @@ class Sink(Protocol):
     def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
         """A parameter, or the gradient that one backward pass brought to it."""
 
+    @abstractmethod
     def missed(self, layer: str, what: str, reason: str) -> None:
         """Something that was asked for could not be captured."""
 
     def noted(self, layer: str, text: str) -> None:
         """Something was captured, with a reservation."""
 
+    @abstractmethod
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         """The sink or the tap raised `error`; raise it again only outside of a backward pass."""
 

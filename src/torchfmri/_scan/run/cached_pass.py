@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager, unwrap
 from torchfmri._scan.run.gradient_pass import (
     Pass,
@@ -24,8 +23,8 @@ from torchfmri._scan.run.gradient_pass import (
     token_gradients_of,
     trainable,
 )
-from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
-from torchfmri._scan.run.model_call import like_parameters, logits_of, needed_positions, takes
+from torchfmri._scan.run.mean_vectors import VectorPlan
+from torchfmri._scan.run.model_call import logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
 from torchfmri._scan.run.subject import Subject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
@@ -49,33 +48,17 @@ def run_cached(
     model = subject.model
     check_cached(model, loss)
     b, s = sequences.ids.shape
-    like = like_parameters(model)
-    found = Pass()
+    sink = PassSink(subject, sequences, loss, tensors=tensors, vectors=vectors, own_step=True)
+    found = sink.found
     found.notes.append(
         "per='cached' holds the KV cache constant: these gradients do not add up to .grad"
-    )
-    found.vectors = None if vectors is None else MeanVectors(vectors, b)
-    sink = PassSink(
-        subject=subject,
-        sequences=sequences,
-        found=found,
-        like=like,
-        tensors=tensors,
-        loss=loss,
-        own_step=True,
-    )
-    what = frozenset({"activations", "gradients"})
-    taps = Taps(
-        [Target(each.name, each.module, what) for each in subject.layers if each.is_output],
-        sink,
     )
     counts = position_has_loss(loss, sequences.ids, sequences.mask, sequences.generated)
     first = int(counts.any(0).nonzero()[0]) if bool(counts.any()) else s - 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(trainable(model))
-        stack.enter_context(taps)
-        stack.enter_context(sink.inputs_watched(subject))
+        taps = stack.enter_context(sink.attached())
         steps = _Steps(model, sequences, sink, found)
         if first > 0:
             with torch.no_grad():

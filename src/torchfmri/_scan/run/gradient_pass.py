@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,15 +99,9 @@ def run_pass(
         vectors: Layers whose mean vectors are kept.
     """
     model = subject.model
-    like = like_parameters(model)
     b, s = sequences.ids.shape
-    found = Pass()
-    found.vectors = None if vectors is None else MeanVectors(vectors, b)
-    sink = PassSink(
-        subject=subject, sequences=sequences, found=found, like=like, tensors=tensors, loss=loss
-    )
-    what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
-    targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
+    sink = PassSink(subject, sequences, loss, tensors=tensors, vectors=vectors)
+    found = sink.found
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.set_grad_enabled(loss is not None))
@@ -116,8 +111,7 @@ def run_pass(
             tokens = token_gradients_of(model, voxel, found)
             if tokens is not None:
                 stack.enter_context(tokens)
-        stack.enter_context(Taps(targets, sink))
-        stack.enter_context(sink.inputs_watched(subject))
+        stack.enter_context(sink.attached())
         output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
@@ -181,7 +175,19 @@ def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> Non
 
 
 class PassSink(Sink):
-    """What the taps of a pass call: hands each tensor to the readings of its kind."""
+    """Receives what the taps of a pass bring, and hands it to the readings of its kind.
+
+    Args:
+        subject: What is scanned.
+        sequences: The batch.
+        loss: What is differentiated; None for activations alone.
+        tensors: Layers whose activations are kept in full.
+        vectors: Layers whose mean vectors are kept.
+        own_step: Each position's loss is differentiated by itself.
+
+    Attributes:
+        found: What has been read.
+    """
 
     gradient_statistics = True
 
@@ -189,20 +195,22 @@ class PassSink(Sink):
         self,
         subject: Subject,
         sequences: Sequences,
-        found: Pass,
-        like: Tensor,
-        tensors: frozenset[str],
         loss: ScanLoss | None,
+        *,
+        tensors: frozenset[str],
+        vectors: VectorPlan | None,
         own_step: bool = False,
     ) -> None:
         self._layers = {each.name: each for each in subject.layers}
-        self._found, self._tensors = found, tensors
+        self.found = found = Pass()
+        self._tensors = tensors
         self._b, self._s = sequences.ids.shape
+        found.vectors = None if vectors is None else MeanVectors(vectors, self._b)
         self._sequences = sequences
         self._shape = (self._b, self._s)
         self._paths: dict[CallKey, str] = {}
         self._first = 0
-        what = (subject, self._b, self._s, like)
+        what = (subject, self._b, self._s, like_parameters(subject.model))
         tell = found.missed.__setitem__
         found.activation = Readings(*what, kept=_slices(sequences.mask.bool()), missed=tell)
         if loss is not None:
@@ -213,14 +221,22 @@ class PassSink(Sink):
             found.gradient = Readings(*what, kept=kept, missed=tell)
         self._choose_tokens()
 
-    def inputs_watched(self, subject: Subject) -> contextlib.AbstractContextManager[None]:
-        """A block in which layers that are inputs of modules are reduced too."""
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[Taps]:
+        """Reduce what layers return, and inputs that are layers of their own, within a block."""
+        is_read = {"activations"} if self.found.gradient is None else {"activations", "gradients"}
+        targets = [
+            Target(each.name, each.module, frozenset(is_read))
+            for each in self._layers.values()
+            if each.is_output
+        ]
+        inputs = {each.name: each.module for each in self._layers.values() if each.of_input}
 
         def take(name: str, tensor: Tensor) -> None:
             self._put(self._layers[name], tensor)
 
-        inputs = {each.name: each.module for each in subject.layers if each.of_input}
-        return listening_to_inputs(inputs, take)
+        with Taps(targets, self) as taps, listening_to_inputs(inputs, take):
+            yield taps
 
     def window(self, first: int, count: int) -> None:
         """Expect `count` positions from `first` on in the passes that follow."""
@@ -231,16 +247,16 @@ class PassSink(Sink):
     def _choose_tokens(self) -> None:
         """Tell the mean vectors which tokens come next."""
         where = slice(self._first, self._first + self._s)
-        if self._found.vectors is not None:
+        if self.found.vectors is not None:
             ids, generated = self._sequences.ids[:, where], self._sequences.generated[:, where]
             kept = self._sequences.mask[:, where].bool()
-            self._found.vectors.begin(ids, kept, generated)
+            self.found.vectors.begin(ids, kept, generated)
 
     def _rows(self, layer: ScannedLayer, tensor: Tensor) -> Tensor | None:
         assert layer.axis is not None
         rows = layer.axis.rows(tensor, self._b, self._s)
         if rows is None:
-            self._found.missed[layer.name] = (
+            self.found.missed[layer.name] = (
                 f"its output has the shape {tuple(tensor.shape)}, where "
                 f"{layer.axis.expected(self._b, self._s)} was expected"
             )
@@ -259,14 +275,14 @@ class PassSink(Sink):
         rows = self._rows(layer, tensor)
         if rows is None:
             return
-        self._found.activation.take(layer, tensor, rows, self._first)
+        self.found.activation.take(layer, tensor, rows, self._first)
         if layer.name in self._tensors:
             self._keep(layer, rows.detach())
-        if self._found.vectors is not None:
-            self._found.vectors.add(layer, rows.detach())
+        if self.found.vectors is not None:
+            self.found.vectors.add(layer, rows.detach())
 
     def _keep(self, layer: ScannedLayer, rows: Tensor) -> None:
-        kept = self._found.tensors
+        kept = self.found.tensors
         if layer.name not in kept:
             kept[layer.name] = rows.new_full((*self._shape, rows.shape[-1]), torch.nan)
         kept[layer.name][:, self._first : self._first + self._s] = rows
@@ -277,10 +293,10 @@ class PassSink(Sink):
         layer = self._layers[call.layer]
         if gradient is None or path != self._paths.get(call):
             return
-        assert self._found.gradient is not None
+        assert self.found.gradient is not None
         assert layer.axis is not None
         if layer.axis.is_shared(gradient, self._b):
-            self._found.missed[layer.name] = (
+            self.found.missed[layer.name] = (
                 "its gradient: all sequences of the batch share its output"
             )
             return
@@ -290,19 +306,19 @@ class PassSink(Sink):
 
     def reduce_gradient(self, layer: ScannedLayer, gradient: Tensor, rows: Tensor) -> None:
         """Take in dL/d output, whose rows are (b, s, w)."""
-        assert self._found.gradient is not None
-        self._found.gradient.take(layer, gradient, rows, self._first)
+        assert self.found.gradient is not None
+        self.found.gradient.take(layer, gradient, rows, self._first)
 
     def missed(self, layer: str, what: str, reason: str) -> None:
-        self._found.missed[layer] = f"{what}: {reason}" if what else reason
+        self.found.missed[layer] = f"{what}: {reason}" if what else reason
 
     def noted(self, layer: str, text: str) -> None:
-        self._found.notes.append(f"{layer}: {text}")
+        self.found.notes.append(f"{layer}: {text}")
 
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         if not backward:
             raise error
-        self._found.missed[layer] = f"its gradient could not be read: {error}"
+        self.found.missed[layer] = f"its gradient could not be read: {error}"
 
 
 def _slices(kept: Tensor) -> Kept:
@@ -326,8 +342,7 @@ def read_costs(
     """
     norms = found.activation.norms
     b, s = norms.shape[:2]
-    squares = torch.full_like(norms, torch.nan)
-    by_layer = norms.new_full((b, s, len(subject.layers)), torch.nan)
+    sums = CostSums(found, subject)
     received = set(tokens.names)
     for layer in subject.layers:
         for info in layer.parameters:
@@ -345,11 +360,8 @@ def read_costs(
                     f"{squared.shape[1]}, those of the scan {b} x {s}"
                 )
                 continue
-            by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
-            columns = columns_of(layer, info)
-            if columns is not None:
-                squares[..., columns] = squares[..., columns].nan_to_num() + own
-    found.cost, found.layer_cost = squares.sqrt(), by_layer.sqrt()
+            sums.add(layer, info, own)
+    sums.finish()
     coverage = tokens.coverage()
     found.residual = (
         coverage.residual if any(row.residual is not None for row in coverage) else None
@@ -358,7 +370,36 @@ def read_costs(
         found.notes.append(f"no learning cost for {row.name}: {row.note}")
 
 
-def columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
+class CostSums:
+    """Squared learning costs, added up over the parameters of each layer; nan where none came.
+
+    Args:
+        found: Takes their roots.
+        subject: What was scanned.
+    """
+
+    def __init__(self, found: Pass, subject: Subject) -> None:
+        norms = found.activation.norms
+        self._found = found
+        self._by_voxel = torch.full_like(norms, torch.nan)
+        self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
+
+    def add(self, layer: ScannedLayer, info: ParameterInfo, own: Tensor, token: Any = ...) -> None:
+        """Add the squares of a parameter, (..., its voxels), of one token or of all (b, s)."""
+        own = own.to(self._by_voxel.dtype)
+        by_layer, by_voxel = self._by_layer[token], self._by_voxel[token]
+        by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
+        columns = _columns_of(layer, info)
+        if columns is not None:
+            by_voxel[..., columns] = by_voxel[..., columns].nan_to_num() + own
+
+    def finish(self) -> None:
+        """Put the roots of the sums where they belong."""
+        self._found.cost = self._by_voxel.sqrt()
+        self._found.layer_cost = self._by_layer.sqrt()
+
+
+def _columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
     """The columns that are a parameter's voxels; None where the layer's are others."""
     if info.output.last - info.output.first == 2:
         # A layer may have several such parameters, of which not all have as many rows.

@@ -109,9 +109,11 @@ class Sink(Protocol):
         self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
     ) -> None:
         """dL/d of one element that `values` got under this path; None withdraws an earlier one."""
+        return
 
     def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
         """A parameter, or the gradient that one backward pass brought to it."""
+        return
 
     @abstractmethod
     def missed(self, layer: str, what: str, reason: str) -> None:
@@ -119,6 +121,7 @@ class Sink(Protocol):
 
     def noted(self, layer: str, text: str) -> None:
         """Something was captured, with a reservation."""
+        return
 
     @abstractmethod
     def failed(self, layer: str, error: Exception, backward: bool) -> None:

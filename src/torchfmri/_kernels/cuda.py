@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -155,7 +155,8 @@ class DeviceReductions:
             self._plan.sizes.tolist(), counts, moments, strict=True
         ):
             # In the order of the fields of a Reduction.
-            parts.append(Reduction(size, *not_finite, zero, tiny - zero, *others))
+            fields: tuple[Any, ...] = (size, *not_finite, zero, tiny - zero, *others)
+            parts.append(Reduction(*fields))
         if self._bins is not None:
             for part, histogram in zip(parts, self._histograms(self._bins), strict=True):
                 part.histogram = histogram

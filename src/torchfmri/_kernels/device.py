@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def reduce_values(flat: Tensor, histogram: bool) -> Reduction:
         numbers = row[:10].tolist()
         table = Histogram.from_table(row[10:].to(torch.int64).numpy()) if histogram else None
         # In the order of the fields of a Reduction, six of which are counts.
-        result = result.add(Reduction(*map(int, numbers[:6]), *numbers[6:], histogram=table))
+        fields: tuple[Any, ...] = (*map(int, numbers[:6]), *numbers[6:], table)
+        result = result.add(Reduction(*fields))
     return result
 
 

@@ -127,7 +127,7 @@ def _tables(lines: Mapping[str, Sequence[Line]], total: int) -> str:
         caption = f"{caption} ({plural(len(group), 'row')})"
         titles = ["type", "shape", *_NUMBERS, "NaN/Inf", "zero"]
         head = "".join(
-            f'<th scope="col"{_left(name in ("layer", "type"))}>{name}</th>'
+            f'<th scope="col"{align(name not in ("layer", "type"))}>{name}</th>'
             for name in ("layer", *titles)
         )
         head += '<th scope="col" class="t">distribution, 1st to 99th percentile</th>'
@@ -143,8 +143,9 @@ def _tables(lines: Mapping[str, Sequence[Line]], total: int) -> str:
     return "".join(drawn)
 
 
-def _left(left: bool) -> str:
-    return ' class="t"' if left else ""
+def align(right: bool) -> str:
+    """Return the attribute of a cell; cells stand at the right unless they say otherwise."""
+    return "" if right else ' class="t"'
 
 
 def _row(line: Line) -> str:

@@ -13,19 +13,17 @@ from torchfmri._text.columns import (
     DIM,
     RED,
     Column,
+    FittedTable,
     Style,
     encodable,
-    fit,
     line_width,
     output_style,
     paragraph,
 )
 from torchfmri._text.html_table import html_table
 from torchfmri._text.labels import (
-    display_width,
     layer_label,
     shorten,
-    shorten_apart,
     wrap,
 )
 from torchfmri._text.rows import (
@@ -49,7 +47,7 @@ __all__ = ["Row", "html_table", "text_table"]
 
 ROWS_BEFORE_FOLDING = 100
 _SPARK_BINS = 12
-_NARROWEST_NAME, _WIDEST_TYPE = 24, 14
+_WIDEST_TYPE = 14
 _REASONS_SHOWN = 30
 
 
@@ -113,29 +111,18 @@ def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list
         for flagged, line in zip(bad, everything, strict=True)
     ]
     headings = [f"{what} ({MEANING[what]})" if "grad" in what else what for what in lines]
-    wanted = max(map(display_width, [*names, *headings]))
-    columns, dropped = fit(_columns(everything, style), width - min(wanted, _NARROWEST_NAME))
-    room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
-
-    labels = shorten_apart([*names, *headings], room, style.ellipsis)
-
-    def draw(name: str, cells: Sequence[str], code: str) -> str:
-        short = labels[name]
-        padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
-        text = "  ".join([short + " " * (room - display_width(short)), *padded]).rstrip()
-        return style.paint(text, code) if code else text
-
+    table = FittedTable([*names, *headings], _columns(everything, style), width, style)
     drawn: list[str] = []
-    index = 0
+    first = 0
     for heading, group in zip(headings, lines.values(), strict=True):
         drawn += [""] if drawn else []
-        drawn.append(draw(heading, [column.title for column in columns], BOLD))
-        for _ in group:
-            cells = [column.cells[index] for column in columns]
-            drawn.append(draw(names[index], cells, RED if bad[index] else ""))
-            index += 1
-    legend = [] if "distribution" in dropped else ["distribution: 1st to 99th percentile"]
-    legend += [f"no room for {', '.join(dropped)} in {width} columns"] if dropped else []
+        drawn.append(table.heading(heading))
+        for index in range(first, first + len(group)):
+            drawn.append(table.line(index, names[index], RED if bad[index] else ""))
+        first += len(group)
+    dropped = ", ".join(table.dropped)
+    legend = [] if "distribution" in table.dropped else ["distribution: 1st to 99th percentile"]
+    legend += [f"no room for {dropped} in {width} columns"] if dropped else []
     return [*drawn, *(style.paint(part, DIM) for part in wrap("; ".join(legend), width))]
 
 

@@ -22,8 +22,8 @@ from torchfmri._kernels.histogram import (
     CODES,
     MANTISSA_BITS,
     NEGATIVE,
+    CodeGrid,
     Floats,
-    Grid,
     Histogram,
     Integers,
     float64_codes,
@@ -363,7 +363,7 @@ def _wide_histogram(values: Tensor) -> Histogram:
 # ---------------------------------------------------------------- other passes
 
 
-def count_grid(flat: Tensor, low: float, high: float, *, finite: bool) -> Grid:
+def count_grid(flat: Tensor, low: float, high: float, *, finite: bool) -> CodeGrid:
     """The counts of the finite values, which lie in [low, high], on the grid for that range.
 
     Args:
@@ -379,7 +379,7 @@ def count_grid(flat: Tensor, low: float, high: float, *, finite: bool) -> Grid:
         codes = _grid_codes(block, exponent, first, finite)
         table += torch.bincount(codes, minlength=len(table)).cpu()
     bins = np.flatnonzero(table.numpy())
-    return Grid(exponent, bins + first, table.numpy()[bins])
+    return CodeGrid(exponent, bins + first, table.numpy()[bins])
 
 
 def _grid_codes(block: Tensor, exponent: int, first: int, finite: bool) -> Tensor:

@@ -8,8 +8,8 @@ from html import escape
 from torchfmri._text.labels import layer_label
 from torchfmri._text.rows import (
     MEANING,
-    Line,
     Row,
+    TableLine,
     bar_heights,
     describe_bad,
     describe_positions,
@@ -96,7 +96,7 @@ def html_table(
     return head + body + tail
 
 
-def _cut(lines: Mapping[str, Sequence[Line]], shown: int, room: int) -> str:
+def _cut(lines: Mapping[str, Sequence[TableLine]], shown: int, room: int) -> str:
     """The tables with as many rows each as fit."""
     limit = shown
     while limit >= 1:
@@ -120,7 +120,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     return f"<b>NaN or Inf in {len(bad)} of {plural(len(rows), 'row')}</b>, first: {where}"
 
 
-def _tables(lines: Mapping[str, Sequence[Line]], total: int) -> str:
+def _tables(lines: Mapping[str, Sequence[TableLine]], total: int) -> str:
     drawn = []
     for index, (what, group) in enumerate(lines.items()):
         caption = what if what not in MEANING or "grad" not in what else f"{what}: {MEANING[what]}"
@@ -148,7 +148,7 @@ def align(right: bool) -> str:
     return "" if right else ' class="t"'
 
 
-def _row(line: Line) -> str:
+def _row(line: TableLine) -> str:
     statistics = line.statistics
     bad = describe_bad(statistics)
     cells = [shape_text(line), *(number_text(statistics[name]) for name in _NUMBERS)]

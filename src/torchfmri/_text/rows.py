@@ -31,7 +31,7 @@ class Row(NamedTuple):
     statistics: Statistics | None
 
 
-class Line(NamedTuple):
+class TableLine(NamedTuple):
     """One row of a table: one layer, or several whose names differ only in their numbers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Line(NamedTuple):
     scales: tuple[float, ...]
 
 
-def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[Line]]:
+def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[TableLine]]:
     """The lines of a table by `what`; rows without statistics are left out.
 
     Args:
@@ -65,12 +65,12 @@ def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[Line]]:
             alone = not fold or is_suspect(row.statistics)
             key = (row.what, row.layer) if alone else (row.what, row.kind, star(row.layer), "*")
             groups.setdefault(key, []).append((row, row.statistics))
-    lines: dict[str, list[Line]] = {}
+    lines: dict[str, list[TableLine]] = {}
     for members in groups.values():
         first = members[0][0]
         together = [statistics for _, statistics in members]
         lines.setdefault(first.what, []).append(
-            Line(
+            TableLine(
                 name=first.layer if len(members) == 1 else star(first.layer),
                 kind=first.kind,
                 what=first.what,
@@ -149,7 +149,7 @@ def describe_bad(statistics: Statistics) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
-def shape_text(line: Line) -> str:
+def shape_text(line: TableLine) -> str:
     """The shape of one call (or how many values there are), and the number of layers or calls."""
     shape = line.statistics.shape
     text = f"{line.statistics.count:,}" if shape is None else "x".join(map(str, shape)) or "scalar"

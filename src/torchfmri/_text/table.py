@@ -28,8 +28,8 @@ from torchfmri._text.labels import (
 )
 from torchfmri._text.rows import (
     MEANING,
-    Line,
     Row,
+    TableLine,
     bar_heights,
     describe_bad,
     describe_positions,
@@ -102,7 +102,7 @@ def _verdict(rows: Sequence[Row], width: int, style: Style) -> list[str]:
     return [style.paint(part, RED) for part in wrap(text, width)]
 
 
-def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list[str]:
+def _draw(lines: Mapping[str, Sequence[TableLine]], width: int, style: Style) -> list[str]:
     """Header and lines per thing watched, in columns that are the same for all."""
     everything = [line for group in lines.values() for line in group]
     bad = [bool(describe_bad(line.statistics)) for line in everything]
@@ -126,7 +126,7 @@ def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list
     return [*drawn, *(style.paint(part, DIM) for part in wrap("; ".join(legend), width))]
 
 
-def _columns(lines: Sequence[Line], style: Style) -> list[Column]:
+def _columns(lines: Sequence[TableLine], style: Style) -> list[Column]:
     statistics = [line.statistics for line in lines]
     bad = [describe_bad(each) or "0" for each in statistics]
     folded = any(len(line.scales) > 1 for line in lines)
@@ -151,7 +151,7 @@ def _columns(lines: Sequence[Line], style: Style) -> list[Column]:
     return columns
 
 
-def _sparkline(line: Line, style: Style) -> str:
+def _sparkline(line: TableLine, style: Style) -> str:
     heights = bar_heights(line.statistics, _SPARK_BINS)
     return _bars(heights, style) if heights else describe_state(line.statistics)
 
@@ -180,7 +180,9 @@ def _bars(heights: Sequence[float], style: Style) -> str:
     ).rstrip()
 
 
-def _say_folded(rows: Sequence[Row], lines: Mapping[str, Sequence[Line]], width: int) -> list[str]:
+def _say_folded(
+    rows: Sequence[Row], lines: Mapping[str, Sequence[TableLine]], width: int
+) -> list[str]:
     shown = sum(map(len, lines.values()))
     counted = sum(row.statistics is not None for row in rows)
     if shown == counted:

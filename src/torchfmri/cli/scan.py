@@ -18,11 +18,11 @@ from torchfmri._arguments import check_number, require
 from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
     TELL_EVERY,
+    DatasetRow,
     DatasetScan,
     LiveBoard,
     LiveToken,
     Reading,
-    Row,
     Scan,
     Scanner,
     ScanOptions,
@@ -313,7 +313,7 @@ def spoken() -> Iterator[Any]:
 
 
 def _run_dataset(
-    options: Namespace, scanner: Scanner, rows: Sequence[Row], generate: dict[str, Any]
+    options: Namespace, scanner: Scanner, rows: Sequence[DatasetRow], generate: dict[str, Any]
 ) -> Result:
     with _processes(), Progress("scan", len(rows), log_seconds=_LOG_SECONDS) as progress:
         own = scan_rows(

@@ -48,7 +48,7 @@ class Captured(NamedTuple):
     mask: Tensor | None
 
 
-class Capture(Sink):
+class RoutingCapture(Sink):
     """Hooks on every SparseProtoLinear of a model, and what they bring until it is taken.
 
     The input is known when a layer is called, the gradient when the backward pass reaches it, in

@@ -25,7 +25,7 @@ from torchfmri._model import compiled_code_as_eager, spared_grad, unwrap, watche
 from torchfmri._records import History
 from torchfmri._torch import Attached, gradient_scale
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.capture import Capture, Captured
+from torchfmri.routing.capture import Captured, RoutingCapture
 from torchfmri.routing.meta_loss import Divergence, MetaLoss
 from torchfmri.routing.routing_history import measure_routing
 from torchfmri.routing.signals import AGGREGATE, Signals, read_signals, require_signal
@@ -116,7 +116,7 @@ class LearningDynamics(Attached):
         check_number("history_every", history_every, 0, "every so many steps, 0 for none")
         self._model = model
         self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
-        self._capture = Capture(model, with_totals=signal == AGGREGATE)
+        self._capture = RoutingCapture(model, with_totals=signal == AGGREGATE)
         self._routing = routing_parameters(model)
         _check_optimizers(optimizer, meta_optimizer, self._routing)
         self._meta_loss, self._signal, self._mode = meta_loss, require_signal(signal), mode

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
-from torchfmri._scan.run.gradient_pass import Pass, Sequences
+from torchfmri._scan.run.gradient_pass import ScanPass, Sequences
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Frame:
         likeliest: Whether each token should be the one with the largest logit.
     """
 
-    subject: Subject
+    subject: ScanSubject
     loss: ScanLoss | None
     per: str | None
     speller: Speller
@@ -81,7 +81,7 @@ class BatchRow:
 def cut_rows(
     frame: Frame,
     sequences: Sequences,
-    found: Pass | None,
+    found: ScanPass | None,
     live: LiveRecording | None,
     checks: Mapping[str, Any],
 ) -> list[BatchRow]:
@@ -131,7 +131,7 @@ def cut_rows(
 
 
 def _activation(
-    found: Pass | None, live: LiveRecording | None, mask: Tensor
+    found: ScanPass | None, live: LiveRecording | None, mask: Tensor
 ) -> tuple[Tensor, list[float] | None]:
     """Live norms, completed by the pass's, and how far the two are apart in each row."""
     if live is None:
@@ -149,7 +149,7 @@ def _activation(
 
 
 def _surprisal(
-    found: Pass | None, live: LiveRecording | None, width: int
+    found: ScanPass | None, live: LiveRecording | None, width: int
 ) -> tuple[Tensor | None, Tensor | None]:
     if found is not None and found.surprisal is not None:
         return found.surprisal, found.entropy
@@ -158,7 +158,7 @@ def _surprisal(
     return None, None
 
 
-def _greedy_agrees(frame: Frame, found: Pass | None, sequences: Sequences) -> list[bool] | None:
+def _greedy_agrees(frame: Frame, found: ScanPass | None, sequences: Sequences) -> list[bool] | None:
     """Whether the pass, too, finds each generated token the likeliest; None where it need not."""
     if found is None or found.best is None or not bool(sequences.generated.any()):
         return None
@@ -215,7 +215,9 @@ def _tokens(frame: Frame, tokens: _HostTokens, row: int) -> Tokens:
     )
 
 
-def _statistics(found: Pass | None, live: LiveRecording | None) -> dict[str, NDArray[np.float64]]:
+def _statistics(
+    found: ScanPass | None, live: LiveRecording | None
+) -> dict[str, NDArray[np.float64]]:
     """What they are of -> (b, layer, STATISTICS)."""
     sources: dict[str, Readings | None] = {}
     if found is not None:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from torchfmri._model import compiled_code_as_eager, unwrap
 from torchfmri._scan.run.gradient_pass import (
-    Pass,
     PassSink,
+    ScanPass,
     Sequences,
     backward,
     read_costs,
@@ -26,20 +26,20 @@ from torchfmri._scan.run.gradient_pass import (
 from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
 from torchfmri.exceptions import InspectionError
 
 
 def run_cached(
-    subject: Subject,
+    subject: ScanSubject,
     sequences: Sequences,
     loss: ScanLoss,
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
     vectors: VectorPlan | None = None,
-) -> Pass:
+) -> ScanPass:
     """Run the sequences token by token with a cache, each step with its own backward pass.
 
     Raises:
@@ -121,7 +121,9 @@ def check_cached(model: nn.Module, loss: ScanLoss) -> None:
 class _Steps:
     """The model run step by step into one cache of its own."""
 
-    def __init__(self, model: nn.Module, sequences: Sequences, sink: PassSink, found: Pass) -> None:
+    def __init__(
+        self, model: nn.Module, sequences: Sequences, sink: PassSink, found: ScanPass
+    ) -> None:
         self._model, self._sequences, self._sink, self._found = model, sequences, sink, found
         self._positions = needed_positions(model, sequences.mask, sequences.positions)
         self._cache: Any = None

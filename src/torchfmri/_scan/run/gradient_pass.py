@@ -21,7 +21,7 @@ from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.readings import Kept, Readings
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
 from torchfmri._tokens import ParameterInfo, TokenGradients
 from torchfmri._torch import Element
@@ -29,7 +29,7 @@ from torchfmri.exceptions import InspectionError
 
 
 @dataclass(eq=False)
-class Pass:
+class ScanPass:
     """What one pass over a batch of sequences brought.
 
     Attributes:
@@ -80,14 +80,14 @@ class Sequences:
 
 
 def run_pass(
-    subject: Subject,
+    subject: ScanSubject,
     sequences: Sequences,
     loss: ScanLoss | None,
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
     vectors: VectorPlan | None = None,
-) -> Pass:
+) -> ScanPass:
     """Run the sequences once, with a backward pass if there is a loss.
 
     Args:
@@ -133,7 +133,7 @@ def backward(loss: Tensor, model: nn.Module) -> None:
             torch.autograd.backward(loss)
 
 
-def token_gradients_of(model: nn.Module, voxel: int, found: Pass) -> TokenGradients | None:
+def token_gradients_of(model: nn.Module, voxel: int, found: ScanPass) -> TokenGradients | None:
     """The token gradients of all parameters by voxel; None where there are no parameters."""
     if not any(each.requires_grad for each in model.parameters()):
         found.notes.append("the model has no parameters that could be trained: no learning cost")
@@ -161,7 +161,7 @@ def trainable(model: nn.Module) -> Iterator[None]:
             each.requires_grad_(False)
 
 
-def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> None:
+def read_logits(found: ScanPass, logits: Tensor | None, sequences: Sequences) -> None:
     """Surprisal and entropy of every token after the first."""
     if logits is None or logits.shape[:2] != sequences.ids.shape or logits.shape[1] < 2:
         return
@@ -193,7 +193,7 @@ class PassSink(Sink):
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ScanSubject,
         sequences: Sequences,
         loss: ScanLoss | None,
         *,
@@ -202,7 +202,7 @@ class PassSink(Sink):
         own_step: bool = False,
     ) -> None:
         self._layers = {each.name: each for each in subject.layers}
-        self.found = found = Pass()
+        self.found = found = ScanPass()
         self._tensors = tensors
         self._b, self._s = sequences.ids.shape
         found.vectors = None if vectors is None else MeanVectors(vectors, self._b)
@@ -327,8 +327,8 @@ def _slices(kept: Tensor) -> Kept:
 
 
 def read_costs(
-    found: Pass,
-    subject: Subject,
+    found: ScanPass,
+    subject: ScanSubject,
     tokens: TokenGradients,
     arrange: Callable[[Tensor], Tensor | None],
 ) -> None:
@@ -378,7 +378,7 @@ class CostSums:
         subject: What was scanned.
     """
 
-    def __init__(self, found: Pass, subject: Subject) -> None:
+    def __init__(self, found: ScanPass, subject: ScanSubject) -> None:
         norms = found.activation.norms
         self._found = found
         self._by_voxel = torch.full_like(norms, torch.nan)

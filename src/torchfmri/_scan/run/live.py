@@ -33,7 +33,7 @@ from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import held_positions, like_parameters, logits_of
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._scan.run.surprisal import Surprisals
 from torchfmri._scan.run.token_axis import first_tensor
 from torchfmri._torch import Attached, HookSet
@@ -44,7 +44,7 @@ _STEPS, _HOST_BYTES = 32, 1 << 24
 _WRITTEN = "its activations while generating: somebody writes into its output"
 
 
-class Step(NamedTuple):
+class LiveStep(NamedTuple):
     """One forward pass of the model while it generates.
 
     Attributes:
@@ -91,7 +91,7 @@ class LiveRecording(Attached):
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ScanSubject,
         prompt: Tensor,
         length: int,
         *,
@@ -100,7 +100,7 @@ class LiveRecording(Attached):
         statistics: bool = False,
         tensors: frozenset[str] = frozenset(),
         vectors: VectorPlan | None = None,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[LiveStep], None] | None = None,
         tell_every: float = 0.0,
     ) -> None:
         self.subject, self._on_step = subject, on_step
@@ -364,9 +364,9 @@ class LiveRecording(Attached):
         self._on_step(self._step(self._first_untold, ids))
         self._told_at = time.monotonic()
 
-    def _step(self, first: int, ids: Tensor) -> Step:
+    def _step(self, first: int, ids: Tensor) -> LiveStep:
         where = slice(first, first + ids.shape[1])
-        return Step(
+        return LiveStep(
             first=first,
             ids=ids,
             activation=self.activation.norms[:, where],

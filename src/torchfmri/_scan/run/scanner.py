@@ -35,7 +35,7 @@ from torchfmri._scan.run.refusals import (
 from torchfmri._scan.run.scan_loss import ScanLoss, check_loss
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import PLACES, Subject, find_subject
+from torchfmri._scan.run.subject import PLACES, ScanSubject, find_subject
 from torchfmri._scan.scan_record import Scan
 from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError
@@ -76,7 +76,7 @@ class Scanner:
         refuse_shards(model, self.options.per)
         self._model, self._tokenizer = runnable(model), tokenizer
         self._speller = Speller(tokenizer)
-        self._subject: Subject | None = None
+        self._subject: ScanSubject | None = None
         layers = named_layers(model)
         wanted = self.options.tensors
         # A wildcard also matches lists of layers, which put out nothing.
@@ -244,7 +244,7 @@ class Scanner:
         run.notes += vectors.notes if vectors is not None else ()
         return run
 
-    def _vectors(self, subject: Subject, dataset: bool, generates: bool) -> VectorPlan | None:
+    def _vectors(self, subject: ScanSubject, dataset: bool, generates: bool) -> VectorPlan | None:
         tokens = chosen_tokens(self.options.vectors, dataset=dataset, generates=generates)
         if not tokens:
             return None
@@ -259,7 +259,7 @@ class Scanner:
             check_cached(self._model, loss)
         return loss
 
-    def _find_subject(self, ids: Tensor) -> Subject:
+    def _find_subject(self, ids: Tensor) -> ScanSubject:
         if self._subject is None:
             options = self.options
             subject = find_subject(

@@ -16,7 +16,7 @@ _WAITING = 64
 """How many tokens may wait for the reader before the model waits for it."""
 
 
-class _Stopped(BaseException):
+class _StreamStopped(BaseException):
     """The reader has gone."""
 
 
@@ -69,7 +69,7 @@ class _Worker:
     def _work(self) -> None:
         try:
             self.scan = self._run(self._put)
-        except _Stopped:
+        except _StreamStopped:
             pass
         except BaseException as error:
             self.error = error
@@ -79,7 +79,7 @@ class _Worker:
     def _put(self, token: LiveToken) -> None:
         self._room.get()
         if self._is_stopped:
-            raise _Stopped
+            raise _StreamStopped
         self._tokens.put(token)
 
 

@@ -74,7 +74,7 @@ class ScannedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ScanSubject:
     """What of a model is scanned.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 def find_subject(
     model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int, heads: bool = False
-) -> Subject:
+) -> ScanSubject:
     """Run two short passes and say what can be scanned.
 
     Args:
@@ -162,7 +162,7 @@ def find_subject(
         if alias != name
     }
     anatomy, scanned = _assemble(found, head, voxel)
-    return Subject(
+    return ScanSubject(
         model=runnable(model),
         layers=scanned,
         anatomy=anatomy,

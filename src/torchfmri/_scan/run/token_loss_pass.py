@@ -18,8 +18,8 @@ from torchfmri._model import compiled_code_as_eager, spared_grad
 from torchfmri._scan.run.flat_layout import voxel_norms
 from torchfmri._scan.run.gradient_pass import (
     CostSums,
-    Pass,
     PassSink,
+    ScanPass,
     Sequences,
     read_logits,
     trainable,
@@ -27,20 +27,20 @@ from torchfmri._scan.run.gradient_pass import (
 from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import call_model, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._tokens import Checks, ParameterInfo, alike_of, without_autocast
 from torchfmri.exceptions import InspectionError
 
 
 def run_token_losses(
-    subject: Subject,
+    subject: ScanSubject,
     sequences: Sequences,
     loss: ScanLoss,
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
     vectors: VectorPlan | None = None,
-) -> Pass:
+) -> ScanPass:
     """Run the sequences once forward, and backward once for each token that has a loss.
 
     Raises:
@@ -94,7 +94,7 @@ class _TokenLossSink(PassSink):
 class _Costs:
     """The norms of the parameters' gradients, token by token, and the proof of their sum."""
 
-    def __init__(self, subject: Subject, found: Pass) -> None:
+    def __init__(self, subject: ScanSubject, found: ScanPass) -> None:
         self._found = found
         parameters = dict(_named_parameters(subject))
         self._places = [
@@ -140,7 +140,7 @@ class _Costs:
             return self._checks.between(name, gradient).double()
 
 
-def _named_parameters(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+def _named_parameters(subject: ScanSubject) -> Iterator[tuple[str, Tensor]]:
     for layer in subject.layers:
         for info in layer.parameters:
             parameter = layer.module._parameters.get(info.key)

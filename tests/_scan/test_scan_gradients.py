@@ -36,8 +36,9 @@ from transformers import DynamicCache
 import torchfmri
 from torchfmri import Scan
 from torchfmri._scan.run.cached_pass import run_cached
-from torchfmri._scan.run.gradient_pass import ScanPass, Sequences, run_pass
+from torchfmri._scan.run.gradient_pass import run_pass
 from torchfmri._scan.run.scan_loss import ScanLoss
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.subject import ScanSubject, find_subject
 from torchfmri._scan.run.token_loss_pass import _residual, run_token_losses
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
-from torchfmri._scan.run.gradient_pass import ScanPass, Sequences
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.scan_loss import ScanLoss
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.spelling import Speller
 from torchfmri._scan.run.subject import ScanSubject
 

@@ -15,7 +15,7 @@ from torchfmri._scan.run.cached_pass import run_cached
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.first_call import FirstCall
-from torchfmri._scan.run.gradient_pass import ScanPass, Sequences, run_pass
+from torchfmri._scan.run.gradient_pass import run_pass
 from torchfmri._scan.run.live import LiveRecording, LiveStep
 from torchfmri._scan.run.live_token import LiveToken, live_tokens
 from torchfmri._scan.run.mean_vectors import VectorPlan
@@ -25,6 +25,7 @@ from torchfmri._scan.run.readouts import read_out, wants_readouts
 from torchfmri._scan.run.recorded_generation import recorded_inside
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.spelling import Speller
 from torchfmri._scan.run.subject import ScanSubject
 from torchfmri._scan.run.token_loss_pass import run_token_losses

@@ -16,16 +16,15 @@ from torch.nn import functional as F
 from torchfmri._model import compiled_code_as_eager, unwrap
 from torchfmri._scan.run.gradient_pass import (
     PassSink,
-    ScanPass,
-    Sequences,
     backward,
-    read_costs,
     token_gradients_of,
     trainable,
 )
+from torchfmri._scan.run.learning_costs import read_costs
 from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.subject import ScanSubject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
 from torchfmri.exceptions import InspectionError

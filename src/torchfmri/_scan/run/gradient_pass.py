@@ -7,9 +7,7 @@ that nothing is ever fed twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,66 +15,16 @@ from torch import Tensor, nn
 from torchfmri._capture import CallKey, Sink, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
 from torchfmri._scan.run.head_outputs import listening_to_inputs
+from torchfmri._scan.run.learning_costs import read_costs
 from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.readings import Kept, Readings
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
-from torchfmri._tokens import ParameterInfo, TokenGradients
+from torchfmri._tokens import TokenGradients
 from torchfmri._torch import Element
-from torchfmri.exceptions import InspectionError
-
-
-@dataclass(eq=False)
-class ScanPass:
-    """What one pass over a batch of sequences brought.
-
-    Attributes:
-        activation: What was read off the activations.
-        gradient: The same of dL/d output; None without a backward pass.
-        cost: Norms of the parameters' gradients by voxel, (b, s, voxel), and `layer_cost` by layer.
-        surprisal: (b, s), and `entropy`.
-        tensors: Layer -> (b, s, w).
-        vectors: Mean vectors, where some are kept.
-        residual: The largest difference between what the tokens add up to and the gradient that
-            autograd found, relative; None where nothing was compared.
-        missed: Layer -> why something is missing.
-        notes: What else has to be known.
-        best: (b, s - 1) the likeliest next token at each position.
-        gradient_positions: (b, s) which positions have a gradient at all.
-    """
-
-    activation: Readings = field(init=False)
-    gradient: Readings | None = None
-    cost: Tensor | None = None
-    layer_cost: Tensor | None = None
-    surprisal: Tensor | None = None
-    entropy: Tensor | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    vectors: MeanVectors | None = None
-    residual: float | None = None
-    missed: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    best: Tensor | None = None
-    gradient_positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """What was fed and written, as one padded batch.
-
-    Attributes:
-        ids: (b, s).
-        mask: (b, s), 0 for padding on either side.
-        generated: (b, s), what the model wrote.
-        positions: (b, s), what the model is to be fed as `position_ids`; None leaves it to it.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    generated: Tensor
-    positions: Tensor | None = None
 
 
 def run_pass(
@@ -324,87 +272,3 @@ class PassSink(Sink):
 def _slices(kept: Tensor) -> Kept:
     """Which of some positions count, by the first of them and their number."""
     return lambda first, count: kept[:, first : first + count]
-
-
-def read_costs(
-    found: ScanPass,
-    subject: ScanSubject,
-    tokens: TokenGradients,
-    arrange: Callable[[Tensor], Tensor | None],
-) -> None:
-    """The learning cost of each layer and voxel, from its parameters' token gradients.
-
-    Args:
-        found: Takes the result.
-        subject: What was scanned.
-        tokens: The token gradients, of keep="voxels".
-        arrange: Brings what is per token of `tokens` to (b, s, ...); None where it does not fit.
-    """
-    norms = found.activation.norms
-    b, s = norms.shape[:2]
-    sums = CostSums(found, subject)
-    received = set(tokens.names)
-    for layer in subject.layers:
-        for info in layer.parameters:
-            if info.name not in received:
-                continue
-            try:
-                squared = tokens[info.name].norm(by="voxel").to(norms.dtype).square()
-            except InspectionError as error:
-                found.missed[layer.name] = f"the learning cost of {info.name}: {error}"
-                continue
-            own = arrange(squared)
-            if own is None:
-                found.missed[layer.name] = (
-                    f"the learning cost of {info.name}: its tokens are {squared.shape[0]} x "
-                    f"{squared.shape[1]}, those of the scan {b} x {s}"
-                )
-                continue
-            sums.add(layer, info, own)
-    sums.finish()
-    coverage = tokens.coverage()
-    found.residual = (
-        coverage.residual if any(row.residual is not None for row in coverage) else None
-    )
-    for row in coverage.missing:
-        found.notes.append(f"no learning cost for {row.name}: {row.note}")
-
-
-class CostSums:
-    """Squared learning costs, added up over the parameters of each layer; nan where none came.
-
-    Args:
-        found: Takes their roots.
-        subject: What was scanned.
-    """
-
-    def __init__(self, found: ScanPass, subject: ScanSubject) -> None:
-        norms = found.activation.norms
-        self._found = found
-        self._by_voxel = torch.full_like(norms, torch.nan)
-        self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
-
-    def add(self, layer: ScannedLayer, info: ParameterInfo, own: Tensor, token: Any = ...) -> None:
-        """Add the squares of a parameter, (..., its voxels), of one token or of all (b, s)."""
-        own = own.to(self._by_voxel.dtype)
-        by_layer, by_voxel = self._by_layer[token], self._by_voxel[token]
-        by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
-        columns = _columns_of(layer, info)
-        if columns is not None:
-            by_voxel[..., columns] = by_voxel[..., columns].nan_to_num() + own
-
-    def finish(self) -> None:
-        """Put the roots of the sums where they belong."""
-        self._found.cost = self._by_voxel.sqrt()
-        self._found.layer_cost = self._by_layer.sqrt()
-
-
-def _columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
-    """The columns that are a parameter's voxels; None where the layer's are others."""
-    if info.output.last - info.output.first == 2:
-        # A layer may have several such parameters, of which not all have as many rows.
-        rows = layer.experts.stop - layer.experts.start
-        return layer.experts if info.shape[info.output.first] == rows else None
-    units = info.output.length(info.shape)
-    same = layer.axis is None or units == layer.axis.width
-    return layer.voxels if info.voxel == layer.size and same else None

@@ -16,17 +16,12 @@ from torch import Tensor, nn
 
 from torchfmri._model import compiled_code_as_eager, spared_grad
 from torchfmri._scan.run.flat_layout import voxel_norms
-from torchfmri._scan.run.gradient_pass import (
-    CostSums,
-    PassSink,
-    ScanPass,
-    Sequences,
-    read_logits,
-    trainable,
-)
+from torchfmri._scan.run.gradient_pass import PassSink, read_logits, trainable
+from torchfmri._scan.run.learning_costs import CostSums
 from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import call_model, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._tokens import Checks, ParameterInfo, alike_of, without_autocast
 from torchfmri.exceptions import InspectionError

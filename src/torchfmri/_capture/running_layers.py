@@ -1,4 +1,8 @@
-"""Which layer of a model is running, told by hooks that are taken off again."""
+"""The stack of layers that are running, kept by hooks that are taken off again.
+
+`Position` knows more: the backward pass too, and one pass at a time. This is for code that only
+has to say where something happened.
+"""
 
 from __future__ import annotations
 

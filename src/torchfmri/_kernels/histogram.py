@@ -152,7 +152,7 @@ class CodeGrid:
     counts: Integers
 
     def coarsen(self, exponent: int) -> CodeGrid:
-        """The same counts on a grid of at least this width."""
+        """Return the counts on a grid of at least this width."""
         if exponent == self.exponent:
             return self
         return CodeGrid(
@@ -160,7 +160,7 @@ class CodeGrid:
         )
 
     def merge(self, other: CodeGrid) -> CodeGrid:
-        """The grid of both, exactly; both have the same width."""
+        """Return the exact counts of both grids together; both have the same width."""
         codes, counts = np.r_[self.codes, other.codes], np.r_[self.counts, other.counts]
         return CodeGrid(self.exponent, *_add_repeated(codes, counts))
 

@@ -29,7 +29,7 @@ def run_backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[], object]:
-    """What `run_backward` will run, with the search through the graph already done."""
+    """Return what `run_backward` runs, with the search through the graph already done."""
     leaves, reentrant = _explore(loss)
     spared = {**leaves, **{id(each): each for each in parameters}}
     if reentrant:

@@ -35,7 +35,7 @@ class CommandSubject(NamedTuple):
 
 
 def load_subject(spec: str, needs_data: bool = True) -> CommandSubject:
-    """What the function named by `spec` makes: `package.module:factory` or `file.py:factory`.
+    """Return what a function makes, named `package.module:factory` or `file.py:factory`.
 
     The function is called without arguments and returns `(model, data, loss)`, `(model, data)`, or
     a model that carries its own example (`example_input_array` of Lightning, `dummy_inputs` of

@@ -107,7 +107,7 @@ def lost_rows(rows: Sequence[Row], missing: Mapping[str, str]) -> dict[str, str]
 
 
 def describe_positions(rows: Sequence[Row]) -> list[str]:
-    """What was left out as padding, in words."""
+    """Return in words how many positions were left out as padding."""
     seen: dict[tuple[int, int], int] = {}
     for row in rows:
         if row.statistics is not None and row.statistics.positions is not None:
@@ -131,7 +131,7 @@ def is_suspect(statistics: Statistics) -> bool:
 
 
 def describe_state(statistics: Statistics) -> str:
-    """In two words what makes a distribution none; "" for an ordinary one."""
+    """Return why values are no distribution, in two words; "" for an ordinary one."""
     if not statistics.count:
         return "empty"
     if not statistics.finite:

@@ -273,7 +273,8 @@ def _look_up(
         return
     call = calls.get(node._sequence_nr())
     if call is not None:
-        # Not through views, which takes longer to find out: what calls return is none here.
+        # Views are skipped: checking for them costs more than it saves, and call outputs are
+        # never views here.
         if gradient is not None and isinstance(node, BackwardCFunction):
             gradient = own_copy(gradient)
         arrived(call, gradient)

@@ -38,7 +38,7 @@ class RoutingConfig:
     heads: int = 4
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the settings as plain data."""
         return asdict(self)
 
 

@@ -296,7 +296,7 @@ def _check_optimizers(
 
 
 def _unscaled(each: Captured, scale: Tensor | float) -> Captured:
-    """The same without the factor that a scaler gave to the loss, in float32 or wider."""
+    """Return the call without the factor that a scaler gave to the loss, in float32 or wider."""
     g, total = each.factors.g, each.factors.total
     wide = torch.promote_types(g.dtype, torch.float32)
     total = None if total is None else total / scale
@@ -332,7 +332,7 @@ def _weights(each: Captured, routing: Routing | None) -> Tensor:
 def _summed_over_processes(
     calls: list[Captured], group: dist.ProcessGroup | None
 ) -> list[Captured]:
-    """The same with the weights' gradients of all processes added up."""
+    """Return the calls with the weights' gradients of all processes added up."""
     if group is None:
         return calls
     sums: dict[str, Tensor] = {}

@@ -35,7 +35,7 @@ class PrototypeMap(NamedTuple):
     variance: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the fields as plain data."""
         return self._asdict()
 
 

@@ -49,7 +49,7 @@ class UnitRates(Sink):
         self._tokens: dict[str, Tensor] = {}
 
     def run(self, call: Callable[[], object], tasks: Tensor, mask: Tensor | None = None) -> object:
-        """What `call` returns, counted.
+        """Return what `call` returns, and count the units that were on.
 
         Args:
             call: Runs the model on one batch.

@@ -46,7 +46,7 @@ class ColourScale(NamedTuple):
     beyond: str
 
     def norm(self) -> Any:
-        """For matplotlib."""
+        """Return the scale as matplotlib takes it."""
         from matplotlib.colors import LogNorm, Normalize
 
         return (LogNorm if self.logarithmic else Normalize)(self.low, self.high)

@@ -218,7 +218,7 @@ def _tokens(frame: Frame, tokens: _HostTokens, row: int) -> Tokens:
 def _statistics(
     found: ScanPass | None, live: LiveRecording | None
 ) -> dict[str, NDArray[np.float64]]:
-    """What they are of -> (b, layer, STATISTICS)."""
+    """Return activations and gradients -> their statistics, (b, layer, STATISTICS)."""
     sources: dict[str, Readings | None] = {}
     if found is not None:
         sources = {"activations": found.activation, "gradients": found.gradient}

@@ -108,7 +108,7 @@ class LiveBoard(ScanBoard):
         self.changed()
 
     def entries(self) -> Sequence[Entry]:
-        """Those that are scanned, and the one that is coming."""
+        """The sequences that are scanned, and the one that is coming."""
         coming = self._coming
         now = [Entry(coming.name, len(coming.tokens))] if coming is not None else []
         return [*self._entries, *now]

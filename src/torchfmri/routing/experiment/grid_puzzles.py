@@ -114,7 +114,7 @@ class GridPuzzles:
         return _drawn(self.train_puzzles, size, generator)
 
     def test(self, group: str, size: int, generator: torch.Generator) -> Batch:
-        """The same of the pairs that are never learned from."""
+        """Puzzles drawn from the pairs that are never learned from, their colours exchanged."""
         return _drawn(self.test_puzzles, size, generator)
 
 

@@ -134,7 +134,7 @@ def _watch(
 
 
 def _begin(counters: Any) -> None:
-    """In each process, before its first run."""
+    """Prepare a process, before its first run."""
     global _counters
     _counters = counters
     torch.set_num_threads(1)

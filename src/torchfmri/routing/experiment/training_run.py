@@ -80,11 +80,11 @@ class RunPlan:
         return f"{self.variant}-{self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, as JSON has it."""
+        """Return the plan as plain data that JSON can hold."""
         return {**asdict(self), "lengths": list(self.lengths)}
 
     def tasks(self) -> Tasks:
-        """What is learned."""
+        """Return the tasks that are learned."""
         return GridPuzzles.read(Path(self.puzzles)) if self.puzzles else SequenceTasks(self.lengths)
 
 

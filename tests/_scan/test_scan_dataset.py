@@ -123,10 +123,10 @@ def test_fields_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{broken", "is no JSON"),
+        ("{broken", "is not JSON"),
         ('["a"]', "is a list. A dataset has one JSON object in each line"),
         ("7", "is a int"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"question": "why"}', "has no prompt in 'prompt', 'messages', 'text', 'ids'; its fields"),
         ('{"prompt": null}', "its fields are 'prompt'. Name the one with the prompt"),
         ("{}", "its fields are none"),
@@ -145,7 +145,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 
 def test_a_line_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "\xff\xfe"}\n')
-    with pytest.raises(InspectionError, match=r"Line 1 .* is no JSON"):
+    with pytest.raises(InspectionError, match=r"Line 1 .* is not JSON"):
         rows_of(tmp_path / "x.jsonl")
 
 

@@ -40,7 +40,7 @@ class Keep:
         limit = self.max_bytes
         if limit is not None and (not isinstance(limit, int) or limit < 0):
             raise InspectionError(
-                f"max_bytes={limit!r} is no number of bytes, such as 2 << 30; None means no limit."
+                f"max_bytes={limit!r} is not a number of bytes such as 2 << 30; None: no limit."
             )
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise InspectionError(

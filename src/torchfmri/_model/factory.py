@@ -68,7 +68,7 @@ def _load_file(path: Path) -> ModuleType:
     name = f"_torchfmri_subject_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InspectionError(f"{path.name!r} is no Python file. Write {FORM}.")
+        raise InspectionError(f"{path.name!r} is not a Python file. Write {FORM}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class up there
     try:

@@ -118,7 +118,7 @@ def line_width(wanted: int | None) -> int:
     """How wide lines may be, in characters: as wanted, or as wide as the terminal.
 
     Raises:
-        InspectionError: It is no whole number above 0.
+        InspectionError: It is not a whole number above 0.
     """
     if wanted is None:
         return shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns or _WIDTH_OFF_TERMINAL

@@ -140,7 +140,7 @@ def _draw_intervals(
 def _relative_difference(
     a: Inspection, b: Inspection, layer: str, what: str, names: tuple[str, str]
 ) -> float | str:
-    """|a - b| / |a| over the calls of a layer; words where that is no positive number."""
+    """|a - b| / |a| over the calls of a layer; words where that is not a positive number."""
     pairs = _pairs(a[layer], b[layer], what)
     if not pairs:
         return "called differently"
@@ -178,7 +178,7 @@ def _pairs(one: Record, two: Record, what: str) -> list[tuple[Value | None, Valu
 def _draw_apart(
     panel: Axes, layout: LayerLayout, apart: Sequence[float | str], names: tuple[str, str]
 ) -> None:
-    """How far the two are apart, on a logarithmic axis; words where that is no number."""
+    """How far the two are apart, on a logarithmic axis; words where that is not a number."""
     shown = [math.nan if isinstance(value, str) else value for value in apart]
     panel.plot(shown, layout.places, "D", color=ink(panel), markersize=3)
     finite = [value for value in shown if not math.isnan(value)]

@@ -93,7 +93,7 @@ def run_cached(
 
 
 def check_cached(model: nn.Module, loss: ScanLoss) -> None:
-    """Raise where gradients with a constant cache are not to be had.
+    """Raise where gradients with a constant cache cannot be computed.
 
     Raises:
         InspectionError: Naming what stands in the way.
@@ -106,7 +106,7 @@ def check_cached(model: nn.Module, loss: ScanLoss) -> None:
     kind = type(unwrap(model)).__name__
     if not loss.causal:
         raise InspectionError(
-            f"{kind} is no causal language model: per='cached' needs one that writes token by "
+            f"{kind} is not a causal language model: per='cached' needs one that writes token by "
             "token. Use per='position'."
         )
     if not takes(model, "past_key_values"):

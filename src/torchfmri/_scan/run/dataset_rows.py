@@ -82,7 +82,7 @@ def rows_of(
     for name, value in named.items():
         if not isinstance(value, str) and not (name != "condition_field" and value is None):
             raise InspectionError(
-                f"{name}={value!r} is no name of a field: give a text such as 'prompt'."
+                f"{name}={value!r} is not the name of a field: give a text such as 'prompt'."
             )
     rows: _LazyRows
     fields = _Fields(field, condition_field, id_field)
@@ -240,7 +240,7 @@ class _JsonLines(_LazyRows):
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InspectionError(
-                f"{place} is no JSON: {error}. A dataset has one JSON object in each line."
+                f"{place} is not JSON: {error}. A dataset has one JSON object in each line."
             ) from error
         if not isinstance(record, dict):
             raise InspectionError(
@@ -316,7 +316,7 @@ def _prompt_of(value: Any, place: str) -> Any:
     """The prompt, with arrays and tensors as lists, so that a row's name is made of all values.
 
     Raises:
-        InspectionError: It is no prompt.
+        InspectionError: It is not a prompt.
     """
     prompt = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(prompt, (str, list, tuple)):

@@ -133,7 +133,7 @@ class Scanner:
         listed = generate is None or isinstance(generate, Mapping)
         require(listed, "generate", generate, "give the options of generate: {'top_k': 5}")
         if on_token is not None and not callable(on_token):
-            raise InspectionError(f"on_token={on_token!r} is no function of a token.")
+            raise InspectionError(f"on_token={on_token!r}: give a function that takes a token.")
         check_real("tell_every", tell_every, "give seconds, such as 0.1, or 0", least=0)
         if seed is not None:
             check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
@@ -205,7 +205,7 @@ class Scanner:
         """Check everything that can be wrong, and return the run; the model has not run yet."""
         _check_possible(self._model, max_new_tokens)
         if decode is not None and not callable(decode):
-            raise InspectionError(f"decode={decode!r} is no function of model and ids.")
+            raise InspectionError(f"decode={decode!r}: give a function that takes model and ids.")
         if self.options.per is not None and any(p.is_inference() for p in self._model.parameters()):
             raise InspectionError(
                 "The model was made inside torch.inference_mode(), so nothing can be "
@@ -305,6 +305,6 @@ def _check_possible(model: nn.Module, max_new_tokens: int) -> None:
     refuse_virtual_tokens(model)
     if max_new_tokens and not is_causal(model):
         raise InspectionError(
-            f"{type(unwrap(model)).__name__} is no causal language model and cannot go on writing. "
-            "Read the text with max_new_tokens=0."
+            f"{type(unwrap(model)).__name__} is not a causal language model and cannot go on "
+            "writing. Read the text with max_new_tokens=0."
         )

@@ -8,7 +8,7 @@ looked at where it has the shape expected from them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -178,8 +178,8 @@ def find_subject(
 def _survey(
     probe: Probe,
     modules: Mapping[str, nn.Module],
-    inputs: Container[str],
-    parameters: Mapping[str, list[ParameterInfo]],
+    inputs: Collection[str],
+    parameters: dict[str, list[ParameterInfo]],
 ) -> tuple[list[_Found], dict[str, str], dict[str, str]]:
     """Return the layers that can be scanned, why others cannot, and notes on some, by name."""
     found: list[_Found] = []

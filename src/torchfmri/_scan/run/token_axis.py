@@ -152,7 +152,7 @@ def resolve(shapes: Sequence[tuple[Shape, int, int]]) -> Resolved | str:
 
 
 def first_tensor(output: object) -> Tensor | None:
-    """The output itself, or element 0 of a tuple or of a mapping; None where that is no number."""
+    """The output itself, or element 0 of a tuple or of a mapping; None for others."""
     if type(output) is tuple and output and type(output[0]) is Tensor:
         output = output[0]
     elif not isinstance(output, Tensor):

@@ -149,7 +149,9 @@ def _read(file: Path) -> tuple[str, tuple[tuple[Grid, Grid], ...], list[tuple[Gr
             if values.ndim != 2 or values.min() < 0 or values.max() >= COLOURS:
                 raise ValueError(f"a grid is rows of colours 0 to {COLOURS - 1}")
     except (ValueError, KeyError, TypeError) as error:
-        raise InspectionError(f"{file} is no ARC task: {type(error).__name__}: {error}") from error
+        raise InspectionError(
+            f"{file} is not an ARC task: {type(error).__name__}: {error}"
+        ) from error
     return str(task.get("rule", file.stem)), tuple(parts[0]), parts[1]
 
 

@@ -17,7 +17,7 @@ from torchfmri._model.backward_pass import (
 )
 from torchfmri._model.block_places import Place
 from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
-from torchfmri._model.factory import FORM, CommandSubject, find_factory, load_subject
+from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import (
     WITH_TARGET,
     Loss,
@@ -53,7 +53,6 @@ __all__ = [
     "FORM",
     "WITH_TARGET",
     "Block",
-    "CommandSubject",
     "Concerns",
     "Loss",
     "NamedModel",
@@ -63,6 +62,7 @@ __all__ = [
     "PlaceName",
     "RandomState",
     "Ranges",
+    "Subject",
     "TrainedModel",
     "acts_on_gradients",
     "arguments_for",

@@ -20,7 +20,7 @@ FORM = "package.module:factory or path/to/file.py:factory"
 _OWN_EXAMPLES = ("example_input_array", "dummy_inputs")
 
 
-class CommandSubject(NamedTuple):
+class Subject(NamedTuple):
     """A model, what to run it on, and what to differentiate.
 
     Attributes:
@@ -34,7 +34,7 @@ class CommandSubject(NamedTuple):
     loss: Any = None
 
 
-def load_subject(spec: str, needs_data: bool = True) -> CommandSubject:
+def load_subject(spec: str, needs_data: bool = True) -> Subject:
     """Return what a function makes, named `package.module:factory` or `file.py:factory`.
 
     The function is called without arguments and returns `(model, data, loss)`, `(model, data)`, or
@@ -121,7 +121,7 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]
     raise InspectionError(f"There is no {name!r} in {place}.{there}")
 
 
-def _subject_of(made: Any, spec: str, needs_data: bool) -> CommandSubject:
+def _subject_of(made: Any, spec: str, needs_data: bool) -> Subject:
     parts = (made,) if isinstance(made, nn.Module) else made
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], nn.Module):
         found = type(made).__name__
@@ -143,7 +143,7 @@ def _subject_of(made: Any, spec: str, needs_data: bool) -> CommandSubject:
             f"{spec} returned a {type(model).__name__} without data to run it on. Return "
             "(model, data), with data a tensor, a tuple of arguments or a dict of keywords."
         )
-    return CommandSubject(model, data, parts[2] if len(parts) > 2 else None)
+    return Subject(model, data, parts[2] if len(parts) > 2 else None)
 
 
 def _own_example(model: nn.Module) -> Any:

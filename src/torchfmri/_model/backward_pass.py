@@ -77,9 +77,9 @@ def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
     if acting:
         raise InspectionError(
             f"The model uses reentrant checkpointing, and {len(acting)} parameters act as soon as "
-            "they get a gradient (an optimizer in the backward pass). An inspection would step "
-            "that optimizer. Use checkpoint(..., use_reentrant=False), or inspect your own step "
-            "with `with inspector.recording():`."
+            "they get a gradient (an optimizer in the backward pass). A backward pass of ours "
+            "would step that optimizer. Use checkpoint(..., use_reentrant=False), or watch your "
+            "own step: `with torchfmri.Inspector(model).recording():`."
         )
     with spared_grad(leaves.values()):
         torch.autograd.backward(loss)

@@ -86,8 +86,10 @@ def _add_generation(parser: ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=64, metavar="N", help="0 only reads (default: 64)"
     )
     group.add_argument("--sample", action="store_true", help="sample; by default it is greedy")
-    group.add_argument("--temperature", type=float, metavar="T", help="of sampling")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    group.add_argument("--temperature", type=float, metavar="T", help="temperature of sampling")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"
+    )
 
 
 def _add_measurement(parser: ArgumentParser) -> None:

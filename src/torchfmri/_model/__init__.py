@@ -46,7 +46,7 @@ from torchfmri._model.patterns import check_names, match_names, nearest_names, n
 from torchfmri._model.place_names import PlaceName, names_in_block, parse_place
 from torchfmri._model.places import input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
-from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
+from torchfmri._model.threads import TrainedModel, one_thread, own_turn, resting, watched
 
 __all__ = [
     "CHOICES",
@@ -91,6 +91,7 @@ __all__ = [
     "names_in_block",
     "nearest_names",
     "not_found",
+    "one_thread",
     "own_turn",
     "parse_place",
     "places_of",

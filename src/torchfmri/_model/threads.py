@@ -129,6 +129,17 @@ def resting() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: with several, sums are added up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def watched(model: nn.Module, *, alone: bool = True) -> Iterator[None]:
     """Have a model for this thread while hooks are on it or its state is changed.
 

@@ -154,7 +154,17 @@ def _loss_value(output: Any, target: Any, loss: Loss) -> Any:
         raise InspectionError(
             "A target was given without a loss. Write loss=nn.CrossEntropyLoss(), for example."
         )
+    return loss_in(output)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss that an output is, or has; None where there is none."""
     if isinstance(output, Tensor):
         return output if output.numel() == 1 and output.is_floating_point() else None
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    own = own_loss(output)
     return own if isinstance(own, Tensor) else None
+
+
+def own_loss(output: Any) -> Any:
+    """Return `output.loss` or `output["loss"]`, whatever that is; None where there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -31,12 +31,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each (default: %(default)s)")
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=plan.steps,
-        help="training steps of a run (default: %(default)s)",
-    )
-    parser.add_argument(
         "--lengths",
         type=int,
         nargs="+",
@@ -49,6 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some",
     )
     for name, meaning in (
+        ("steps", "training steps of a run"),
         ("batch", "sequences per step"),
         ("hidden-size", "size of the residual stream"),
         ("blocks", "transformer blocks"),

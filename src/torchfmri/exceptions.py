@@ -216,7 +216,7 @@ def _explained_class(original: type[BaseException]) -> type[ExplainedError]:
 
 
 class FileFormatError(InspectionError, ValueError):
-    """A file or folder is none that torchfmri wrote, or it is damaged, hostile or too large.
+    """A file or folder was not written by torchfmri, or it is damaged, hostile or too large.
 
     `ScanFormatError` is another name of it, from the time when only scans were checked.
 

@@ -219,7 +219,7 @@ class LightAttentionFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """The same formulas as above, block by block, with P = exp(S - logsumexp)."""
+        """Return the gradients of `Attention`, block by block, with P = exp(S - logsumexp)."""
         query, key, value, mask, output, logsumexp = ctx.saved_tensors
         q, out, lse, g, g_lse = (
             each.unflatten(1, ctx.groups) for each in (query, output, logsumexp, *gradients)

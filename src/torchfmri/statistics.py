@@ -29,9 +29,9 @@ from torchfmri._arguments import check_number, check_tensor, is_whole, require
 from torchfmri._kernels import (
     NEGATIVE,
     ChannelStatistics,
+    CodeGrid,
     Floats,
     FrozenDict,
-    Grid,
     Histogram,
     Pieces,
     Reduction,
@@ -114,7 +114,7 @@ class Statistics(FrozenDict):
     zero: int = 0
     subnormal: int = 0
     histogram: Histogram | None = None
-    grid: Grid | None = None
+    grid: CodeGrid | None = None
     positions: tuple[int, int] | None = None
     dtype: str = ""
     shape: tuple[int, ...] | None = None
@@ -290,7 +290,7 @@ class Statistics(FrozenDict):
         if values["grid"] is not None:
             grid = values["grid"]
             codes, counts = (np.array(grid[name], np.int64) for name in ("codes", "counts"))
-            values["grid"] = Grid(grid["exponent"], codes, counts)
+            values["grid"] = CodeGrid(grid["exponent"], codes, counts)
         return cls(**values)
 
     @cached_property
@@ -413,7 +413,7 @@ def statistics_of_reduction(
     *,
     dtype: str,
     shape: tuple[int, ...] | None,
-    grid: Grid | None = None,
+    grid: CodeGrid | None = None,
     positions: tuple[int, int] | None = None,
     note: str = "",
 ) -> Statistics:
@@ -517,7 +517,7 @@ def _reduce(
     return result
 
 
-def _take_grid(flat: Tensor, found: Reduction, repeat: int) -> Grid | None:
+def _take_grid(flat: Tensor, found: Reduction, repeat: int) -> CodeGrid | None:
     """A grid of the values where one bin of the histogram holds too much of the mass."""
     if found.histogram is None or found.low >= found.high:
         return None
@@ -525,7 +525,7 @@ def _take_grid(flat: Tensor, found: Reduction, repeat: int) -> Grid | None:
         return None
     whole = found.finite == found.count
     grid = _kernels.count_grid(flat, found.low, found.high, finite=whole)
-    return Grid(grid.exponent, grid.codes, grid.counts * repeat)
+    return CodeGrid(grid.exponent, grid.codes, grid.counts * repeat)
 
 
 def _largest_share(found: Reduction) -> float:
@@ -565,7 +565,7 @@ def _zeros(count: int, like: Statistics) -> Statistics:
     )
 
 
-def _merge_grids(filled: list[Statistics]) -> Grid | None:
+def _merge_grids(filled: list[Statistics]) -> CodeGrid | None:
     """The grid of all values, where every part has one or is a single value (which gives one)."""
     if len(filled) < 2:
         return filled[0].grid if filled else None
@@ -577,7 +577,7 @@ def _merge_grids(filled: list[Statistics]) -> Grid | None:
     return None if one is None or two is None else one.merge(two)
 
 
-def _grid_at(part: Statistics, exponent: int) -> Grid | None:
+def _grid_at(part: Statistics, exponent: int) -> CodeGrid | None:
     """The grid of one part at a given width, where it can be known exactly."""
     if part.grid is not None:
         return part.grid.coarsen(exponent)
@@ -604,7 +604,7 @@ def _to_json(value: Any) -> Any:
         return None
     if isinstance(value, Histogram):
         return dict(value)
-    if isinstance(value, Grid):
+    if isinstance(value, CodeGrid):
         arrays = {"codes": value.codes.tolist(), "counts": value.counts.tolist()}
         return {"exponent": value.exponent, **arrays}
     return list(value) if isinstance(value, tuple) else value

@@ -10,7 +10,7 @@ import torch
 
 from torchfmri import _kernels
 from torchfmri._kernels import device
-from torchfmri._kernels.histogram import Grid, Histogram, grid_code, grid_exponent
+from torchfmri._kernels.histogram import CodeGrid, Histogram, grid_code, grid_exponent
 from torchfmri._kernels.reduction import Reduction
 
 COUNTS = ("count", "nan", "pos_inf", "neg_inf", "zero", "subnormal", "low", "high")
@@ -125,8 +125,8 @@ def test_grid_counts_are_those_of_each_value(dtype, scale):
     codes, counts = np.unique(
         [grid_code(value, grid.exponent) for value in values], return_counts=True
     )
-    assert grid == Grid(grid.exponent, codes, counts)
-    assert grid != Grid(grid.exponent + 1, codes, counts)
+    assert grid == CodeGrid(grid.exponent, codes, counts)
+    assert grid != CodeGrid(grid.exponent + 1, codes, counts)
 
 
 def test_edges_meet_and_codes_are_truncated_floats():

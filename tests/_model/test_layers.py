@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri import InspectionError, Inspector, LayerNotFoundError
-from torchfmri._model.layers import find_layers, leaf_layers, named_layers, runnable, unwrap
+from torchfmri._model.layers import (
+    each_once,
+    find_layers,
+    first_names,
+    leaf_layers,
+    named_layers,
+    named_parameters,
+    runnable,
+    unwrap,
+)
 
 
 def block() -> nn.Module:
@@ -235,3 +244,17 @@ def test_none_children_and_scripted_children() -> None:
             return self.scripted(x)
 
     assert list(named_layers(Optional())) == ["", "scripted", "scripted.0"]
+
+
+def test_each_module_and_parameter_once_by_its_first_name() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Linear(2, 2, bias=False), shared)
+    model[1].weight = shared.weight
+    layers = named_layers(model)
+    assert first_names(layers) == {"": "", "0": "0", "1": "1", "2": "0"}
+    assert list(each_once(layers)) == ["", "0", "1"]
+    parameters = named_parameters(layers)
+    assert list(parameters) == ["0.weight", "0.bias", "1.weight", "2.weight", "2.bias"]
+    assert list(each_once(parameters)) == ["0.weight", "0.bias"]
+    # torch's own walk agrees where nothing is wrapped.
+    assert each_once(parameters) == dict(model.named_parameters())

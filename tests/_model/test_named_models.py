@@ -100,7 +100,7 @@ def test_dtype_and_device_are_those_asked_for(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float33", "int64", torch.int64, 3])
 def test_a_wrong_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(InspectionError, match=r"no dtype of parameters\. Write float32"):
+    with pytest.raises(InspectionError, match=r"not a dtype of parameters\. Write float32"):
         load_model("tiny", dtype=dtype)
 
 

@@ -179,7 +179,7 @@ def test_a_single_message_stands_in_a_list() -> None:
 
 
 def test_what_is_no_tokenizer() -> None:
-    with pytest.raises(InspectionError, match="tokenizer='tiny' is no tokenizer"):
+    with pytest.raises(InspectionError, match="tokenizer='tiny' is not a tokenizer"):
         encode("Hi", "tiny")
 
 

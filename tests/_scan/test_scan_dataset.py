@@ -32,7 +32,7 @@ from torchfmri import (
 )
 from torchfmri._scan.run import dataset
 from torchfmri._scan.run.dataset import scan_rows
-from torchfmri._scan.run.dataset_rows import Row, rows_of
+from torchfmri._scan.run.dataset_rows import DatasetRow, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIGHT = ScanOptions(per=None, layers="mlp")
@@ -123,10 +123,10 @@ def test_fields_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{broken", "is no JSON"),
+        ("{broken", "is not JSON"),
         ('["a"]', "is a list. A dataset has one JSON object in each line"),
         ("7", "is a int"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"question": "why"}', "has no prompt in 'prompt', 'messages', 'text', 'ids'; its fields"),
         ('{"prompt": null}', "its fields are 'prompt'. Name the one with the prompt"),
         ("{}", "its fields are none"),
@@ -145,7 +145,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 
 def test_a_line_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "\xff\xfe"}\n')
-    with pytest.raises(InspectionError, match=r"Line 1 .* is no JSON"):
+    with pytest.raises(InspectionError, match=r"Line 1 .* is not JSON"):
         rows_of(tmp_path / "x.jsonl")
 
 
@@ -187,11 +187,12 @@ def test_records_of_any_sequence() -> None:
 
 def test_names_tell_rows_apart() -> None:
     rows = [
-        Row(0, "a"), Row(1, "a"), Row(0, "b"), Row(0, "a", "x"), Row(0, [1, 2]), Row(0, [1, 3]),
+        DatasetRow(0, "a"), DatasetRow(1, "a"), DatasetRow(0, "b"), DatasetRow(0, "a", "x"),
+        DatasetRow(0, [1, 2]), DatasetRow(0, [1, 3]),
         *rows_of([torch.arange(2000), torch.arange(2000).flip(0)]),
     ]  # fmt: skip
     assert len({row.name for row in rows}) == len(rows)
-    assert Row(3, "a", "x", place="somewhere").name == Row(3, "a", "x").name
+    assert DatasetRow(3, "a", "x", place="somewhere").name == DatasetRow(3, "a", "x").name
 
 
 # -- scanning --------------------------------------------------------------------------------------

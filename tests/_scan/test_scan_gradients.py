@@ -36,14 +36,15 @@ from transformers import DynamicCache
 import torchfmri
 from torchfmri import Scan
 from torchfmri._scan.run.cached_pass import run_cached
-from torchfmri._scan.run.gradient_pass import Pass, Sequences, run_pass
+from torchfmri._scan.run.gradient_pass import run_pass
 from torchfmri._scan.run.scan_loss import ScanLoss
-from torchfmri._scan.run.subject import Subject, find_subject
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
+from torchfmri._scan.run.subject import ScanSubject, find_subject
 from torchfmri._scan.run.token_loss_pass import _residual, run_token_losses
 
 # The fast tier keeps half of the cases of each test; the slow tier runs the others.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.one_in(2)]
-RUN: dict[str, Callable[..., Pass]] = {
+RUN: dict[str, Callable[..., ScanPass]] = {
     "position": run_pass,
     "cached": run_cached,
     "token_loss": run_token_losses,
@@ -188,12 +189,18 @@ def own_parameters(model: nn.Module, layer: str) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.rpartition(".")[0] == layer]
 
 
-def measure(subject: Subject, sequences: Sequences, per: str, kind: str = "generated") -> Pass:
+def measure(
+    subject: ScanSubject, sequences: Sequences, per: str, kind: str = "generated"
+) -> ScanPass:
     return RUN[per](subject, sequences, ScanLoss(kind), voxel=VOXEL)
 
 
 def assert_gradients(
-    found: Pass, subject: Subject, model: Any, expected: list[RowTruth], tolerance: float = EXACT
+    found: ScanPass,
+    subject: ScanSubject,
+    model: Any,
+    expected: list[RowTruth],
+    tolerance: float = EXACT,
 ) -> None:
     """Every layer, voxel and position: the gradient's norm and the learning cost."""
     assert found.gradient is not None

@@ -525,6 +525,6 @@ def test_plot_layers_of_gradients_is_over_the_positions_that_the_loss_reaches() 
 
 @pytest.mark.parametrize("name", ["x.zzz", "scan.html"])
 def test_a_picture_in_a_format_that_there_is_not(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InspectionError, match=r"no format of pictures.*png"):
+    with pytest.raises(InspectionError, match=r"not a format of pictures.*png"):
         make_scan(1).draw(tmp_path / name)
     assert not list(tmp_path.iterdir())

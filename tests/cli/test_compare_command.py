@@ -75,7 +75,7 @@ def test_two_saved_inspections(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--model", "tiny", "--a", "padding=up"], "choose left or right"),
         (["a", "b", "--model", "tiny"], "both given"),
         (["a", "b", "--prompt", "x"], "needs --model"),
-        (["a", "b", "--picture", "x.doc"], "no format of pictures"),
+        (["a", "b", "--picture", "x.doc"], "not a format of pictures"),
     ],
 )
 def test_bad_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

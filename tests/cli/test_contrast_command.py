@@ -64,7 +64,7 @@ def test_json_and_other_questions(folder: Path, capsys: pytest.CaptureFixture[st
         (["--tokens", "some"], "--tokens 'some': give all, prompt"),
         (["--paired"], "--paired needs the field"),
         (["--metric", "gradient"], "This scan has no gradient"),
-        (["--picture", "x.what"], "'.what' is no format of pictures"),
+        (["--picture", "x.what"], "'.what' is not a format of pictures"),
         (["--level", "unit"], "no mean vectors over all tokens; it has those over 'last'"),
     ],
 )

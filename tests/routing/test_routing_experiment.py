@@ -166,7 +166,7 @@ def test_long_puzzles_are_counted_and_wrong_files_named(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(
         '{"train": [{"input": [[11]], "output": [[1]]}], "test": []}'
     )
-    with pytest.raises(torchfmri.InspectionError, match=r"bad\.json is no ARC task"):
+    with pytest.raises(torchfmri.InspectionError, match=r"bad\.json is not an ARC task"):
         GridPuzzles.read(tmp_path)
     with pytest.raises(torchfmri.InspectionError, match=r"no \.json file"):
         GridPuzzles.read(tmp_path / "nothing")

@@ -42,13 +42,13 @@ def is_list(value: object) -> bool:
 
 
 def check_number(name: str, value: Any, least: int | None, meaning: str) -> None:
-    """Raise where an argument is no whole number, too small, or beyond 64 bits."""
+    """Raise where an argument is not a whole number, too small, or beyond 64 bits."""
     lowest = -(2**63) if least is None else least
     require(is_whole(value) and lowest <= value < 2**63, name, value, meaning)
 
 
 def check_real(name: str, value: Any, meaning: str, least: float = -math.inf) -> None:
-    """Raise where an argument is no number, NaN, or too small."""
+    """Raise where an argument is not a number, NaN, or too small."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and value >= least, name, value, meaning)
 
@@ -64,13 +64,13 @@ def check_callable(name: str, value: Any, meaning: str) -> None:
 
 
 def check_module(name: str, value: Any) -> None:
-    """Raise where an argument is no model."""
+    """Raise where an argument is not a model."""
     meaning = "give a model, which is an nn.Module, and no class of one"
     require(isinstance(value, nn.Module), name, value, meaning)
 
 
 def check_tensor(name: str, value: Any, meaning: str) -> None:
-    """Raise where an argument is no tensor."""
+    """Raise where an argument is not a tensor."""
     require(isinstance(value, Tensor), name, value, f"give a tensor, {meaning}")
 
 
@@ -78,7 +78,7 @@ def check_scalar(loss: Any) -> Tensor:
     """The loss, which is a tensor that holds one real number.
 
     Raises:
-        InspectionError: It holds several, is complex, or is no tensor.
+        InspectionError: It holds several, is complex, or is not a tensor.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -141,11 +141,11 @@ def check_target(name: str, value: Any) -> Path:
     """The path of a file or folder that can be made, with the folders above it.
 
     Raises:
-        InspectionError: It is none, or in something that is no folder.
+        InspectionError: It is not a path, or lies in something that is not a folder.
     """
     path = check_path(name, value)
     above = next((each for each in path.absolute().parents if os.path.lexists(each)), path)
-    require(above.is_dir(), name, value, f"{str(above)!r} is no folder; choose another place")
+    require(above.is_dir(), name, value, f"{str(above)!r} is not a folder; choose another place")
     return path
 
 

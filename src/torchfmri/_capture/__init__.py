@@ -9,7 +9,7 @@ layer is running. Something new to watch needs a hook in `taps`.
 from torchfmri._capture.padding import Padding, TokenMask, masked_modules
 from torchfmri._capture.position import BACKWARD, FORWARD, LOSS, PAUSED, Position
 from torchfmri._capture.running_layers import RunningLayers
-from torchfmri._capture.taps import CallKey, Short, Taps, Target
+from torchfmri._capture.taps import CallKey, Short, Sink, Taps, Target
 
 __all__ = [
     "BACKWARD",
@@ -21,6 +21,7 @@ __all__ = [
     "Position",
     "RunningLayers",
     "Short",
+    "Sink",
     "Taps",
     "Target",
     "TokenMask",

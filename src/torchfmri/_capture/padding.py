@@ -67,7 +67,7 @@ class _Inside(NamedTuple):
 
 
 class Running(defaultdict[int, list[_Inside]]):
-    """By thread, the innermost last.
+    """The running modules that take a mask, by thread, the innermost last.
 
     Attributes:
         is_padded: Something was, since the hooks are there.
@@ -212,7 +212,7 @@ class _Enter(Hook):
 
 
 def _kept(mask: Tensor, is_inside: bool) -> Tensor:
-    """Where a mask lets positions count.
+    """Return True where a mask keeps a position, and False where it is padding.
 
     Most masks are 1 there. One that is added to attention scores is 0, or above, and negative where
     a position is padding; a model hands it to its own layers.

@@ -11,14 +11,14 @@ import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._torch import Hook, flatten, node_sequence_number, sequence_number
+from torchfmri._model import each_once
+from torchfmri._torch import Attached, Hook, flatten, node_sequence_number, sequence_number
 
 LOSS = "(loss)"
 """The loss, and whatever else runs outside the model."""
@@ -27,8 +27,8 @@ PAUSED = "paused"
 """We are at work ourselves, not the model."""
 
 
-class Position:
-    """Where one pass is now: `layer` and `phase`; a context manager that attaches and removes.
+class Position(Attached):
+    """The `layer` and the `phase` that one pass is in now; a context manager.
 
     Args:
         layers: Name -> module; a module with several names goes by the first.
@@ -45,36 +45,19 @@ class Position:
         self.layer, self.phase = LOSS, FORWARD
         self.calls: Counter[str] = Counter()
         self._moved, self._returned = moved, returned
-        self._modules: dict[int, tuple[str, nn.Module]] = {}
-        for name, module in layers.items():
-            self._modules.setdefault(id(module), (name, module))
+        self._layers = each_once(layers)
         self._above: list[str] = []
         # Autograd numbers the nodes of each thread apart: thread -> (first numbers, layers).
         self._made: dict[int, tuple[list[int], list[str]]] = {}
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> Position:
-        try:
-            for name, module in self._modules.values():
-                before = Hook(partial(self._before, name), module)
-                after = Hook(partial(self._after, name), module)
-                self._handles += [
-                    module.register_forward_pre_hook(before, prepend=True),
-                    module.register_forward_hook(after, always_call=True),
-                ]
-        except BaseException:
-            self._detach()
-            raise
+    def _attach(self, stack: ExitStack) -> None:
+        stack.callback(self._forget)
+        for name, module in self._layers.items():
+            before = Hook(partial(self._before, name), module)
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            after = Hook(partial(self._after, name), module)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
         self._note_start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._detach()
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -100,9 +83,7 @@ class Position:
             self.phase = phase
             self._move(self.layer)
 
-    def _detach(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    def _forget(self) -> None:
         self._above.clear()
         self._made.clear()
         self.layer = LOSS

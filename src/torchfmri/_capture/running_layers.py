@@ -1,4 +1,8 @@
-"""Which layer of a model is running, told by hooks that are taken off again."""
+"""The stack of layers that are running, kept by hooks that are taken off again.
+
+`Position` knows more: the backward pass too, and one pass at a time. This is for code that only
+has to say where something happened.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from torchfmri._model import named_layers
+from torchfmri._model import each_once, named_layers
 from torchfmri._torch import NO_BACKWARD, Attached, Hook, current_backward
 
 
@@ -35,11 +39,9 @@ class RunningLayers(Attached):
 
     def _attach(self, stack: ExitStack) -> None:
         stack.callback(self.stack.clear)
-        seen: set[int] = set()
-        for name, module in named_layers(self._model).items():
-            if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
+        for name, module in each_once(named_layers(self._model)).items():
+            if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
                 continue
-            seen.add(id(module))
             before = Hook(partial(self._before, name), module)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
             after = Hook(self._after, module)

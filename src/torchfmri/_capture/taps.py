@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from torchfmri._capture.gradient_listeners import (
 )
 from torchfmri._torch import (
     NO_BACKWARD,
+    Attached,
     Backwards,
     Element,
     Hook,
@@ -94,7 +96,11 @@ class Short(NamedTuple):
 
 
 class Sink(Protocol):
-    """What receives the captured tensors. They are live: read or copy them at once."""
+    """The receiver of captured tensors. They are live: read or copy them at once.
+
+    A subclass inherits methods that do nothing for what it does not ask its taps for; what was
+    missed and what failed it must take.
+    """
 
     def values(self, call: CallKey, what: str, elements: list[Element]) -> None:
         """The inputs or activations of a call, also where only their gradients are wanted."""
@@ -103,21 +109,26 @@ class Sink(Protocol):
         self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
     ) -> None:
         """dL/d of one element that `values` got under this path; None withdraws an earlier one."""
+        return
 
     def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
         """A parameter, or the gradient that one backward pass brought to it."""
+        return
 
+    @abstractmethod
     def missed(self, layer: str, what: str, reason: str) -> None:
         """Something that was asked for could not be captured."""
 
     def noted(self, layer: str, text: str) -> None:
         """Something was captured, with a reservation."""
+        return
 
+    @abstractmethod
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         """The sink or the tap raised `error`; raise it again only outside of a backward pass."""
 
 
-class Taps:
+class Taps(Attached):
     """The hooks of one recording, as a context manager: attached on entry, gone on exit.
 
     Args:
@@ -145,18 +156,14 @@ class Taps:
         self._sink, self._wanted, self._called = sink, wanted, called
         self._taps: dict[str, _Tap] = {}  # where there is a short way, of the layers that need one
 
-    def __enter__(self) -> Taps:
-        try:
-            for target in self._targets:
-                self.tap(target).attach(self._hooks)
-            if self._short is not None:
-                hook = _ShortHook(self._short, self.tap, self._lost)
-                self._outputs = [hook.outputs, hook.views]
-                self._hooks.after(self._short.modules, hook)
-        except BaseException:
-            self.detach()
-            raise
-        return self
+    def _attach(self, stack: ExitStack) -> None:
+        stack.callback(self.detach)
+        for target in self._targets:
+            self.tap(target).attach(self._hooks)
+        if self._short is not None:
+            hook = _ShortHook(self._short, self.tap, self._lost)
+            self._outputs = [hook.outputs, hook.views]
+            self._hooks.after(self._short.modules, hook)
 
     def _lost(self) -> None:
         self._sink.failed("", InspectionError(_COMPILED), backward=True)
@@ -168,14 +175,6 @@ class Taps:
             tap = _Tap(target, self._sink, self._backwards, self._wanted, self._called)
             self._taps[target.layer] = tap
         return tap
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
 
     def detach(self) -> None:
         """Remove every hook; safe to call twice."""

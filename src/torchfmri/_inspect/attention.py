@@ -10,7 +10,7 @@ from torch import nn
 
 from torchfmri._attention import AttentionCall, AttentionReader
 from torchfmri._capture import CallKey
-from torchfmri._inspect.recorder import Recorder, Watched
+from torchfmri._inspect.recorder import Recorder, WatchedLayer
 from torchfmri._model import Pattern, match_names, named_layers, places_of, unwrap
 from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
@@ -21,7 +21,7 @@ _DROPOUT = "the pattern is that before dropout"
 
 @contextmanager
 def recorded_attention(
-    model: nn.Module, watched: Mapping[str, Watched], recorder: Recorder
+    model: nn.Module, watched: Mapping[str, WatchedLayer], recorder: Recorder
 ) -> Iterator[None]:
     """Record the attention of the layers for which it is watched, while the block runs."""
     if not any("attention" in each.what for each in watched.values()):
@@ -63,7 +63,7 @@ class AttentionRecording(AttentionReader):
     """
 
     def __init__(
-        self, model: nn.Module, watched: Mapping[str, Watched], recorder: Recorder
+        self, model: nn.Module, watched: Mapping[str, WatchedLayer], recorder: Recorder
     ) -> None:
         self._names = [name for name, each in watched.items() if "attention" in each.what]
         self._recorder, self._config = recorder, getattr(unwrap(model), "config", None)

@@ -15,7 +15,7 @@ from torchfmri._capture import Padding, Taps, Target, masked_modules
 from torchfmri._diagnosis import Diagnosis, diagnose_inspection
 from torchfmri._edit import Spec, attached, bind_edits, require_acted
 from torchfmri._inspect.attention import attention_layers, recorded_attention
-from torchfmri._inspect.recorder import Keep, Recorder, Watched
+from torchfmri._inspect.recorder import Keep, Recorder, WatchedLayer
 from torchfmri._model import (
     Loss,
     Pattern,
@@ -325,7 +325,7 @@ class Inspector:
             yield
         require_acted(bound)
 
-    def _plan(self) -> tuple[list[Target], dict[str, Watched], Inspection]:
+    def _plan(self) -> tuple[list[Target], dict[str, WatchedLayer], Inspection]:
         """What to tap, once per module instance, and the empty records to fill."""
         layers = named_layers(self.model)
         watches = self._watches or {name: {"activations"} for name in leaf_layers(layers)}
@@ -347,7 +347,7 @@ class Inspector:
             record.names = tuple(shared)
             targets.append(Target(first, module, what))
             channels = any(name in self._per_channel for name in shared)
-            sinks[first] = Watched(record, module, what, channels)
+            sinks[first] = WatchedLayer(record, module, what, channels)
             records.update(dict.fromkeys(shared, record))
         ordered = {name: records[name] for name in layers if name in records}
         return targets, sinks, Inspection(type(unwrap(self.model)).__name__, ordered)

@@ -40,7 +40,7 @@ class Keep:
         limit = self.max_bytes
         if limit is not None and (not isinstance(limit, int) or limit < 0):
             raise InspectionError(
-                f"max_bytes={limit!r} is no number of bytes, such as 2 << 30; None means no limit."
+                f"max_bytes={limit!r} is not a number of bytes such as 2 << 30; None: no limit."
             )
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise InspectionError(
@@ -63,7 +63,7 @@ class Keep:
         return self.dtype if tensor.is_floating_point() else None
 
 
-class Watched:
+class WatchedLayer:
     """One watched module: its record, what is wanted, and whether per unit."""
 
     __slots__ = (
@@ -88,7 +88,7 @@ class Recorder:
     def __init__(
         self,
         inspection: Inspection,
-        watched: Mapping[str, Watched],
+        watched: Mapping[str, WatchedLayer],
         keep: Keep,
         padding: Padding,
     ) -> None:
@@ -187,7 +187,9 @@ class Recorder:
                 record.calls.append(found[0])
         return found
 
-    def _value(self, watched: Watched, path: str, tensor: Tensor, mask: TokenMask | None) -> Value:
+    def _value(
+        self, watched: WatchedLayer, path: str, tensor: Tensor, mask: TokenMask | None
+    ) -> Value:
         source = tensor.detach() if tensor.requires_grad else tensor
         value = Value(path, source, watched.kind, mask)
         if self._keep.keep == "tensors":
@@ -263,7 +265,7 @@ class Recorder:
         self.missed(record.layer, what, reason)
 
 
-def _never_called(layer: str, watched: Watched) -> str:
+def _never_called(layer: str, watched: WatchedLayer) -> str:
     if issubclass(watched.kind, (nn.ModuleList, nn.ModuleDict)):
         return f"never called: a {watched.kind.__name__} only holds layers; watch those below it"
     if not watched.has_parameters:

@@ -20,8 +20,8 @@ from torchfmri._kernels.cuda_rows import heaviest
 from torchfmri._kernels.frozen_dict import FrozenDict
 from torchfmri._kernels.histogram import (
     NEGATIVE,
+    CodeGrid,
     Floats,
-    Grid,
     Histogram,
     Pieces,
     constant_grid,
@@ -49,10 +49,10 @@ __all__ = [
     "NEGATIVE",
     "Asked",
     "ChannelStatistics",
+    "CodeGrid",
     "Floats",
     "Form",
     "FrozenDict",
-    "Grid",
     "Histogram",
     "Lane",
     "Numbers",

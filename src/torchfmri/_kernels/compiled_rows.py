@@ -1,7 +1,12 @@
 """Numbers per row of float32 matrices, compiled by numba; imported only where numba is installed.
 
 Memory is given by its address, because a call with numbers alone is several times cheaper than one
-with arrays. Whoever calls keeps the tensors alive. Addresses are in bytes, strides in values.
+with arrays. Addresses are in bytes, strides in values.
+
+Nothing here checks an address or keeps its memory alive. A kernel returns when it has read and
+written everything, so a caller (`rows`, which says who owns what) has to hold the tensors during
+the call and no longer. It also vouches for dtype (float32), sizes and strides: a wrong one writes
+into memory of somebody else.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ _compile = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz", "contr
 
 
 def _cast_address(context: Any, address: Any) -> Any:
-    """What numba compiles for an address that is taken for a pointer."""
+    """Return what numba compiles for an address that is taken for a pointer."""
 
     def generate(_: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -55,7 +60,7 @@ def _write(row: Any, token: Any, size: Any, vector: Any, start: Any, squares: An
 def reduce_rows(
     values: Any, rows: Any, width: Any, size: Any, vector: Any, start: Any, length: Any, found: Any
 ) -> None:
-    """Squares and inner products of each row of a contiguous matrix.
+    """Write sums of squares and inner products of each row of a contiguous matrix.
 
     Args:
         values: Address of the matrix (rows, width).
@@ -109,7 +114,7 @@ def reduce_products(
     length: Any,
     found: Any,
 ) -> None:
-    """The same of g * x / rms(x), added up over the rows of each token.
+    """Write squares and inner products of g * x / rms(x), added up over the rows of each token.
 
     Args:
         g: Address of a tensor (b, s, rows of a token, width) with these strides, the last one 1.
@@ -157,7 +162,7 @@ def write_products(
 
 @_compile
 def bilinear_forms(forms: Any, found: Any) -> None:
-    """For each of some matrices the number left^T matrix right.
+    """Write the number left^T matrix right of each matrix.
 
     Args:
         forms: (n, 6) of int64: address of the matrix, rows, width, stride of a row, addresses of

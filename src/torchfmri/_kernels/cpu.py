@@ -22,8 +22,8 @@ from torchfmri._kernels.histogram import (
     CODES,
     MANTISSA_BITS,
     NEGATIVE,
+    CodeGrid,
     Floats,
-    Grid,
     Histogram,
     Integers,
     float64_codes,
@@ -164,7 +164,15 @@ def _reduce_block(block: Tensor, normal: float, tiny: int | None) -> Reduction:
     if tiny != 0 and low < normal and high > -normal:
         zero, subnormal = _count_tiny(torch.abs(block, out=scratch), normal, tiny)
     mean, squares = _block_moments(block, low, high, scratch)
-    return Reduction(block.numel(), 0, 0, 0, zero, subnormal, mean, squares, low, high)
+    return Reduction(
+        count=block.numel(),
+        zero=zero,
+        subnormal=subnormal,
+        mean=mean,
+        squared_deviations=squares,
+        low=low,
+        high=high,
+    )
 
 
 def _as_float32(block: Tensor) -> Tensor:
@@ -187,7 +195,15 @@ def _reduce_compiled(block: Tensor, normal: float, compiled: ModuleType) -> Redu
     # False for NaN and infinity too, whose ordered integers lie outside all others.
     if not (high - low > SMALL_SPREAD and max(high, -low) < LARGE_VALUE):
         return None
-    return Reduction(block.numel(), 0, 0, 0, zero, tiny - zero, mean, squares, low, high)
+    return Reduction(
+        count=block.numel(),
+        zero=zero,
+        subnormal=tiny - zero,
+        mean=mean,
+        squared_deviations=squares,
+        low=low,
+        high=high,
+    )
 
 
 def _block_moments(block: Tensor, low: float, high: float, scratch: Tensor) -> tuple[float, float]:
@@ -347,7 +363,7 @@ def _wide_histogram(values: Tensor) -> Histogram:
 # ---------------------------------------------------------------- other passes
 
 
-def count_grid(flat: Tensor, low: float, high: float, *, finite: bool) -> Grid:
+def count_grid(flat: Tensor, low: float, high: float, *, finite: bool) -> CodeGrid:
     """The counts of the finite values, which lie in [low, high], on the grid for that range.
 
     Args:
@@ -363,7 +379,7 @@ def count_grid(flat: Tensor, low: float, high: float, *, finite: bool) -> Grid:
         codes = _grid_codes(block, exponent, first, finite)
         table += torch.bincount(codes, minlength=len(table)).cpu()
     bins = np.flatnonzero(table.numpy())
-    return Grid(exponent, bins + first, table.numpy()[bins])
+    return CodeGrid(exponent, bins + first, table.numpy()[bins])
 
 
 def _grid_codes(block: Tensor, exponent: int, first: int, finite: bool) -> Tensor:

@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchfmri._kernels import cuda_native
 from torchfmri._kernels.cpu import smallest_normal
-from torchfmri._kernels.cuda_plan import Plan, current_plan, upload_addresses
+from torchfmri._kernels.cuda_plan import LaunchPlan, current_plan, upload_addresses
 from torchfmri._kernels.histogram import CODES, OVERFLOW, Floats, Histogram
 from torchfmri._kernels.reduction import Reduction
 
@@ -89,7 +89,7 @@ DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 class DeviceReductions:
     """What one launch found, on the device; nothing has been waited for."""
 
-    def __init__(self, plan: Plan, rows: Tensor, bins: Bins | None) -> None:
+    def __init__(self, plan: LaunchPlan, rows: Tensor, bins: Bins | None) -> None:
         self._plan = plan
         self._rows = rows
         self._bins = bins
@@ -151,10 +151,12 @@ class DeviceReductions:
         counts = numbers[:, :6].to(torch.int64).tolist()
         moments = numbers[:, 6:].tolist()
         parts: list[Reduction] = []
-        for size, (_, nan, pos_inf, neg_inf, zero, tiny), others in zip(
+        for size, (_, *not_finite, zero, tiny), others in zip(
             self._plan.sizes.tolist(), counts, moments, strict=True
         ):
-            parts.append(Reduction(size, nan, pos_inf, neg_inf, zero, tiny - zero, *others))
+            # In the order of the fields of a Reduction.
+            fields: tuple[Any, ...] = (size, *not_finite, zero, tiny - zero, *others)
+            parts.append(Reduction(*fields))
         if self._bins is not None:
             for part, histogram in zip(parts, self._histograms(self._bins), strict=True):
                 part.histogram = histogram
@@ -263,7 +265,7 @@ def _empty_bins(rows: Tensor, with_zero: bool) -> Bins:
     )
 
 
-def _count(plan: Plan, pointers: Tensor, rows: Tensor) -> Bins:
+def _count(plan: LaunchPlan, pointers: Tensor, rows: Tensor) -> Bins:
     """Queue the kernels that count and compact the histograms."""
     kernels = triton_kernels()
     assert kernels is not None
@@ -281,7 +283,7 @@ def _count(plan: Plan, pointers: Tensor, rows: Tensor) -> Bins:
     return bins
 
 
-def _count_slowly(kernels: ModuleType, plan: Plan, pointers: Tensor, tables: Tensor) -> None:
+def _count_slowly(kernels: ModuleType, plan: LaunchPlan, pointers: Tensor, tables: Tensor) -> None:
     """Queue the Triton pass for the histogram."""
     copies = max(1, TABLES // len(tables))
     spread = tables.new_zeros((copies, *tables.shape))

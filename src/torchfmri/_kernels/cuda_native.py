@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._kernels.cuda_plan import DTYPES, Plan
+from torchfmri._kernels.cuda_plan import DTYPES, LaunchPlan
 from torchfmri._kernels.histogram import CODES
 from torchfmri._torch import compile_cuda
 
@@ -30,7 +30,7 @@ def use_native(allowed: bool) -> None:
     _allowed = allowed
 
 
-def usable(plan: Plan, device: torch.device) -> bool:
+def usable(plan: LaunchPlan, device: torch.device) -> bool:
     """Whether the kernels for all dtypes of a plan compile on the current device."""
     return (
         _allowed
@@ -39,7 +39,7 @@ def usable(plan: Plan, device: torch.device) -> bool:
     )
 
 
-def count_codes(plan: Plan, pointers: Tensor, tables: Tensor) -> None:
+def count_codes(plan: LaunchPlan, pointers: Tensor, tables: Tensor) -> None:
     """Queue the counting of all codes into `tables` (rows, 16384), for a plan that is `usable`."""
     codes = plan.codes
     where = [pointers, plan.lengths, codes.rows, codes.firsts, tables, codes.chunk]

@@ -44,7 +44,7 @@ class Programs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """All that depends on sizes and dtypes alone.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan:
     codes: Programs
 
 
-def current_plan(tensors: Sequence[Tensor], device: torch.device) -> Plan:
+def current_plan(tensors: Sequence[Tensor], device: torch.device) -> LaunchPlan:
     """The plan for these contiguous tensors on the current stream."""
     # A plan's arrays were uploaded on one stream, and only there are they known to have arrived.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -74,7 +74,7 @@ def current_plan(tensors: Sequence[Tensor], device: torch.device) -> Plan:
     return make_plan(sizes, tuple([tensor.dtype for tensor in tensors]), device, stream)
 
 
-def upload_addresses(plan: Plan, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def upload_addresses(plan: LaunchPlan, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The address of every row, on the device."""
     addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
     return upload(addresses[plan.owners] + plan.skipped, device)
@@ -83,7 +83,7 @@ def upload_addresses(plan: Plan, tensors: Sequence[Tensor], device: torch.device
 @lru_cache(maxsize=32)
 def make_plan(
     lengths: tuple[int, ...], types: tuple[torch.dtype, ...], device: torch.device, stream: int
-) -> Plan:
+) -> LaunchPlan:
     """The plan for tensors of these sizes and dtypes."""
     owners: list[int] = []
     sizes: list[int] = []
@@ -101,7 +101,7 @@ def make_plan(
     units = 1
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count
-    return Plan(
+    return LaunchPlan(
         tensors=len(lengths),
         owners=np.array(owners, np.int64),
         sizes=np.array(sizes, np.int64),

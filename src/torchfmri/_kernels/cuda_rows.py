@@ -109,7 +109,7 @@ class RowQueue:
     def jobs(
         self, like: Tensor, size: int, rest: tuple[int, ...]
     ) -> tuple[_Jobs, tuple[int, ...], int]:
-        """Where passes over tensors like this one wait, the end of a job, and bytes of a pass.
+        """Return where passes over such tensors wait, the end of a job, and the bytes of a pass.
 
         Args:
             like: One of the tensors; of a product its g.

@@ -110,7 +110,7 @@ def reduce_products(
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The same of g * x / rms(x), added up over the rows of one token; a row fits into BLOCK."""
+    """Write sums of g * x / rms(x), added up over the rows of one token; a row fits into BLOCK."""
     token = tl.program_id(0).to(tl.int64)
     job = table + tl.program_id(1) * FIELDS
     if token < tl.load(job + 7):

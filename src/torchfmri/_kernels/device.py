@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +26,9 @@ def reduce_values(flat: Tensor, histogram: bool) -> Reduction:
     for row in torch.stack(rows).cpu():
         numbers = row[:10].tolist()
         table = Histogram.from_table(row[10:].to(torch.int64).numpy()) if histogram else None
-        count, nan, pos_inf, neg_inf, zero, subnormal = (int(number) for number in numbers[:6])
-        counts = (count, nan, pos_inf, neg_inf, zero, subnormal)
-        mean, squares, low, high = numbers[6:]
-        result = result.add(Reduction(*counts, mean, squares, low, high, table))
+        # In the order of the fields of a Reduction, six of which are counts.
+        fields: tuple[Any, ...] = (*map(int, numbers[:6]), *numbers[6:], table)
+        result = result.add(Reduction(*fields))
     return result
 
 

@@ -138,7 +138,7 @@ class Histogram(FrozenDict):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class CodeGrid:
     """Counts in bins of width 2**exponent: bin `c` is [c, c + 1) * 2**exponent.
 
     Attributes:
@@ -151,16 +151,18 @@ class Grid:
     codes: Integers
     counts: Integers
 
-    def coarsen(self, exponent: int) -> Grid:
-        """The same counts on a grid of at least this width."""
+    def coarsen(self, exponent: int) -> CodeGrid:
+        """Return the counts on a grid of at least this width."""
         if exponent == self.exponent:
             return self
-        return Grid(exponent, *_add_repeated(self.codes >> (exponent - self.exponent), self.counts))
+        return CodeGrid(
+            exponent, *_add_repeated(self.codes >> (exponent - self.exponent), self.counts)
+        )
 
-    def merge(self, other: Grid) -> Grid:
-        """The grid of both, exactly; both have the same width."""
+    def merge(self, other: CodeGrid) -> CodeGrid:
+        """Return the exact counts of both grids together; both have the same width."""
         codes, counts = np.r_[self.codes, other.codes], np.r_[self.counts, other.counts]
-        return Grid(self.exponent, *_add_repeated(codes, counts))
+        return CodeGrid(self.exponent, *_add_repeated(codes, counts))
 
     @property
     def edges(self) -> tuple[Floats, Floats]:
@@ -168,7 +170,7 @@ class Grid:
         return np.ldexp(self.codes, self.exponent), np.ldexp(self.codes + 1, self.exponent)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Grid):
+        if not isinstance(other, CodeGrid):
             return NotImplemented
         same_codes = self.exponent == other.exponent and np.array_equal(self.codes, other.codes)
         return same_codes and np.array_equal(self.counts, other.counts)
@@ -197,10 +199,10 @@ def grid_code(value: float, exponent: int) -> int:
     return -1 if code == 0 and value < 0 else code
 
 
-def constant_grid(value: float, count: int, exponent: int) -> Grid:
+def constant_grid(value: float, count: int, exponent: int) -> CodeGrid:
     """The grid of one value that occurs `count` times."""
     codes = np.array([grid_code(value, exponent)], np.int64)
-    return Grid(exponent, codes, np.array([count], np.int64))
+    return CodeGrid(exponent, codes, np.array([count], np.int64))
 
 
 def float64_codes(upper: Integers) -> Integers:
@@ -218,7 +220,9 @@ def float64_codes(upper: Integers) -> Integers:
     return signs + np.where(beyond, OVERFLOW, codes)
 
 
-def refine(histogram: Histogram, grid: Grid | None, low: float, high: float, zero: int) -> Pieces:
+def refine(
+    histogram: Histogram, grid: CodeGrid | None, low: float, high: float, zero: int
+) -> Pieces:
     """The finest intervals whose counts are known exactly from all that is known.
 
     Both histograms, the extremes and the number of zeros say how much mass lies below some

@@ -53,17 +53,17 @@ class Reduction:
         if self.histogram is not None and other.histogram is not None:
             histogram = self.histogram.merge(other.histogram)
         return Reduction(
-            self.count + other.count,
-            self.nan + other.nan,
-            self.pos_inf + other.pos_inf,
-            self.neg_inf + other.neg_inf,
-            self.zero + other.zero,
-            self.subnormal + other.subnormal,
-            mean,
-            squared_deviations,
-            min(self.low, other.low),
-            max(self.high, other.high),
-            histogram,
+            count=self.count + other.count,
+            nan=self.nan + other.nan,
+            pos_inf=self.pos_inf + other.pos_inf,
+            neg_inf=self.neg_inf + other.neg_inf,
+            zero=self.zero + other.zero,
+            subnormal=self.subnormal + other.subnormal,
+            mean=mean,
+            squared_deviations=squared_deviations,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            histogram=histogram,
         )
 
     def repeat(self, times: int) -> Reduction:

@@ -5,6 +5,23 @@ for float32 on the CPU (`compiled_rows`), by Triton on CUDA (`cuda_rows`), where
 for each other and are launched together. Tensors of one shape go through one `Lane`, which knows
 everything about them but their addresses. Where there is neither, there is no lane, and whoever
 asks computes the same with torch.
+
+**Who keeps what alive.** Kernels are told addresses (`data_ptr()`), which keep nothing alive. A
+pass reads up to two tensors and a vector, and writes one line of a `Table`. Each must exist until
+the kernel has been started, and none may be written to in the meantime:
+
+- The vectors are held by `Rows._vectors`, as long as the `Rows` exist.
+- The table that has free lines is held by `_Lines.table`. A full one is held by every `Numbers`
+  that was read from it, whose tensors are views of its memory.
+- On the CPU the pass runs inside `Lane.read`. The caller's references to the tensors are enough.
+- On CUDA a pass only waits after `QueuedLane.read`. `RowQueue.alive` holds its tensors, and the
+  tables that became full (somebody may have dropped their `Numbers`), until `RowQueue.flush` has
+  launched the kernels. They may go before the kernels have run: the caching allocator hands their
+  memory out again to later work of the same stream only. Tensors of another stream than the one
+  that is current at the flush are not covered by that.
+- `flush` comes before the numbers are read, and at once when many passes wait or much is held.
+
+Whoever adds a field to a job adds its owner here.
 """
 
 from __future__ import annotations
@@ -109,12 +126,12 @@ class Numbers(NamedTuple):
 
     @property
     def squares(self) -> Tensor:
-        """(t,), or with groups (t, groups)."""
+        """The sums of squares: (t,), or with groups (t, groups)."""
         return self.all_squares[self.line]
 
     @property
     def products(self) -> Tensor:
-        """(t,)."""
+        """The inner products with the vector, (t,)."""
         return self.all_products[self.line]
 
 
@@ -199,7 +216,7 @@ class Rows:
         self._vectors: list[Tensor] = []  # alive: a pass is told an address
 
     def lane(self, values: Tensor, asked: Asked) -> Lane | None:
-        """For contiguous tensors like this one: squares and inner products of the last axis."""
+        """Return the lane of contiguous tensors like this; None where torch is to do the work."""
         count, width = values.numel(), values.shape[-1]
         if not self._can(values, count, asked.size, False):
             return None
@@ -216,7 +233,7 @@ class Rows:
         return Lane(lines, partial(_reduce_rows, kernel.reduce_rows, rest))
 
     def product_lane(self, g: Tensor, product: Product, asked: Asked) -> Lane | None:
-        """The same of a product, by token, for g and x like these."""
+        """Return the lane of products of g and x like these, by token; None as for `lane`."""
         if not self._can(g, g.numel(), asked.size, True):
             return None
         (b, s, rows, width), g_strides, x_strides, small = product
@@ -232,7 +249,7 @@ class Rows:
         return Lane(lines, partial(_reduce_products, kernel.reduce_products, product, what))
 
     def flush(self) -> None:
-        """Launch what waits."""
+        """Launch the passes that wait on CUDA; their tables are filled when the device has run."""
         for queue in self._queues.values():
             queue.flush()
 

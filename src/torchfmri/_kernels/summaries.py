@@ -30,7 +30,7 @@ _CHUNK = 1 << 12
 
 
 class Label(NamedTuple):
-    """What the numbers do not tell of a tensor.
+    """The facts about a tensor that its numbers do not tell.
 
     Attributes:
         dtype: Its name.

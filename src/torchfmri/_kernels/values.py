@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Values(NamedTuple):
+class FlatValues(NamedTuple):
     """The numbers of a tensor.
 
     Attributes:
@@ -24,7 +24,7 @@ class Values(NamedTuple):
     note: str = ""
 
 
-def read_values(tensor: Tensor) -> Values:
+def read_values(tensor: Tensor) -> FlatValues:
     """The values of a detached tensor of any layout and dtype."""
     if tensor.is_nested:
         parts = [part.reshape(-1) for part in tensor.unbind()]
@@ -64,17 +64,17 @@ def _without_repetition(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.permute(order), repeat
 
 
-def _real(flat: Tensor) -> Values:
+def _real(flat: Tensor) -> FlatValues:
     """One-dimensional values as real numbers of a dtype that the passes read."""
     if flat.is_quantized:
-        return Values(flat.dequantize(), note="quantized: read as float32")
+        return FlatValues(flat.dequantize(), note="quantized: read as float32")
     if flat.is_complex():
         # One transform at a time: hypot has no kernel for half precision everywhere.
         parts = torch.view_as_real(flat.resolve_conj())
         parts = parts.float() if parts.dtype == torch.float16 else parts
         note = "complex: statistics of the absolute value"
-        return Values(torch.hypot(*parts.unbind(-1)), note=note)
+        return FlatValues(torch.hypot(*parts.unbind(-1)), note=note)
     flat = flat.resolve_neg().contiguous()
     if flat.is_floating_point() and flat.dtype.itemsize == 1:
-        return Values(flat, note="fp8 read as float32")
-    return Values(flat)
+        return FlatValues(flat, note="fp8 read as float32")
+    return FlatValues(flat)

@@ -22,7 +22,9 @@ from torchfmri._model.forward_pass import (
     WITH_TARGET,
     Loss,
     arguments_for,
+    loss_in,
     loss_of,
+    own_loss,
     refuse_meta,
     thawed,
 )
@@ -31,9 +33,12 @@ from torchfmri._model.interruption import ending_by_signals, kept_whole, whole_r
 from torchfmri._model.layers import (
     Pattern,
     check_pattern,
+    each_once,
     find_layers,
+    first_names,
     leaf_layers,
     named_layers,
+    named_parameters,
     runnable,
     unwrap,
 )
@@ -43,7 +48,7 @@ from torchfmri._model.patterns import check_names, match_names, nearest_names, n
 from torchfmri._model.place_names import PlaceName, names_in_block, parse_place
 from torchfmri._model.places import input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
-from torchfmri._model.threads import TrainedModel, own_turn, resting, watched
+from torchfmri._model.threads import TrainedModel, one_thread, own_turn, resting, watched
 
 __all__ = [
     "CHOICES",
@@ -68,23 +73,29 @@ __all__ = [
     "check_pattern",
     "compiled_code_as_eager",
     "copy_of_data",
+    "each_once",
     "ending_by_signals",
     "evaluating",
     "find_factory",
     "find_layers",
     "find_stacks",
+    "first_names",
     "generators_restored",
     "input_layers",
     "kept_whole",
     "leaf_layers",
     "load_model",
     "load_subject",
+    "loss_in",
     "loss_of",
     "match_names",
     "named_layers",
+    "named_parameters",
     "names_in_block",
     "nearest_names",
     "not_found",
+    "one_thread",
+    "own_loss",
     "own_turn",
     "parse_place",
     "places_of",

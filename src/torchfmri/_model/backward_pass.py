@@ -29,7 +29,7 @@ def run_backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 def prepare_backward(loss: Tensor, parameters: Iterable[Tensor]) -> Callable[[], object]:
-    """What `run_backward` will run, with the search through the graph already done."""
+    """Return what `run_backward` runs, with the search through the graph already done."""
     leaves, reentrant = _explore(loss)
     spared = {**leaves, **{id(each): each for each in parameters}}
     if reentrant:
@@ -77,9 +77,9 @@ def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
     if acting:
         raise InspectionError(
             f"The model uses reentrant checkpointing, and {len(acting)} parameters act as soon as "
-            "they get a gradient (an optimizer in the backward pass). An inspection would step "
-            "that optimizer. Use checkpoint(..., use_reentrant=False), or inspect your own step "
-            "with `with inspector.recording():`."
+            "they get a gradient (an optimizer in the backward pass). A backward pass of ours "
+            "would step that optimizer. Use checkpoint(..., use_reentrant=False), or watch your "
+            "own step: `with torchfmri.Inspector(model).recording():`."
         )
     with spared_grad(leaves.values()):
         torch.autograd.backward(loss)

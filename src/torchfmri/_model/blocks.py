@@ -202,7 +202,7 @@ def find_stacks(layers: Mapping[str, nn.Module]) -> dict[str, list[Block]]:
     """The outermost lists of blocks of a model: the list's name -> its blocks.
 
     Lists whose blocks have attention come alone, if there are any: other lists (of convolutions
-    that make features) are none that people number.
+    that make features) are not what people number.
 
     Args:
         layers: All layers of the model, as `named_layers` gives them.

@@ -35,7 +35,7 @@ class Subject(NamedTuple):
 
 
 def load_subject(spec: str, needs_data: bool = True) -> Subject:
-    """What the function named by `spec` makes: `package.module:factory` or `file.py:factory`.
+    """Return what a function makes, named `package.module:factory` or `file.py:factory`.
 
     The function is called without arguments and returns `(model, data, loss)`, `(model, data)`, or
     a model that carries its own example (`example_input_array` of Lightning, `dummy_inputs` of
@@ -68,7 +68,7 @@ def _load_file(path: Path) -> ModuleType:
     name = f"_torchfmri_subject_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InspectionError(f"{path.name!r} is no Python file. Write {FORM}.")
+        raise InspectionError(f"{path.name!r} is not a Python file. Write {FORM}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class up there
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar, shown
 from torchfmri._model.layers import runnable
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Hook, flatten, hooked
 from torchfmri.exceptions import InspectionError
 
 WITH_TARGET = (
@@ -87,30 +87,23 @@ def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator
     if any(each.requires_grad for each in [*model.parameters(), *floating]):
         yield
         return
-    handles: list[Any] = []
     if floating:
         for tensor in floating:
             tensor.requires_grad_()  # our own copy of the data
         note("all parameters are frozen: gradients were started at the input")
-    else:
-
-        def start(_: nn.Module, __: object, output: object) -> None:
-            for element in flatten(output):
-                if element.tensor.is_floating_point() and not element.tensor.requires_grad:
-                    element.tensor.requires_grad_()
-
-        handles = [
-            module.register_forward_hook(Hook(start, module), prepend=True)
-            for module in model.modules()
-            if isinstance(module, nn.Embedding)
-        ]
-        if handles:
-            note("all parameters are frozen: gradients were started at embeddings")
-    try:
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        return
+
+    def start(_: nn.Module, __: object, output: object) -> None:
+        for element in flatten(output):
+            if element.tensor.is_floating_point() and not element.tensor.requires_grad:
+                element.tensor.requires_grad_()
+
+    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    if embeddings:
+        note("all parameters are frozen: gradients were started at embeddings")
+    with hooked(each.register_forward_hook(Hook(start, each), prepend=True) for each in embeddings):
+        yield
 
 
 def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | None:
@@ -161,7 +154,17 @@ def _loss_value(output: Any, target: Any, loss: Loss) -> Any:
         raise InspectionError(
             "A target was given without a loss. Write loss=nn.CrossEntropyLoss(), for example."
         )
+    return loss_in(output)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss that an output is, or has; None where there is none."""
     if isinstance(output, Tensor):
         return output if output.numel() == 1 and output.is_floating_point() else None
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    own = own_loss(output)
     return own if isinstance(own, Tensor) else None
+
+
+def own_loss(output: Any) -> Any:
+    """Return `output.loss` or `output["loss"]`, whatever that is; None where there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -69,7 +69,7 @@ class RandomState(NamedTuple):
             numpy_state = (data["numpy"]["name"], keys, *data["numpy"]["rest"])
             # NumPy does not look whether the position lies among the numbers.
             if numpy_state[0] != "MT19937" or not 0 <= numpy_state[2] <= len(keys) == 624:
-                raise ValueError("it is no state of NumPy's generator")
+                raise ValueError("it is not a state of NumPy's generator")
             np.random.RandomState().set_state(numpy_state)
         before = {"cuda": [data["cuda"]]} if "cuda" in data else {}  # of older files: one device
         found = cls(
@@ -81,7 +81,7 @@ class RandomState(NamedTuple):
         torch.Generator().set_state(found.torch)
         random.Random().setstate(found.python)
         if not (found.python[2] is None or isinstance(found.python[2], float)):
-            raise TypeError("it is no state of Python's generator")
+            raise TypeError("it is not a state of Python's generator")
         for kind, states in found.devices.items():
             _check_states(kind, states)
         return found
@@ -117,7 +117,7 @@ def _check_states(kind: str, states: Any) -> None:
         raise ValueError(f"it holds no states of generators of {kind!r}")
     for state in states:
         if not isinstance(state, Tensor) or state.dtype != torch.uint8:
-            raise TypeError(f"it is no state of a generator of {kind!r}")
+            raise TypeError(f"it is not a state of a generator of {kind!r}")
         if _states(kind):
             torch.Generator(kind).set_state(state)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from torchfmri._model.patterns import match_names, nearest_names, not_found
 from torchfmri._model.places import layers_at, whole_layers
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
+Named = TypeVar("Named", bound="nn.Module | nn.Parameter")
 Pattern: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]]"
 
 # Class (or base class) of a wrapper -> the child that holds the module it wraps. The class is
@@ -58,6 +59,27 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     _add_layers(unwrap(model), "", (), found)
     return found
+
+
+def named_parameters(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the layers' own parameters by full name; a tied one appears under all its names."""
+    return {
+        f"{layer}.{key}" if layer else key: parameter
+        for layer, module in layers.items()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def first_names(named: Mapping[str, Named]) -> dict[str, str]:
+    """Return every name -> the first name of the same module or parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(each), name) for name, each in named.items()}
+
+
+def each_once(named: Mapping[str, Named]) -> dict[str, Named]:
+    """Return each module or parameter once, under its first name."""
+    return {name: named[name] for name in dict.fromkeys(first_names(named).values())}
 
 
 def find_layers(

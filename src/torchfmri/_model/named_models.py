@@ -89,7 +89,7 @@ def load_model(
 ) -> NamedModel:
     """The model of this name and its tokenizer.
 
-    Only a name of the form owner/name that is no folder here can reach a hub, through
+    Only a name of the form owner/name that is not a folder here can reach a hub, through
     `huggingface_hub` and its cache; with `HF_HUB_OFFLINE=1` it looks in the cache alone. What a
     function of the user's raises passes through.
 
@@ -252,10 +252,10 @@ def _load_from_hub(name: str, dtype: torch.dtype | None, trust: bool) -> NamedMo
     _require("transformers", name=name)
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     tried = (
-        f"{name!r} is no folder here and not in the local cache of Hugging Face, and "
+        f"{name!r} is not a folder here, nor in the local cache of Hugging Face, and "
         "HF_HUB_OFFLINE forbids to ask a hub"
         if offline
-        else f"{name!r} is no folder here, and could not be had from a hub"
+        else f"{name!r} is not a folder here, and no hub handed it out"
     )
     options = {"trust_remote_code": trust}
     # The bars of a download stay: it may take minutes.
@@ -332,7 +332,7 @@ def _read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
     raise InspectionError(
-        f"{dtype!r} is no dtype of parameters. Write float32, bfloat16, float16 or float64."
+        f"{dtype!r} is not a dtype of parameters. Write float32, bfloat16, float16 or float64."
     )
 
 

@@ -132,15 +132,15 @@ def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Opti
     """The optimizers in a list.
 
     Raises:
-        InspectionError: One of them is no optimizer.
+        InspectionError: One of them is not an optimizer.
     """
     listed = given is None or isinstance(given, (list, tuple))
     found: list[Any] = list(given or ()) if listed else [given]  # type: ignore[arg-type]
     for each in found:
         if not isinstance(each, Optimizer):
             raise InspectionError(
-                f"optimizer={each!r} is no torch.optim.Optimizer. Leave it out: the optimizer that "
-                "steps the model's parameters is noticed by itself."
+                f"optimizer={each!r} is not a torch.optim.Optimizer. Leave it out: the optimizer "
+                "that steps the model's parameters is noticed by itself."
             )
     return found
 

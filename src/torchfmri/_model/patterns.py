@@ -17,7 +17,7 @@ from torchfmri.exceptions import LayerNotFoundError
 
 
 def match_names(pattern: object, names: Iterable[str]) -> list[str]:
-    """The names that match `pattern`, in the order given; none match what is no text.
+    """The names that match `pattern`, in the order given; none where it is not a text.
 
     A pattern that is itself one of the names matches that name, whatever characters it holds.
     """

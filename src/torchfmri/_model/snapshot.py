@@ -123,7 +123,7 @@ def copy_of_data(value: Any) -> Any:
     except Exception as error:
         raise InspectionError(
             f"The {type(value).__name__} among the data cannot be copied ({error}); the model may "
-            "change it. Use `with inspector.recording():` around your own call instead."
+            "change it. Watch your own call instead: `with Inspector(model).recording():`."
         ) from error
 
 
@@ -136,7 +136,7 @@ def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
         if module._parameters and any(map(is_lazy, module._parameters.values())):
             raise InspectionError(
                 f"{name or 'The model'!r} has lazy parameters, which the first call creates for "
-                "good. Run the model once, then inspect it."
+                "good. Run the model once by yourself first."
             )
         restore.append(_save_attributes(module))
         for value in [*module._buffers.values(), *module.__dict__.values()]:

@@ -13,7 +13,7 @@ from torch import nn
 from torchfmri._model.generators import RandomState, random_state
 from torchfmri._model.interruption import whole_restorations
 from torchfmri._model.layers import runnable, unwrap
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, hooked
 from torchfmri.exceptions import InspectionError
 
 
@@ -129,6 +129,17 @@ def resting() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: with several, sums are added up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def watched(model: nn.Module, *, alone: bool = True) -> Iterator[None]:
     """Have a model for this thread while hooks are on it or its state is changed.
 
@@ -217,13 +228,9 @@ def _refusing_other_threads(model: nn.Module) -> Iterator[None]:
             )
 
     doors = {id(each): each for each in (model, runnable(model), unwrap(model))}
-    handles = [
+    with hooked(
         each.register_forward_pre_hook(Hook(refuse, each), prepend=True)
         for each in doors.values()
         if not isinstance(each, torch.jit.ScriptModule)
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -13,7 +13,7 @@ from torchfmri._scan.record.blocks import outline_of
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri._scan.run.dataset import DatasetScan, scan_rows
-from torchfmri._scan.run.dataset_rows import Row, rows_of
+from torchfmri._scan.run.dataset_rows import DatasetRow, rows_of
 from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
 from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
 from torchfmri._scan.run.live_board import TELL_EVERY, LiveBoard
@@ -32,13 +32,13 @@ from torchfmri._scan.viewing import board_of, difference_of, view
 __all__ = [
     "TELL_EVERY",
     "Anatomy",
+    "DatasetRow",
     "DatasetScan",
     "LiveBoard",
     "LiveToken",
     "Prompt",
     "Reading",
     "Repair",
-    "Row",
     "Scan",
     "ScanOptions",
     "ScanStream",

@@ -353,8 +353,23 @@ class Scan(ReadoutMethods):
             LayerNotFoundError: No layer matches.
             InspectionError: Nothing can be compared; the message says why.
         """
-        options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
-        question = Question(metric, level, layers, tokens, by, paired, labels)
+        options = TestOptions(
+            alpha=alpha,
+            height_control=height_control,
+            two_sided=two_sided,
+            test=test,
+            permutations=permutations,
+            seed=seed,
+        )
+        question = Question(
+            metric=metric,
+            level=level,
+            layers=layers,
+            tokens=tokens,
+            by=by,
+            paired=paired,
+            labels=labels,
+        )
         table, asked = tabulate([self._source()], question), a if b is None else difference(a, b)
         found = compare(table, asked, is_paired=paired is not None, options=options)
         self._warn_of_problems()
@@ -424,7 +439,7 @@ class Scan(ReadoutMethods):
             InspectionError: There are too few prompts, or no values.
         """
         questions = [
-            Question(metric, level, layers, tokens, by, paired)
+            Question(metric=metric, level=level, layers=layers, tokens=tokens, by=by, paired=paired)
             for metric, level in (("signed", "unit"), ("activation", "voxel"))
             if metric == "activation" or has_vectors(self._source(), tokens)
         ]

@@ -78,9 +78,24 @@ def contrast(
     Raises:
         InspectionError: Nothing can be compared; the message says why.
     """
-    options = TestOptions(alpha, height_control, two_sided, test, permutations, seed)
+    options = TestOptions(
+        alpha=alpha,
+        height_control=height_control,
+        two_sided=two_sided,
+        test=test,
+        permutations=permutations,
+        seed=seed,
+    )
     field = paired if isinstance(paired, str) else _PARTNER if paired else None
-    question = Question(metric, level, layers, tokens, "condition", field, labels)
+    question = Question(
+        metric=metric,
+        level=level,
+        layers=layers,
+        tokens=tokens,
+        by="condition",
+        paired=field,
+        labels=labels,
+    )
     sides = (_scans("a", a), _scans("b", b))
     labels = _names(sides, names)
     if paired is True:

@@ -6,15 +6,17 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torchfmri._files import printable
-from torchfmri._text.labels import display_width, wrap
+from torchfmri._text.labels import display_width, shorten_apart, wrap
 from torchfmri.exceptions import InspectionError
 
 _WIDTH_OFF_TERMINAL = 120
+_NARROWEST_NAME = 24
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 RED, BOLD, DIM, PLAIN = "\x1b[1;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _COLOURS = re.compile(f"({'|'.join(map(re.escape, (RED, BOLD, DIM, PLAIN)))})")
@@ -32,7 +34,7 @@ class Style(NamedTuple):
 
     @property
     def ellipsis(self) -> str:
-        """What stands for letters left out."""
+        """The character that stands for letters left out."""
         return "…" if self.unicode else "~"
 
 
@@ -47,7 +49,7 @@ class Column:
 
     @cached_property  # every cell is padded to it
     def width(self) -> int:
-        """In characters."""
+        """The width of its widest cell, in characters."""
         return max(map(display_width, [self.title, *self.cells]))
 
     def pad(self, cell: str) -> str:
@@ -56,8 +58,52 @@ class Column:
         return space + cell if self.right else cell + space
 
 
+class FittedTable:
+    """Names and the columns beside them, laid out for a terminal.
+
+    The least important columns are dropped until the names have room, then names are shortened.
+
+    Args:
+        names: All that may stand in the first column.
+        columns: Their cells are in the order of the lines.
+        width: Of the terminal, in characters.
+        style: What the terminal can show.
+
+    Attributes:
+        dropped: The titles of the columns that do not fit, the least important first.
+    """
+
+    def __init__(
+        self, names: Sequence[str], columns: Sequence[Column], width: int, style: Style
+    ) -> None:
+        wanted = max(map(display_width, names))
+        room = width - min(wanted, _NARROWEST_NAME)
+        self._columns, self.dropped = list(columns), list[str]()
+        while sum(each.width + 2 for each in self._columns) > room and len(self._columns) > 2:
+            least = min(self._columns, key=lambda column: column.importance)
+            self._columns.remove(least)
+            self.dropped.append(least.title)
+        self._room = min(wanted, max(width - sum(each.width + 2 for each in self._columns), 8))
+        self._labels = shorten_apart(names, self._room, style.ellipsis)
+        self._style = style
+
+    def heading(self, name: str) -> str:
+        """Return the line of titles, with this above the names."""
+        return self._draw(name, [column.title for column in self._columns], BOLD)
+
+    def line(self, index: int, name: str, code: str = "") -> str:
+        """Return the line of this number, in a colour if one is given."""
+        return self._draw(name, [column.cells[index] for column in self._columns], code)
+
+    def _draw(self, name: str, cells: Sequence[str], code: str) -> str:
+        label = self._labels[name]
+        padded = [column.pad(cell) for column, cell in zip(self._columns, cells, strict=True)]
+        text = "  ".join([label + " " * (self._room - display_width(label)), *padded]).rstrip()
+        return self._style.paint(text, code) if code else text
+
+
 def output_style() -> Style:
-    """What standard output can show."""
+    """Return what standard output can show."""
     stream = sys.stdout
     terminal = bool(getattr(stream, "isatty", lambda: False)())
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -72,7 +118,7 @@ def line_width(wanted: int | None) -> int:
     """How wide lines may be, in characters: as wanted, or as wide as the terminal.
 
     Raises:
-        InspectionError: It is no whole number above 0.
+        InspectionError: It is not a whole number above 0.
     """
     if wanted is None:
         return shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns or _WIDTH_OFF_TERMINAL
@@ -90,16 +136,6 @@ def terminal_text(text: str) -> str:
     return "".join(
         part if number % 2 else printable(part, lines=True) for number, part in enumerate(parts)
     )
-
-
-def fit(columns: list[Column], room: int) -> tuple[list[Column], list[str]]:
-    """The columns that fit, and the titles of those that do not, the least important first."""
-    columns, dropped = list(columns), []
-    while sum(column.width + 2 for column in columns) > room and len(columns) > 2:
-        least = min(columns, key=lambda column: column.importance)
-        columns.remove(least)
-        dropped.append(least.title)
-    return columns, dropped
 
 
 def paragraph(text: str, width: int) -> str:

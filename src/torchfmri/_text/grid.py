@@ -11,16 +11,14 @@ from torchfmri._text.columns import (
     BOLD,
     DIM,
     Column,
+    FittedTable,
     encodable,
-    fit,
     line_width,
     output_style,
     paragraph,
 )
-from torchfmri._text.html_table import MAX_CHARACTERS, STYLE
-from torchfmri._text.labels import display_width, shorten_apart, wrap
-
-_NARROWEST_NAME = 24
+from torchfmri._text.html_table import MAX_CHARACTERS, STYLE, align
+from torchfmri._text.labels import wrap
 
 
 @dataclass(frozen=True)
@@ -44,27 +42,16 @@ class Grid:
     emphasised: frozenset[int] = frozenset()
 
     def text(self, width: int | None = None) -> str:
-        """For the terminal, as wide as that, or as `width`; columns that do not fit are named."""
+        """Return the table for a terminal of this width; columns that do not fit are named."""
         width = line_width(width)
         style = output_style()
         names = [printable(each) for each in self.names]  # perhaps somebody else's
-        wanted = max(map(display_width, [self.heading, *names]))
-        columns, dropped = fit(list(self.columns), width - min(wanted, _NARROWEST_NAME))
-        room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
-        labels = shorten_apart(names, room, style.ellipsis)
-
-        def draw(name: str, cells: Sequence[str], code: str) -> str:
-            padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
-            text = "  ".join([name + " " * (room - display_width(name)), *padded]).rstrip()
-            return style.paint(text, code) if code else text
-
-        lines = [*wrap(self.title, width), ""]
-        lines.append(draw(self.heading[:room], [column.title for column in columns], BOLD))
+        table = FittedTable([self.heading, *names], self.columns, width, style)
+        lines = [*wrap(self.title, width), "", table.heading(self.heading)]
         for index, name in enumerate(names):
-            code = BOLD if index in self.emphasised else ""
-            lines.append(draw(labels[name], [column.cells[index] for column in columns], code))
-        if dropped:
-            text = f"no room for {', '.join(dropped)} in {width} columns"
+            lines.append(table.line(index, name, BOLD if index in self.emphasised else ""))
+        if table.dropped:
+            text = f"no room for {', '.join(table.dropped)} in {width} columns"
             lines += [style.paint(part, DIM) for part in wrap(text, width)]
         if self.notes:
             lines += ["", style.paint("notes", BOLD)]
@@ -72,9 +59,9 @@ class Grid:
         return encodable("\n".join(lines))
 
     def html(self) -> str:
-        """For a notebook: self-contained, escaped, without scripts, below 200 kB."""
+        """Return the table for a notebook: self-contained, escaped, no scripts, below 200 kB."""
         head = "".join(
-            f'<th scope="col"{_left(not column.right)}>{escape(column.title)}</th>'
+            f'<th scope="col"{align(column.right)}>{escape(column.title)}</th>'
             for column in self.columns
         )
         head = f'<th scope="col" class="t">{escape(self.heading)}</th>{head}'
@@ -101,11 +88,7 @@ class Grid:
         if index in self.emphasised:
             name = f"<strong>{name}</strong>"
         cells = "".join(
-            f"<td{_left(not column.right)}>{escape(column.cells[index])}</td>"
+            f"<td{align(column.right)}>{escape(column.cells[index])}</td>"
             for column in self.columns
         )
         return f'<tr><th scope="row">{name}</th>{cells}</tr>'
-
-
-def _left(left: bool) -> str:
-    return ' class="t"' if left else ""

@@ -8,8 +8,8 @@ from html import escape
 from torchfmri._text.labels import layer_label
 from torchfmri._text.rows import (
     MEANING,
-    Line,
     Row,
+    TableLine,
     bar_heights,
     describe_bad,
     describe_positions,
@@ -96,7 +96,7 @@ def html_table(
     return head + body + tail
 
 
-def _cut(lines: Mapping[str, Sequence[Line]], shown: int, room: int) -> str:
+def _cut(lines: Mapping[str, Sequence[TableLine]], shown: int, room: int) -> str:
     """The tables with as many rows each as fit."""
     limit = shown
     while limit >= 1:
@@ -120,14 +120,14 @@ def _verdict(rows: Sequence[Row]) -> str:
     return f"<b>NaN or Inf in {len(bad)} of {plural(len(rows), 'row')}</b>, first: {where}"
 
 
-def _tables(lines: Mapping[str, Sequence[Line]], total: int) -> str:
+def _tables(lines: Mapping[str, Sequence[TableLine]], total: int) -> str:
     drawn = []
     for index, (what, group) in enumerate(lines.items()):
         caption = what if what not in MEANING or "grad" not in what else f"{what}: {MEANING[what]}"
         caption = f"{caption} ({plural(len(group), 'row')})"
         titles = ["type", "shape", *_NUMBERS, "NaN/Inf", "zero"]
         head = "".join(
-            f'<th scope="col"{_left(name in ("layer", "type"))}>{name}</th>'
+            f'<th scope="col"{align(name not in ("layer", "type"))}>{name}</th>'
             for name in ("layer", *titles)
         )
         head += '<th scope="col" class="t">distribution, 1st to 99th percentile</th>'
@@ -143,11 +143,12 @@ def _tables(lines: Mapping[str, Sequence[Line]], total: int) -> str:
     return "".join(drawn)
 
 
-def _left(left: bool) -> str:
-    return ' class="t"' if left else ""
+def align(right: bool) -> str:
+    """Return the attribute of a cell; cells stand at the right unless they say otherwise."""
+    return "" if right else ' class="t"'
 
 
-def _row(line: Line) -> str:
+def _row(line: TableLine) -> str:
     statistics = line.statistics
     bad = describe_bad(statistics)
     cells = [shape_text(line), *(number_text(statistics[name]) for name in _NUMBERS)]

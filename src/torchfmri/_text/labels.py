@@ -95,7 +95,7 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
 
 
 def _take(text: str, columns: int) -> str:
-    """As much of the beginning as fits."""
+    """Return as much of the beginning of a text as fits into so many columns."""
     used = 0
     for index, character in enumerate(text):
         used += _character_width(character)

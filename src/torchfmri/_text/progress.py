@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from types import TracebackType
 
 from torchfmri._text.labels import display_width, layer_label, shorten
 
@@ -18,7 +17,7 @@ class Progress:
     Args:
         title: What is being done.
         total: How many steps there are.
-        log_seconds: Where it is no terminal, write a line every so many seconds; without it,
+        log_seconds: Where it is not a terminal, write a line every so many seconds; without it,
             nothing.
     """
 
@@ -32,12 +31,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._show("")
 
     def at(self, done: int, total: int, name: str) -> None:

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     statistics: Statistics | None
 
 
-class Line(NamedTuple):
+class TableLine(NamedTuple):
     """One row of a table: one layer, or several whose names differ only in their numbers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Line(NamedTuple):
     scales: tuple[float, ...]
 
 
-def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[Line]]:
+def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[TableLine]]:
     """The lines of a table by `what`; rows without statistics are left out.
 
     Args:
@@ -65,18 +65,20 @@ def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[Line]]:
             alone = not fold or is_suspect(row.statistics)
             key = (row.what, row.layer) if alone else (row.what, row.kind, star(row.layer), "*")
             groups.setdefault(key, []).append((row, row.statistics))
-    lines: dict[str, list[Line]] = {}
+    lines: dict[str, list[TableLine]] = {}
     for members in groups.values():
         first = members[0][0]
         together = [statistics for _, statistics in members]
         lines.setdefault(first.what, []).append(
-            Line(
-                first.layer if len(members) == 1 else star(first.layer),
-                first.kind,
-                first.what,
-                sum(row.calls for row, _ in members),
-                merge_statistics(together),
-                tuple(statistics.std if statistics.finite else math.nan for statistics in together),
+            TableLine(
+                name=first.layer if len(members) == 1 else star(first.layer),
+                kind=first.kind,
+                what=first.what,
+                calls=sum(row.calls for row, _ in members),
+                statistics=merge_statistics(together),
+                scales=tuple(
+                    statistics.std if statistics.finite else math.nan for statistics in together
+                ),
             )
         )
     return lines
@@ -105,7 +107,7 @@ def lost_rows(rows: Sequence[Row], missing: Mapping[str, str]) -> dict[str, str]
 
 
 def describe_positions(rows: Sequence[Row]) -> list[str]:
-    """What was left out as padding, in words."""
+    """Return in words how many positions were left out as padding."""
     seen: dict[tuple[int, int], int] = {}
     for row in rows:
         if row.statistics is not None and row.statistics.positions is not None:
@@ -129,7 +131,7 @@ def is_suspect(statistics: Statistics) -> bool:
 
 
 def describe_state(statistics: Statistics) -> str:
-    """In two words what makes a distribution none; "" for an ordinary one."""
+    """Return why values are no distribution, in two words; "" for an ordinary one."""
     if not statistics.count:
         return "empty"
     if not statistics.finite:
@@ -147,7 +149,7 @@ def describe_bad(statistics: Statistics) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
-def shape_text(line: Line) -> str:
+def shape_text(line: TableLine) -> str:
     """The shape of one call (or how many values there are), and the number of layers or calls."""
     shape = line.statistics.shape
     text = f"{line.statistics.count:,}" if shape is None else "x".join(map(str, shape)) or "scalar"

@@ -13,25 +13,23 @@ from torchfmri._text.columns import (
     DIM,
     RED,
     Column,
+    FittedTable,
     Style,
     encodable,
-    fit,
     line_width,
     output_style,
     paragraph,
 )
 from torchfmri._text.html_table import html_table
 from torchfmri._text.labels import (
-    display_width,
     layer_label,
     shorten,
-    shorten_apart,
     wrap,
 )
 from torchfmri._text.rows import (
     MEANING,
-    Line,
     Row,
+    TableLine,
     bar_heights,
     describe_bad,
     describe_positions,
@@ -49,7 +47,7 @@ __all__ = ["Row", "html_table", "text_table"]
 
 ROWS_BEFORE_FOLDING = 100
 _SPARK_BINS = 12
-_NARROWEST_NAME, _WIDEST_TYPE = 24, 14
+_WIDEST_TYPE = 14
 _REASONS_SHOWN = 30
 
 
@@ -104,7 +102,7 @@ def _verdict(rows: Sequence[Row], width: int, style: Style) -> list[str]:
     return [style.paint(part, RED) for part in wrap(text, width)]
 
 
-def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list[str]:
+def _draw(lines: Mapping[str, Sequence[TableLine]], width: int, style: Style) -> list[str]:
     """Header and lines per thing watched, in columns that are the same for all."""
     everything = [line for group in lines.values() for line in group]
     bad = [bool(describe_bad(line.statistics)) for line in everything]
@@ -113,33 +111,22 @@ def _draw(lines: Mapping[str, Sequence[Line]], width: int, style: Style) -> list
         for flagged, line in zip(bad, everything, strict=True)
     ]
     headings = [f"{what} ({MEANING[what]})" if "grad" in what else what for what in lines]
-    wanted = max(map(display_width, [*names, *headings]))
-    columns, dropped = fit(_columns(everything, style), width - min(wanted, _NARROWEST_NAME))
-    room = min(wanted, max(width - sum(column.width + 2 for column in columns), 8))
-
-    labels = shorten_apart([*names, *headings], room, style.ellipsis)
-
-    def draw(name: str, cells: Sequence[str], code: str) -> str:
-        short = labels[name]
-        padded = [column.pad(cell) for column, cell in zip(columns, cells, strict=True)]
-        text = "  ".join([short + " " * (room - display_width(short)), *padded]).rstrip()
-        return style.paint(text, code) if code else text
-
+    table = FittedTable([*names, *headings], _columns(everything, style), width, style)
     drawn: list[str] = []
-    index = 0
+    first = 0
     for heading, group in zip(headings, lines.values(), strict=True):
         drawn += [""] if drawn else []
-        drawn.append(draw(heading, [column.title for column in columns], BOLD))
-        for _ in group:
-            cells = [column.cells[index] for column in columns]
-            drawn.append(draw(names[index], cells, RED if bad[index] else ""))
-            index += 1
-    legend = [] if "distribution" in dropped else ["distribution: 1st to 99th percentile"]
-    legend += [f"no room for {', '.join(dropped)} in {width} columns"] if dropped else []
+        drawn.append(table.heading(heading))
+        for index in range(first, first + len(group)):
+            drawn.append(table.line(index, names[index], RED if bad[index] else ""))
+        first += len(group)
+    dropped = ", ".join(table.dropped)
+    legend = [] if "distribution" in table.dropped else ["distribution: 1st to 99th percentile"]
+    legend += [f"no room for {dropped} in {width} columns"] if dropped else []
     return [*drawn, *(style.paint(part, DIM) for part in wrap("; ".join(legend), width))]
 
 
-def _columns(lines: Sequence[Line], style: Style) -> list[Column]:
+def _columns(lines: Sequence[TableLine], style: Style) -> list[Column]:
     statistics = [line.statistics for line in lines]
     bad = [describe_bad(each) or "0" for each in statistics]
     folded = any(len(line.scales) > 1 for line in lines)
@@ -164,7 +151,7 @@ def _columns(lines: Sequence[Line], style: Style) -> list[Column]:
     return columns
 
 
-def _sparkline(line: Line, style: Style) -> str:
+def _sparkline(line: TableLine, style: Style) -> str:
     heights = bar_heights(line.statistics, _SPARK_BINS)
     return _bars(heights, style) if heights else describe_state(line.statistics)
 
@@ -193,7 +180,9 @@ def _bars(heights: Sequence[float], style: Style) -> str:
     ).rstrip()
 
 
-def _say_folded(rows: Sequence[Row], lines: Mapping[str, Sequence[Line]], width: int) -> list[str]:
+def _say_folded(
+    rows: Sequence[Row], lines: Mapping[str, Sequence[TableLine]], width: int
+) -> list[str]:
     shown = sum(map(len, lines.values()))
     counted = sum(row.statistics is not None for row in rows)
     if shown == counted:

@@ -32,5 +32,5 @@ def listed(layers: Sequence[str], most: int = 3) -> str:
 
 
 def how_many(some: int, of: int, noun: str) -> str:
-    """In words: All 64 units, or 12 of 64 units."""
+    """Return "All 64 units" or "12 of 64 units"."""
     return f"All {of} {noun}" if some == of else f"{some} of {of} {noun}"

@@ -1,9 +1,12 @@
-"""What is attached for the time of a block: put on together, taken off together."""
+"""Attach things for the time of a block: put on together, taken off together."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
+
+from torch.utils.hooks import RemovableHandle
 
 Own = TypeVar("Own", bound="Attached")
 
@@ -30,3 +33,17 @@ class Attached:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Register hooks for the time of a block.
+
+    Args:
+        handles: What registering each hook returns. Give a generator: then a hook that cannot be
+            registered takes off those before it, too.
+    """
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield

@@ -36,7 +36,7 @@ class ViewGeometry:
 
 
 def view_geometry(tensor: Tensor) -> ViewGeometry | None:
-    """The geometry of a view; None for what is no view, or a view that strides do not describe."""
+    """The geometry of a view; None where it is no view, or strides do not describe it."""
     base = tensor._base
     if base is None or tensor.layout != torch.strided or tensor.is_nested:
         return None

@@ -36,7 +36,7 @@ def flatten_arguments(
 
 
 def map_tensors(value: Any, act: Callable[[Tensor], Any]) -> Any:
-    """The same value with `act` done to each tensor in tuples, lists, named tuples and dicts.
+    """Return the value with `act` done to each tensor in tuples, lists, named tuples and dicts.
 
     Mappings become dicts. Anything else stays as it is.
     """

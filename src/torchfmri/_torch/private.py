@@ -82,7 +82,7 @@ def node_sequence_number(node: Any) -> int:
     return int(read()) if read is not None else 1 << 62
 
 
-class _Hooks(dict[int, Any]):
+class _TensorHooks(dict[int, Any]):
     """The hooks of a tensor, which others may add theirs to: their handles refer to it weakly."""
 
     __slots__ = ("__weakref__",)
@@ -171,7 +171,7 @@ class HookSet:
         self._parameters.append(parameter)
         hooks: Any = parameter._backward_hooks
         if hooks is None:
-            parameter._backward_hooks = _Hooks({self._number: hook})
+            parameter._backward_hooks = _TensorHooks({self._number: hook})
         else:
             hooks[self._number] = hook
 
@@ -187,7 +187,7 @@ class HookSet:
             hooks: Any = parameter._backward_hooks
             if hooks is not None:
                 hooks.pop(number, None)
-                if not hooks and type(hooks) is _Hooks:  # there were none before us
+                if not hooks and type(hooks) is _TensorHooks:  # there were none before us
                     parameter._backward_hooks = None
 
 
@@ -273,7 +273,8 @@ def _look_up(
         return
     call = calls.get(node._sequence_nr())
     if call is not None:
-        # Not through views, which takes longer to find out: what calls return is none here.
+        # Views are skipped: checking for them costs more than it saves, and call outputs are
+        # never views here.
         if gradient is not None and isinstance(node, BackwardCFunction):
             gradient = own_copy(gradient)
         arrived(call, gradient)

@@ -43,7 +43,7 @@ CLEAN, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130
 
 
 class Command(NamedTuple):
-    """One subcommand."""
+    """A subcommand: its name, its line in `--help`, its options, and what runs it."""
 
     name: str
     help: str

@@ -37,7 +37,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--question", help="what to ask; by default about the capital of France")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=48, metavar="N", help="default: %(default)s"
+        "--max-new-tokens",
+        type=int,
+        default=48,
+        metavar="N",
+        help="length of the answer (default: %(default)s)",
     )
 
 

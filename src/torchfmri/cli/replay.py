@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--rank",
         type=int,
         metavar="N",
-        help="of which process (default: the one that has the origin)",
+        help="which process to replay (default: the one that has the origin)",
     )
     parser.add_argument(
         "--factory",

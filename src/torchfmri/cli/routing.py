@@ -29,16 +29,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=tuple(VARIANTS),
         help="what the routing learns from; may be repeated (default: all)",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=plan.steps, help="per run (default: %(default)s)"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each (default: %(default)s)")
     parser.add_argument(
         "--lengths",
         type=int,
         nargs="+",
         default=list(plan.lengths),
-        help="of the sequence tasks (default: %(default)s)",
+        help="how long the sequence tasks are (default: %(default)s)",
     )
     parser.add_argument(
         "--puzzles",
@@ -46,6 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some",
     )
     for name, meaning in (
+        ("steps", "training steps of a run"),
         ("batch", "sequences per step"),
         ("hidden-size", "size of the residual stream"),
         ("blocks", "transformer blocks"),
@@ -60,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--workers", type=int, default=1, help="runs at a time, one thread each (default: 1)"
     )
     parser.add_argument(
-        "--checkpoint-every", type=int, default=500, help="steps (default: %(default)s)"
+        "--checkpoint-every", type=int, default=500, help="steps between two (default: %(default)s)"
     )
     parser.add_argument(
         "--out",
@@ -68,7 +66,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=Path("torchfmri-routing"),
         help="folder of results and checkpoints; what is finished there is not run again",
     )
-    parser.add_argument("--no-figures", action="store_true", help="results only")
+    parser.add_argument(
+        "--no-figures", action="store_true", help="write the results and draw nothing"
+    )
 
 
 def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
@@ -84,13 +84,13 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
         puzzles=_puzzles(options),
     )
     experiment = Experiment(
-        plan,
-        tuple(dict.fromkeys(options.signal or VARIANTS)),
-        options.seeds,
-        options.out,
-        options.device,
-        options.workers,
-        options.checkpoint_every,
+        plan=plan,
+        variants=tuple(dict.fromkeys(options.signal or VARIANTS)),
+        seeds=options.seeds,
+        folder=options.out,
+        device=options.device,
+        workers=options.workers,
+        checkpoint_every=options.checkpoint_every,
     )
     _say(f"{len(experiment.plans)} runs of {plan.steps} steps; results in {options.out}")
     results = experiment.run()

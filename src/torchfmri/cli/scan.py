@@ -18,11 +18,11 @@ from torchfmri._arguments import check_number, require
 from torchfmri._model import CHOICES, load_model, unwrap
 from torchfmri._scan import (
     TELL_EVERY,
+    DatasetRow,
     DatasetScan,
     LiveBoard,
     LiveToken,
     Reading,
-    Row,
     Scan,
     Scanner,
     ScanOptions,
@@ -86,8 +86,10 @@ def _add_generation(parser: ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=64, metavar="N", help="0 only reads (default: 64)"
     )
     group.add_argument("--sample", action="store_true", help="sample; by default it is greedy")
-    group.add_argument("--temperature", type=float, metavar="T", help="of sampling")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    group.add_argument("--temperature", type=float, metavar="T", help="temperature of sampling")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"
+    )
 
 
 def _add_measurement(parser: ArgumentParser) -> None:
@@ -313,7 +315,7 @@ def spoken() -> Iterator[Any]:
 
 
 def _run_dataset(
-    options: Namespace, scanner: Scanner, rows: Sequence[Row], generate: dict[str, Any]
+    options: Namespace, scanner: Scanner, rows: Sequence[DatasetRow], generate: dict[str, Any]
 ) -> Result:
     with _processes(), Progress("scan", len(rows), log_seconds=_LOG_SECONDS) as progress:
         own = scan_rows(

@@ -24,7 +24,7 @@ class Prototypes(NamedTuple):
     output: Tensor
 
 
-class Context(NamedTuple):
+class BlockContext(NamedTuple):
     """What all blocks of one forward pass share.
 
     Attributes:
@@ -73,7 +73,7 @@ class MoIETransformerBlock(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        context: Context | None = None,
+        context: BlockContext | None = None,
         inherited: Prototypes | None = None,
     ) -> BlockOutput:
         """The residual stream after this block, and the prototypes it used.
@@ -106,9 +106,9 @@ class MoIETransformerBlock(nn.Module):
             *(layer.effective_prototypes(p) for layer, p in zip(layers, of, strict=True))
         )
 
-    def _context(self, hidden: Tensor) -> Context:
+    def _context(self, hidden: Tensor) -> BlockContext:
         positions = torch.arange(hidden.shape[1], device=hidden.device)
-        return Context(rotary(positions[None], self.head_size))
+        return BlockContext(rotary(positions[None], self.head_size))
 
     def _split(self, x: Tensor) -> Tensor:
         """(b, s, heads * head size) -> (b, heads, s, head size)."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture import CallKey, Padding, Taps, Target, masked_modules
-from torchfmri._model import named_layers
+from torchfmri._capture import CallKey, Padding, Sink, Taps, Target, masked_modules
+from torchfmri._model import each_once, named_layers
 from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.signals import Factors
@@ -48,7 +48,7 @@ class Captured(NamedTuple):
     mask: Tensor | None
 
 
-class Capture:
+class RoutingCapture(Sink):
     """Hooks on every SparseProtoLinear of a model, and what they bring until it is taken.
 
     The input is known when a layer is called, the gradient when the backward pass reaches it, in
@@ -62,15 +62,15 @@ class Capture:
     def __init__(self, model: nn.Module, with_totals: bool = False) -> None:
         layers = named_layers(model)
         self.modules = {
-            name: module for name, module in layers.items() if isinstance(module, SparseProtoLinear)
+            name: module
+            for name, module in each_once(layers).items()
+            if isinstance(module, SparseProtoLinear)
         }
         if not self.modules:
             raise InspectionError(
                 f"{type(model).__name__} has no SparseProtoLinear layer; build it of "
                 "torchfmri.routing.MoIETransformerBlock or of SparseProtoLinear."
             )
-        unique = {id(module): name for name, module in reversed(self.modules.items())}
-        self.modules = {name: self.modules[name] for name in reversed(unique.values())}
         self._calls: dict[CallKey, _Call] = {}
         self._inputs: dict[tuple[object, ...], Tensor] = {}
         self._totals: dict[str, Tensor] = {}
@@ -182,9 +182,6 @@ class Capture:
     def missed(self, layer: str, what: str, reason: str) -> None:
         """A layer could not be tapped: its signals would be missing without anybody knowing."""
         self._error = self._error or InspectionError(f"No signals of layer {layer!r}: {reason}")
-
-    def noted(self, layer: str, text: str) -> None:
-        """Reservations about other readers of an output: a computation's has one reader."""
 
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         """An error of ours: raised by `take`, after the user's backward pass is through."""

@@ -25,7 +25,7 @@ def worth(signals: Signals) -> Tensor:
 
 
 def worth_over_tokens(signals: Signals) -> Tensor:
-    """The same with every maximum taken over tokens and units together, which keeps |x_t|."""
+    """`worth` with every maximum taken over tokens and units together, which keeps |x_t|."""
     return _worth(signals, TOKENS_AND_UNITS)
 
 

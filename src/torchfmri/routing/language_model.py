@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from torchfmri._arguments import check_number, require
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.block import Context, MoIETransformerBlock, check_heads
+from torchfmri.routing.block import BlockContext, MoIETransformerBlock, check_heads
 from torchfmri.routing.generation import Sampling, generate
 from torchfmri.routing.key_value_cache import KeyValueCache
 from torchfmri.routing.rotary import rotary
@@ -38,7 +38,7 @@ class RoutingConfig:
     heads: int = 4
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the settings as plain data."""
         return asdict(self)
 
 
@@ -123,7 +123,7 @@ class RoutingLanguageModel(nn.Module):
 
     def _context(
         self, ids: Tensor, attention_mask: Tensor | None, cache: KeyValueCache | None
-    ) -> Context:
+    ) -> BlockContext:
         before, length = cache.length if cache is not None else 0, ids.shape[1]
         mask = None
         if attention_mask is None:
@@ -145,7 +145,7 @@ class RoutingLanguageModel(nn.Module):
             itself = places[None, :] == places[before:, None]
             mask = causal[None, None] if mask is None else (causal & mask) | itself
         head_size = self.config.hidden_size // self.config.heads
-        return Context(rotary(positions, head_size), mask, cache)
+        return BlockContext(rotary(positions, head_size), mask, cache)
 
     def generate(
         self,

@@ -25,7 +25,7 @@ from torchfmri._model import compiled_code_as_eager, spared_grad, unwrap, watche
 from torchfmri._records import History
 from torchfmri._torch import Attached, gradient_scale
 from torchfmri.exceptions import InspectionError
-from torchfmri.routing.capture import Capture, Captured
+from torchfmri.routing.capture import Captured, RoutingCapture
 from torchfmri.routing.meta_loss import Divergence, MetaLoss
 from torchfmri.routing.routing_history import measure_routing
 from torchfmri.routing.signals import AGGREGATE, Signals, read_signals, require_signal
@@ -116,7 +116,7 @@ class LearningDynamics(Attached):
         check_number("history_every", history_every, 0, "every so many steps, 0 for none")
         self._model = model
         self._optimizer, self._meta_optimizer = optimizer, meta_optimizer
-        self._capture = Capture(model, with_totals=signal == AGGREGATE)
+        self._capture = RoutingCapture(model, with_totals=signal == AGGREGATE)
         self._routing = routing_parameters(model)
         _check_optimizers(optimizer, meta_optimizer, self._routing)
         self._meta_loss, self._signal, self._mode = meta_loss, require_signal(signal), mode
@@ -296,7 +296,7 @@ def _check_optimizers(
 
 
 def _unscaled(each: Captured, scale: Tensor | float) -> Captured:
-    """The same without the factor that a scaler gave to the loss, in float32 or wider."""
+    """Return the call without the factor that a scaler gave to the loss, in float32 or wider."""
     g, total = each.factors.g, each.factors.total
     wide = torch.promote_types(g.dtype, torch.float32)
     total = None if total is None else total / scale
@@ -332,7 +332,7 @@ def _weights(each: Captured, routing: Routing | None) -> Tensor:
 def _summed_over_processes(
     calls: list[Captured], group: dist.ProcessGroup | None
 ) -> list[Captured]:
-    """The same with the weights' gradients of all processes added up."""
+    """Return the calls with the weights' gradients of all processes added up."""
     if group is None:
         return calls
     sums: dict[str, Tensor] = {}

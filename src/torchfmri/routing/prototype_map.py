@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_module, require
 from torchfmri._model import spared_grad, watched
-from torchfmri.routing.capture import Capture, Captured
+from torchfmri.routing.capture import Captured, RoutingCapture
 from torchfmri.routing.goodness import Goodness, worth
 from torchfmri.routing.scaling import shares
 from torchfmri.routing.signals import read_signals
@@ -35,7 +35,7 @@ class PrototypeMap(NamedTuple):
     variance: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the fields as plain data."""
         return self._asdict()
 
 
@@ -53,7 +53,7 @@ def map_prototypes(
     check_module("model", model)
     meaning = "give a function of the signals, such as torchfmri.routing.worth"
     require(callable(goodness), "goodness", goodness, meaning)
-    capture = Capture(model)
+    capture = RoutingCapture(model)
     with watched(model), spared_grad(model.parameters()), ExitStack() as stack:
         stack.callback(capture.detach)
         capture.attach()

@@ -135,7 +135,15 @@ def read_signals(
         rows = torch.linalg.vector_norm(factors.total.to(dtype), dim=-1)
         cost = rows.expand_as(relevance)
     contribution = factors.y.abs().to(dtype)
-    return Signals(call, contribution, relevance, cost, mask, factors, route)
+    return Signals(
+        call=call,
+        contribution=contribution,
+        relevance=relevance,
+        cost=cost,
+        mask=mask,
+        factors=factors,
+        route=route,
+    )
 
 
 def require_signal(signal: str) -> str:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_module, check_number
-from torchfmri._capture import CallKey, Taps, Target
+from torchfmri._capture import CallKey, Sink, Taps, Target
 from torchfmri._model import named_layers
 from torchfmri._torch import Element
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.sparse_proto_linear import SparseProtoLinear
 
 
-class UnitRates:
+class UnitRates(Sink):
     """Counts, while a model runs, the tokens that reach each unit, by the task of their sample.
 
     Args:
@@ -49,7 +49,7 @@ class UnitRates:
         self._tokens: dict[str, Tensor] = {}
 
     def run(self, call: Callable[[], object], tasks: Tensor, mask: Tensor | None = None) -> object:
-        """What `call` returns, counted.
+        """Return what `call` returns, and count the units that were on.
 
         Args:
             call: Runs the model on one batch.
@@ -82,20 +82,9 @@ class UnitRates:
         self._active[layer] = active + self._active.get(layer, 0)
         self._tokens[layer] = tokens + self._tokens.get(layer, 0)
 
-    def gradient(
-        self, call: CallKey, what: str, path: str, gradient: Tensor | None, backward: int
-    ) -> None:
-        """Not asked for."""
-
-    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
-        """Not asked for."""
-
     def missed(self, layer: str, what: str, reason: str) -> None:
         """A layer that cannot be counted."""
         raise InspectionError(f"The units of layer {layer!r} cannot be counted: {reason}")
-
-    def noted(self, layer: str, text: str) -> None:
-        """Reservations concern gradients, which are not asked for."""
 
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         """An error of ours comes through."""

@@ -98,7 +98,7 @@ class Brain(NamedTuple):
 
     @property
     def figure_inches(self) -> tuple[float, float]:
-        """The same with what is written around it."""
+        """How wide and high the figure is best: the map with what is written around it."""
         wide, high = self.inches
         return wide + 2.9, high + 2.1
 

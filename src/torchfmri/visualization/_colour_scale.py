@@ -46,7 +46,7 @@ class ColourScale(NamedTuple):
     beyond: str
 
     def norm(self) -> Any:
-        """For matplotlib."""
+        """Return the scale as matplotlib takes it."""
         from matplotlib.colors import LogNorm, Normalize
 
         return (LogNorm if self.logarithmic else Normalize)(self.low, self.high)
@@ -124,7 +124,15 @@ def _clipped(
     below, above = bool((numbers < low).any()), bool((numbers > high).any())
     ends = {(True, True): "both", (True, False): "min", (False, True): "max"}
     beyond = ends.get((below, above), "neither")
-    return ColourScale(np.clip(numbers, low, high), low, high, logarithmic, name, label, beyond)
+    return ColourScale(
+        shown=np.clip(numbers, low, high),
+        low=low,
+        high=high,
+        logarithmic=logarithmic,
+        map=name,
+        label=label,
+        beyond=beyond,
+    )
 
 
 def pool_rows(shown: Floats, most: int) -> Floats:

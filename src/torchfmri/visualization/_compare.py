@@ -25,7 +25,7 @@ from torchfmri.visualization._figure import (
     split_right,
 )
 from torchfmri.visualization._layout import (
-    Layout,
+    LayerLayout,
     arrange,
     draw_layers,
     layer_statistics,
@@ -102,7 +102,7 @@ def plot_compare(
 
 
 def _draw_bands(
-    ax: Axes, layout: Layout, both: Sequence[Sequence[Statistics]], span: tuple[int, int]
+    ax: Axes, layout: LayerLayout, both: Sequence[Sequence[Statistics]], span: tuple[int, int]
 ) -> None:
     """Many layers of one kind: the first inspection as a filled band, the second as outlines."""
     start, end = span
@@ -119,7 +119,7 @@ def _draw_bands(
 
 def _draw_intervals(
     ax: Axes,
-    layout: Layout,
+    layout: LayerLayout,
     both: Sequence[Sequence[Statistics]],
     span: tuple[int, int],
     names: Sequence[str],
@@ -140,7 +140,7 @@ def _draw_intervals(
 def _relative_difference(
     a: Inspection, b: Inspection, layer: str, what: str, names: tuple[str, str]
 ) -> float | str:
-    """|a - b| / |a| over the calls of a layer; words where that is no positive number."""
+    """|a - b| / |a| over the calls of a layer; words where that is not a positive number."""
     pairs = _pairs(a[layer], b[layer], what)
     if not pairs:
         return "called differently"
@@ -176,9 +176,9 @@ def _pairs(one: Record, two: Record, what: str) -> list[tuple[Value | None, Valu
 
 
 def _draw_apart(
-    panel: Axes, layout: Layout, apart: Sequence[float | str], names: tuple[str, str]
+    panel: Axes, layout: LayerLayout, apart: Sequence[float | str], names: tuple[str, str]
 ) -> None:
-    """How far the two are apart, on a logarithmic axis; words where that is no number."""
+    """How far the two are apart, on a logarithmic axis; words where that is not a number."""
     shown = [math.nan if isinstance(value, str) else value for value in apart]
     panel.plot(shown, layout.places, "D", color=ink(panel), markersize=3)
     finite = [value for value in shown if not math.isnan(value)]
@@ -213,7 +213,7 @@ def _draw_apart(
 
 def _mark_differences(
     ax: Axes,
-    layout: Layout,
+    layout: LayerLayout,
     both: Sequence[Sequence[Statistics]],
     names: tuple[str, str],
     what: str,

@@ -86,7 +86,7 @@ def check_picture(name: str, path: Path) -> None:
     require(not path.is_dir(), name, str(path), "that is a folder; name a file in it")
     known = FigureCanvasBase.get_supported_filetypes()
     endings = ", ".join(sorted(known))
-    meaning = f"{path.suffix!r} is no format of pictures; the ending is one of {endings}"
+    meaning = f"{path.suffix!r} is not a format of pictures; the ending is one of {endings}"
     require(not path.suffix or path.suffix[1:].lower() in known, name, str(path), meaning)
 
 

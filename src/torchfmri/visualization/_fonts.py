@@ -31,7 +31,7 @@ class Fonts(NamedTuple):
         return "".join(REPLACEMENT if each in self.missing else each for each in text)
 
     def note(self) -> str:
-        """In words what is missing; "" if nothing is."""
+        """Return in words how many characters are missing; "" if none is."""
         if not self.missing:
             return ""
         number = len(self.missing)

@@ -26,7 +26,7 @@ _LONGEST_LABEL = 44
 _TALLEST_GROUP = 5.0
 
 
-class Layout(NamedTuple):
+class LayerLayout(NamedTuple):
     """Where layers are drawn.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
         return min(max(0.24 * self.end + 1.5, 3.2), 15.0)
 
 
-def arrange(layers: Sequence[str]) -> Layout:
+def arrange(layers: Sequence[str]) -> LayerLayout:
     """Layers in model order; too many to name are put together by kind, each kind by depth.
 
     `layers.0.mlp`, `layers.1.mlp`, ... make one group, named `layers.*.mlp`.
@@ -71,7 +71,7 @@ def arrange(layers: Sequence[str]) -> Layout:
         step = -(-len(layers) // _MOST_SINGLE_LAYERS)
         places: Floats = np.arange(len(layers), dtype=np.float64) + 0.5
         labels = [(index + 0.5, layers[index]) for index in range(0, len(layers), step)]
-        return Layout(list(layers), places, np.ones(len(layers)), labels, [0])
+        return LayerLayout(list(layers), places, np.ones(len(layers)), labels, [0])
     order: list[str] = []
     middles: list[float] = []
     sizes: list[float] = []
@@ -85,10 +85,10 @@ def arrange(layers: Sequence[str]) -> Layout:
         sizes += [each] * len(members)
         labels.append((top + whole / 2, name if len(members) > 1 else members[0]))
         top += whole + 0.35
-    return Layout(order, np.array(middles), np.array(sizes), labels, starts)
+    return LayerLayout(order, np.array(middles), np.array(sizes), labels, starts)
 
 
-def draw_layers(ax: Axes, layout: Layout, inspection: Inspection) -> None:
+def draw_layers(ax: Axes, layout: LayerLayout, inspection: Inspection) -> None:
     """The names of the layers, the input on top; with their type where they are only numbered."""
     ticks = [place for place, _ in layout.labels]
     names = [label_layer(name, inspection) for _, name in layout.labels]
@@ -110,7 +110,7 @@ def label_layer(name: str, inspection: Inspection) -> str:
     return escape(f"{text} {inspection[name].kind}" if numbered else text)
 
 
-def mark_states(ax: Axes, layout: Layout, statistics: Sequence[Statistics], what: str) -> None:
+def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics], what: str) -> None:
     """Words in the margin at layers that are not as usual, one for neighbours that share them."""
     words = [state_in_words(each, what) for each in statistics]
     start = 0

@@ -87,7 +87,7 @@ def _draw_nothing(ax: Axes | None) -> Axes:
 
 
 def _non_finite(history: History, what: str, values: Floats) -> Any:
-    """Where a series had NaN or Inf, (layer, step)."""
+    """Return True where a series had NaN or Inf, (layer, step)."""
     if what == UPDATES:
         return np.isinf(values)
     found: Floats = history.matrix(what, "nan")[1] + history.matrix(what, "inf")[1]
@@ -155,7 +155,7 @@ def _label_layers(ax: Axes, names: list[str]) -> None:
 
 
 def _thin(rows: Any, columns: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """Of runs of marks in a row, the first and then one in so many, so that they stay apart."""
+    """Return the marks without those that would touch: the first of a run, then one in so many."""
     gap = max(1, shape[1] // 60)
     kept_rows, kept_columns = [], []
     last: dict[int, int] = {}

@@ -38,11 +38,11 @@ class Mapped(Protocol):
 
     @property
     def layer(self) -> str:
-        """Its name."""
+        """The name of the layer."""
 
     @property
     def points(self) -> Sequence[Sequence[float]]:
-        """(o, 2)."""
+        """The place of each unit on the plane, (o, 2)."""
 
     @property
     def states(self) -> Sequence[str]:

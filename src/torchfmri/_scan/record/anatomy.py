@@ -103,12 +103,12 @@ class Anatomy:
                 ]
         table = np.array(rows, dtype=np.int32).reshape(-1, 4)
         return cls(
-            tuple(layers),
-            tuple(types),
-            table[:, 0].copy(),
-            table[:, 1].copy(),
-            table[:, 2].copy(),
-            table[:, 3].astype(np.uint8),
+            layers=tuple(layers),
+            types=tuple(types),
+            layer=table[:, 0].copy(),
+            start=table[:, 1].copy(),
+            count=table[:, 2].copy(),
+            kind=table[:, 3].astype(np.uint8),
         )
 
     @cached_property

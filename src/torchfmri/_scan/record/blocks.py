@@ -42,7 +42,7 @@ def depth_of(layer: str) -> int | None:
 
 
 def inside_of(layers: Sequence[str]) -> list[list[int]]:
-    """For each layer the columns of the layers beneath it, itself first."""
+    """Return, for each layer, the columns of the layers beneath it, itself first."""
     column = {layer: index for index, layer in enumerate(layers)}
     found: list[list[int]] = [[index] for index in range(len(layers))]
     for index, layer in enumerate(layers):

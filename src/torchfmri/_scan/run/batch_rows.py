@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
-from torchfmri._scan.run.gradient_pass import Pass, Sequences
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.scan_loss import ScanLoss
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Frame:
         likeliest: Whether each token should be the one with the largest logit.
     """
 
-    subject: Subject
+    subject: ScanSubject
     loss: ScanLoss | None
     per: str | None
     speller: Speller
@@ -64,15 +64,24 @@ class BatchRow:
     ) -> ScannedSequence:
         """The sequence by that name, with its label and the row that it comes from."""
         return ScannedSequence(
-            name, self.tokens, self.layers, self.voxels, self.statistics, self.tensors,
-            condition, self.padding, self.checks, fields or {}, self.vectors,
-        )  # fmt: skip
+            name=name,
+            tokens=self.tokens,
+            layers=self.layers,
+            voxels=self.voxels,
+            statistics=self.statistics,
+            tensors=self.tensors,
+            condition=condition,
+            padding=self.padding,
+            checks=self.checks,
+            fields=fields or {},
+            vectors=self.vectors,
+        )
 
 
 def cut_rows(
     frame: Frame,
     sequences: Sequences,
-    found: Pass | None,
+    found: ScanPass | None,
     live: LiveRecording | None,
     checks: Mapping[str, Any],
 ) -> list[BatchRow]:
@@ -108,21 +117,21 @@ def cut_rows(
             own["greedy_tokens"] = greedy[row]
         rows.append(
             BatchRow(
-                _tokens(frame, tokens, row),
-                {name: _cut(each[row], where) for name, each in layers.items()},
-                {name: _cut(each[row], where) for name, each in voxels.items()},
-                {name: each[row] for name, each in statistics.items()},
-                {name: _cut(each[row, :width], where) for name, each in kept.items()},
-                int((~where).sum()),
-                own,
-                {} if vectors is None else vectors.of_row(row),
+                tokens=_tokens(frame, tokens, row),
+                layers={name: _cut(each[row], where) for name, each in layers.items()},
+                voxels={name: _cut(each[row], where) for name, each in voxels.items()},
+                statistics={name: each[row] for name, each in statistics.items()},
+                tensors={name: _cut(each[row, :width], where) for name, each in kept.items()},
+                padding=int((~where).sum()),
+                checks=own,
+                vectors={} if vectors is None else vectors.of_row(row),
             )
         )
     return rows
 
 
 def _activation(
-    found: Pass | None, live: LiveRecording | None, mask: Tensor
+    found: ScanPass | None, live: LiveRecording | None, mask: Tensor
 ) -> tuple[Tensor, list[float] | None]:
     """Live norms, completed by the pass's, and how far the two are apart in each row."""
     if live is None:
@@ -140,7 +149,7 @@ def _activation(
 
 
 def _surprisal(
-    found: Pass | None, live: LiveRecording | None, width: int
+    found: ScanPass | None, live: LiveRecording | None, width: int
 ) -> tuple[Tensor | None, Tensor | None]:
     if found is not None and found.surprisal is not None:
         return found.surprisal, found.entropy
@@ -149,7 +158,7 @@ def _surprisal(
     return None, None
 
 
-def _greedy_agrees(frame: Frame, found: Pass | None, sequences: Sequences) -> list[bool] | None:
+def _greedy_agrees(frame: Frame, found: ScanPass | None, sequences: Sequences) -> list[bool] | None:
     """Whether the pass, too, finds each generated token the likeliest; None where it need not."""
     if found is None or found.best is None or not bool(sequences.generated.any()):
         return None
@@ -197,17 +206,19 @@ def _tokens(frame: Frame, tokens: _HostTokens, row: int) -> Tokens:
         return found
 
     return Tokens(
-        ids.astype(np.int64),
-        speller.spell(ids.tolist()),
-        numbers(tokens.surprisal),
-        numbers(tokens.entropy),
-        tokens.generated[row][where],
-        np.array([speller.is_special(each) for each in ids.tolist()], dtype=bool),
+        ids=ids.astype(np.int64),
+        spelling=speller.spell(ids.tolist()),
+        surprisal=numbers(tokens.surprisal),
+        entropy=numbers(tokens.entropy),
+        generated=tokens.generated[row][where],
+        special=np.array([speller.is_special(each) for each in ids.tolist()], dtype=bool),
     )
 
 
-def _statistics(found: Pass | None, live: LiveRecording | None) -> dict[str, NDArray[np.float64]]:
-    """What they are of -> (b, layer, STATISTICS)."""
+def _statistics(
+    found: ScanPass | None, live: LiveRecording | None
+) -> dict[str, NDArray[np.float64]]:
+    """Return activations and gradients -> their statistics, (b, layer, STATISTICS)."""
     sources: dict[str, Readings | None] = {}
     if found is not None:
         sources = {"activations": found.activation, "gradients": found.gradient}

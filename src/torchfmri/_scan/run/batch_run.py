@@ -15,8 +15,8 @@ from torchfmri._scan.run.cached_pass import run_cached
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.endings import Endings
 from torchfmri._scan.run.first_call import FirstCall
-from torchfmri._scan.run.gradient_pass import Pass, Sequences, run_pass
-from torchfmri._scan.run.live import LiveRecording, Step
+from torchfmri._scan.run.gradient_pass import run_pass
+from torchfmri._scan.run.live import LiveRecording, LiveStep
 from torchfmri._scan.run.live_token import LiveToken, live_tokens
 from torchfmri._scan.run.mean_vectors import VectorPlan
 from torchfmri._scan.run.model_call import is_causal, positions_of
@@ -25,8 +25,9 @@ from torchfmri._scan.run.readouts import read_out, wants_readouts
 from torchfmri._scan.run.recorded_generation import recorded_inside
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 from torchfmri._scan.run.token_loss_pass import run_token_losses
 
 _ROOM = 1024
@@ -57,7 +58,7 @@ class BatchRun:
     options: ScanOptions
     speller: Speller
     tensors: frozenset[str]
-    subject: Subject
+    subject: ScanSubject
     prompt: EncodedPrompt
     decoding: Decoding
     loss: ScanLoss | None
@@ -176,7 +177,7 @@ class BatchRun:
         )
         return EncodedPrompt(ids, mask, single=False)
 
-    def _tell_all(self, sequences: Sequences, found: Pass, start: int) -> None:
+    def _tell_all(self, sequences: Sequences, found: ScanPass, start: int) -> None:
         """Hand over all tokens after the pass, where none came while generating."""
         prompt = EncodedPrompt(sequences.ids[:, :start], sequences.mask[:, :start], single=False)
         nothing = torch.full(sequences.ids.shape, torch.nan)
@@ -184,14 +185,23 @@ class BatchRun:
         entropy = nothing if found.entropy is None else found.entropy
         norms = found.activation.norms
         kept = sequences.mask.bool()
-        self._tell(prompt)(Step(0, sequences.ids, norms, surprisal, entropy, kept))
+        self._tell(prompt)(
+            LiveStep(
+                first=0,
+                ids=sequences.ids,
+                activation=norms,
+                surprisal=surprisal,
+                entropy=entropy,
+                kept=kept,
+            )
+        )
 
-    def _tell(self, prompt: EncodedPrompt) -> Callable[[Step], None]:
+    def _tell(self, prompt: EncodedPrompt) -> Callable[[LiveStep], None]:
         on_token = self.on_token
         assert on_token is not None
         tell = live_tokens(self.subject, prompt, self.speller)
 
-        def act(step: Step) -> None:
+        def act(step: LiveStep) -> None:
             tokens = list(tell(step))
             with resting():  # the reader of a stream may take long, and run something else
                 for token in tokens:
@@ -219,9 +229,9 @@ class BatchRun:
         positions = None if first_position is None else positions_of(mask) + first_position
         return Sequences(ids[:, :width], mask, generated[:, :width] & mask.bool(), positions)
 
-    def _pass(self, sequences: Sequences) -> Pass:
+    def _pass(self, sequences: Sequences) -> ScanPass:
         options = self.options
-        runs: dict[str | None, Callable[..., Pass]] = {
+        runs: dict[str | None, Callable[..., ScanPass]] = {
             "cached": run_cached,
             "token_loss": run_token_losses,
         }

@@ -13,34 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager, unwrap
 from torchfmri._scan.run.gradient_pass import (
-    Pass,
     PassSink,
-    Sequences,
     backward,
-    read_costs,
     token_gradients_of,
     trainable,
 )
-from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
-from torchfmri._scan.run.model_call import like_parameters, logits_of, needed_positions, takes
+from torchfmri._scan.run.learning_costs import read_costs
+from torchfmri._scan.run.mean_vectors import VectorPlan
+from torchfmri._scan.run.model_call import logits_of, needed_positions, takes
 from torchfmri._scan.run.scan_loss import IGNORED, ScanLoss, position_has_loss
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
+from torchfmri._scan.run.subject import ScanSubject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
 from torchfmri.exceptions import InspectionError
 
 
 def run_cached(
-    subject: Subject,
+    subject: ScanSubject,
     sequences: Sequences,
     loss: ScanLoss,
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
     vectors: VectorPlan | None = None,
-) -> Pass:
+) -> ScanPass:
     """Run the sequences token by token with a cache, each step with its own backward pass.
 
     Raises:
@@ -49,25 +47,17 @@ def run_cached(
     model = subject.model
     check_cached(model, loss)
     b, s = sequences.ids.shape
-    like = like_parameters(model)
-    found = Pass()
+    sink = PassSink(subject, sequences, loss, tensors=tensors, vectors=vectors, own_step=True)
+    found = sink.found
     found.notes.append(
         "per='cached' holds the KV cache constant: these gradients do not add up to .grad"
-    )
-    found.vectors = None if vectors is None else MeanVectors(vectors, b)
-    sink = PassSink(subject, sequences, found, like, tensors, loss, own_step=True)
-    what = frozenset({"activations", "gradients"})
-    taps = Taps(
-        [Target(each.name, each.module, what) for each in subject.layers if each.is_output],
-        sink,
     )
     counts = position_has_loss(loss, sequences.ids, sequences.mask, sequences.generated)
     first = int(counts.any(0).nonzero()[0]) if bool(counts.any()) else s - 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(trainable(model))
-        stack.enter_context(taps)
-        stack.enter_context(sink.inputs_watched(subject))
+        taps = stack.enter_context(sink.attached())
         steps = _Steps(model, sequences, sink, found)
         if first > 0:
             with torch.no_grad():
@@ -103,7 +93,7 @@ def run_cached(
 
 
 def check_cached(model: nn.Module, loss: ScanLoss) -> None:
-    """Raise where gradients with a constant cache are not to be had.
+    """Raise where gradients with a constant cache cannot be computed.
 
     Raises:
         InspectionError: Naming what stands in the way.
@@ -116,7 +106,7 @@ def check_cached(model: nn.Module, loss: ScanLoss) -> None:
     kind = type(unwrap(model)).__name__
     if not loss.causal:
         raise InspectionError(
-            f"{kind} is no causal language model: per='cached' needs one that writes token by "
+            f"{kind} is not a causal language model: per='cached' needs one that writes token by "
             "token. Use per='position'."
         )
     if not takes(model, "past_key_values"):
@@ -130,7 +120,9 @@ def check_cached(model: nn.Module, loss: ScanLoss) -> None:
 class _Steps:
     """The model run step by step into one cache of its own."""
 
-    def __init__(self, model: nn.Module, sequences: Sequences, sink: PassSink, found: Pass) -> None:
+    def __init__(
+        self, model: nn.Module, sequences: Sequences, sink: PassSink, found: ScanPass
+    ) -> None:
         self._model, self._sequences, self._sink, self._found = model, sequences, sink, found
         self._positions = needed_positions(model, sequences.mask, sequences.positions)
         self._cache: Any = None

@@ -17,7 +17,7 @@ from torchfmri._arguments import check_number
 from torchfmri._model import ending_by_signals, whole_restorations
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import ScannedSequence
-from torchfmri._scan.run.dataset_rows import Row
+from torchfmri._scan.run.dataset_rows import DatasetRow
 from torchfmri._scan.run.refusals import refuse_shared_work
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.store.folder import META
@@ -58,7 +58,7 @@ class DatasetScan:
 
 def scan_rows(
     scanner: Scanner,
-    rows: Sequence[Row],
+    rows: Sequence[DatasetRow],
     path: str | os.PathLike[str],
     max_new_tokens: int = 64,
     *,
@@ -108,7 +108,16 @@ def scan_rows(
         refuse_shared_work(scanner.model)
     pending = _list_pending(rows, Path(path), rank, world)
     found = len(rows) - len(pending)
-    job = _Job(scanner, max_new_tokens, chat, seed, generate or {}, found, strict, samples)
+    job = _Job(
+        scanner=scanner,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        seed=seed,
+        generate=generate or {},
+        found=found,
+        strict=strict,
+        samples=samples,
+    )
     anatomy, meta = job.describe(rows)
     if samples and batch > 1:  # what is drawn for a row depends on those beside it
         meta["batch"] = batch
@@ -151,7 +160,7 @@ class _Job:
     tried_in_vain: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
-    def describe(self, rows: Sequence[Row]) -> tuple[Anatomy, dict[str, Any]]:
+    def describe(self, rows: Sequence[DatasetRow]) -> tuple[Anatomy, dict[str, Any]]:
         """The anatomy and the meta of the scan.
 
         They are found out with the dataset's first row that can be run, whichever are missing, so
@@ -182,7 +191,9 @@ class _Job:
             raise _gave_up(tried, last, failure) from failure
         raise InspectionError(f"No row of the dataset can be read. {row.problem}")
 
-    def scan(self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter) -> None:
+    def scan(
+        self, rows: Sequence[DatasetRow], wanted: AbstractSet[str], writer: ScanWriter
+    ) -> None:
         """Scan a batch and write the rows that are wanted.
 
         Where the batch fails, its rows are scanned one by one, to name the one that fails.
@@ -207,7 +218,7 @@ class _Job:
                 self.scan([row], wanted, writer)
 
     def _scan_together(
-        self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter
+        self, rows: Sequence[DatasetRow], wanted: AbstractSet[str], writer: ScanWriter
     ) -> Exception | None:
         """Scan rows as one batch and write those that are wanted; returns why that failed."""
         try:
@@ -229,7 +240,7 @@ class _Job:
         return None
 
     def _scan_again(
-        self, rows: Sequence[Row], wanted: AbstractSet[str], writer: ScanWriter
+        self, rows: Sequence[DatasetRow], wanted: AbstractSet[str], writer: ScanWriter
     ) -> None:
         """Scan a batch again that failed, if need be without the rows that fail by themselves.
 
@@ -254,14 +265,14 @@ class _Job:
                 )
                 self._note_failure(row, InspectionError(reason))
 
-    def _failure_of(self, row: Row, writer: ScanWriter) -> Exception | None:
+    def _failure_of(self, row: DatasetRow, writer: ScanWriter) -> Exception | None:
         """Why a row cannot be scanned alone, not even when it is tried again."""
         if self._scan_together([row], frozenset(), writer) is None:
             return None
         failure = self._scan_together([row], frozenset(), writer)
         return failure and failure.with_traceback(None)  # whose frames hold what they saw
 
-    def _write(self, row: Row, sequence: ScannedSequence, writer: ScanWriter) -> None:
+    def _write(self, row: DatasetRow, sequence: ScannedSequence, writer: ScanWriter) -> None:
         try:
             writer.append(sequence)
         except InspectionError as error:  # it cannot be kept; a disk that fails is an OSError
@@ -269,20 +280,20 @@ class _Job:
         else:
             self.scanned += 1
 
-    def _seed_of(self, row: Row) -> int | None:
+    def _seed_of(self, row: DatasetRow) -> int | None:
         if self.seed is None:
             return None
         digest = hashlib.sha256(f"{self.seed} {row.name}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
-    def _note_failure(self, row: Row, error: Exception) -> None:
+    def _note_failure(self, row: DatasetRow, error: Exception) -> None:
         self.tried_in_vain += 1
         if not self.scanned and not self.found and self.tried_in_vain >= _GIVE_UP:
             raise _gave_up(_GIVE_UP, row, error) from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         self._note(row, f"{row.place}: {reason}", error)
 
-    def _note(self, row: Row, why: str, error: Exception | None = None) -> None:
+    def _note(self, row: DatasetRow, why: str, error: Exception | None = None) -> None:
         if self.strict:
             raise InspectionError(
                 f"{why} Stopped there (strict): correct the row, or pass it over without strict."
@@ -290,7 +301,7 @@ class _Job:
         self.failed[row.name] = why
 
 
-def _gave_up(number: int, row: Row, error: Exception) -> InspectionError:
+def _gave_up(number: int, row: DatasetRow, error: Exception) -> InspectionError:
     first = "The first row" if number == 1 else f"The first {number} rows"
     return InspectionError(
         f"{first} could not be scanned. {row.place}: {type(error).__name__}: {error}"
@@ -303,7 +314,7 @@ def _processes() -> tuple[int, int]:
     return 0, 1
 
 
-def _list_pending(rows: Sequence[Row], path: Path, rank: int, world: int) -> list[int]:
+def _list_pending(rows: Sequence[DatasetRow], path: Path, rank: int, world: int) -> list[int]:
     """The rows that are not committed, as the first process finds them.
 
     If each listed them for itself, one that is late would miss what others have committed since,
@@ -330,7 +341,7 @@ def _batches(pending: Sequence[int], batch: int) -> list[list[int]]:
     return [list(several) for _, several in groupby(pending, lambda number: number // batch)]
 
 
-def _pending(rows: Sequence[Row], path: Path) -> list[int]:
+def _pending(rows: Sequence[DatasetRow], path: Path) -> list[int]:
     done: set[str] = set()
     if (path / META).exists():
         committed, _ = read_committed(path)

@@ -21,7 +21,7 @@ FIELDS = ("prompt", "messages", "text", "ids")
 
 
 @dataclass(frozen=True)
-class Row:
+class DatasetRow:
     """One prompt of a dataset.
 
     Attributes:
@@ -64,7 +64,7 @@ def rows_of(
     *,
     id_field: str | None = None,
     strict: bool = False,
-) -> Sequence[Row]:
+) -> Sequence[DatasetRow]:
     """The rows of a dataset.
 
     Args:
@@ -82,9 +82,9 @@ def rows_of(
     for name, value in named.items():
         if not isinstance(value, str) and not (name != "condition_field" and value is None):
             raise InspectionError(
-                f"{name}={value!r} is no name of a field: give a text such as 'prompt'."
+                f"{name}={value!r} is not the name of a field: give a text such as 'prompt'."
             )
-    rows: _Rows
+    rows: _LazyRows
     fields = _Fields(field, condition_field, id_field)
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
@@ -107,7 +107,7 @@ def rows_of(
     return rows
 
 
-def _refuse_shared_ids(rows: Sequence[Row], id_field: str) -> None:
+def _refuse_shared_ids(rows: Sequence[DatasetRow], id_field: str) -> None:
     """Raise where two rows have one id: the second would be taken for the first."""
     places: dict[str, str] = {}
     for row in rows:
@@ -126,7 +126,7 @@ class _Fields(NamedTuple):
     id: str | None
 
 
-class _Rows(Sequence[Row]):
+class _LazyRows(Sequence[DatasetRow]):
     """Rows that are read when they are asked for."""
 
     def __init__(self, fields: _Fields, strict: bool) -> None:
@@ -140,7 +140,7 @@ class _Rows(Sequence[Row]):
         number = index % len(self)
         return self._tried(number, partial(self._read, number))
 
-    def _tried(self, number: int, read: Callable[[], Row]) -> Row:
+    def _tried(self, number: int, read: Callable[[], DatasetRow]) -> DatasetRow:
         """The row that `read` returns; where it cannot be read, one that says why.
 
         Raises:
@@ -151,19 +151,19 @@ class _Rows(Sequence[Row]):
         except InspectionError as error:
             if self._strict:
                 raise
-            return Row(number, "", problem=str(error))
+            return DatasetRow(number, "", problem=str(error))
 
-    def _read(self, number: int) -> Row:
+    def _read(self, number: int) -> DatasetRow:
         raise NotImplementedError
 
-    def _row(self, record: Any, number: int, place: str) -> Row:
+    def _row(self, record: Any, number: int, place: str) -> DatasetRow:
         """The row in a record, which may be the prompt itself.
 
         Raises:
             InspectionError: It has no prompt.
         """
         if not isinstance(record, Mapping):
-            return _complete(Row(number, _prompt_of(record, place), place=place))
+            return _complete(DatasetRow(number, _prompt_of(record, place), place=place))
         names = FIELDS if self._fields.prompt is None else (self._fields.prompt,)
         found = next((name for name in names if record.get(name) is not None), None)
         if found is None:
@@ -176,7 +176,7 @@ class _Rows(Sequence[Row]):
         label = record.get(self._fields.condition)
         prompt = _prompt_of(record[found], f"{found!r} in {place[0].lower()}{place[1:]}")
         return _complete(
-            Row(
+            DatasetRow(
                 number,
                 prompt,
                 "" if label is None else str(label),
@@ -199,7 +199,7 @@ class _Rows(Sequence[Row]):
         return str(value)
 
 
-class _JsonLines(_Rows):
+class _JsonLines(_LazyRows):
     """The rows of a file with one JSON object per line; each line is looked at when it is opened.
 
     Raises:
@@ -228,19 +228,19 @@ class _JsonLines(_Rows):
     def __len__(self) -> int:
         return len(self._places)
 
-    def _read(self, number: int) -> Row:
+    def _read(self, number: int) -> DatasetRow:
         offset, line = self._places[number]
         with self._path.open("rb") as file:
             file.seek(offset)
             return self._parse(file.readline(), number, line)
 
-    def _parse(self, text: bytes, number: int, line: int) -> Row:
+    def _parse(self, text: bytes, number: int, line: int) -> DatasetRow:
         place = f"Line {line} of {str(self._path)!r}"
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InspectionError(
-                f"{place} is no JSON: {error}. A dataset has one JSON object in each line."
+                f"{place} is not JSON: {error}. A dataset has one JSON object in each line."
             ) from error
         if not isinstance(record, dict):
             raise InspectionError(
@@ -249,7 +249,7 @@ class _JsonLines(_Rows):
         return self._row(record, number, place)
 
 
-class _Records(_Rows):
+class _Records(_LazyRows):
     """The rows of a sequence of records."""
 
     def __init__(self, source: Any, fields: _Fields, strict: bool) -> None:
@@ -259,7 +259,7 @@ class _Records(_Rows):
     def __len__(self) -> int:
         return len(self._source)
 
-    def _read(self, number: int) -> Row:
+    def _read(self, number: int) -> DatasetRow:
         place = f"Record {number}"
         try:
             record = self._source[number]
@@ -271,7 +271,7 @@ class _Records(_Rows):
         return self._row(record, number, place)
 
 
-def _complete(row: Row) -> Row:
+def _complete(row: DatasetRow) -> DatasetRow:
     """The row itself, if it can be named and kept.
 
     Raises:
@@ -316,7 +316,7 @@ def _prompt_of(value: Any, place: str) -> Any:
     """The prompt, with arrays and tensors as lists, so that a row's name is made of all values.
 
     Raises:
-        InspectionError: It is no prompt.
+        InspectionError: It is not a prompt.
     """
     prompt = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(prompt, (str, list, tuple)):

@@ -19,7 +19,7 @@ from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.readouts import describe_readouts
 from torchfmri._scan.run.scan_loss import ScanLoss
 from torchfmri._scan.run.scan_options import ScanOptions
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 
 _SAMPLES = 64
 """Values of each parameter that go into the fingerprint of the weights."""
@@ -27,7 +27,7 @@ _SAMPLES = 64
 
 def scan_meta(
     model: nn.Module,
-    subject: Subject,
+    subject: ScanSubject,
     options: ScanOptions,
     loss: ScanLoss | None,
     decoding: Decoding,

@@ -107,7 +107,7 @@ def scan(
 def stream(
     model: nn.Module, tokenizer: Any, prompt: Prompt, max_new_tokens: int = 64, **options: Any
 ) -> ScanStream:
-    """The same as an iterator over the tokens, as they come; `.scan` is there after the last.
+    """Scan as `scan` does, and hand out the tokens as they come; `.scan` is there after the last.
 
     Args:
         model: As for `scan`.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchfmri._model import unwrap
 from torchfmri._scan.run.model_call import held_positions
-from torchfmri._torch import Hook
+from torchfmri._torch import Attached, Hook
 
 
-class FirstCall:
+class FirstCall(Attached):
     """A hook on the first call of a model that generates, as a context manager.
 
     `generate` of transformers counts positions from 0. Some models count otherwise by themselves
@@ -32,13 +33,10 @@ class FirstCall:
         self._handle: Any = None
         self.first: int | None = None
 
-    def __enter__(self) -> FirstCall:
+    def _attach(self, stack: ExitStack) -> None:
         hook = Hook(self._called, self._model)
         self._handle = self._model.register_forward_pre_hook(hook, with_kwargs=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        stack.callback(self._handle.remove)
 
     def _called(
         self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._kernels import VoxelTable
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 
 
 class FlatLayout:
@@ -77,7 +77,9 @@ class FlatLayout:
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-def layout_of(subject: Subject, layers: Sequence[ScannedLayer], device: torch.device) -> FlatLayout:
+def layout_of(
+    subject: ScanSubject, layers: Sequence[ScannedLayer], device: torch.device
+) -> FlatLayout:
     """The layout of some layers of a subject, made once."""
     key = (device, *(each.index for each in layers))
     if key not in subject.layouts:

@@ -7,86 +7,35 @@ that nothing is ever fed twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture import CallKey, Taps, Target
+from torchfmri._capture import CallKey, Sink, Taps, Target
 from torchfmri._model import acts_on_gradients, compiled_code_as_eager, run_backward, spared_grad
 from torchfmri._scan.run.head_outputs import listening_to_inputs
+from torchfmri._scan.run.learning_costs import read_costs
 from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
 from torchfmri._scan.run.readings import Kept, Readings
 from torchfmri._scan.run.scan_loss import ScanLoss, gradient_positions
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._scan.run.surprisal import surprisal_and_entropy
-from torchfmri._tokens import ParameterInfo, TokenGradients
+from torchfmri._tokens import TokenGradients
 from torchfmri._torch import Element
-from torchfmri.exceptions import InspectionError
-
-
-@dataclass(eq=False)
-class Pass:
-    """What one pass over a batch of sequences brought.
-
-    Attributes:
-        activation: What was read off the activations.
-        gradient: The same of dL/d output; None without a backward pass.
-        cost: Norms of the parameters' gradients by voxel, (b, s, voxel), and `layer_cost` by layer.
-        surprisal: (b, s), and `entropy`.
-        tensors: Layer -> (b, s, w).
-        vectors: Mean vectors, where some are kept.
-        residual: The largest difference between what the tokens add up to and the gradient that
-            autograd found, relative; None where nothing was compared.
-        missed: Layer -> why something is missing.
-        notes: What else has to be known.
-        best: (b, s - 1) the likeliest next token at each position.
-        gradient_positions: (b, s) which positions have a gradient at all.
-    """
-
-    activation: Readings = field(init=False)
-    gradient: Readings | None = None
-    cost: Tensor | None = None
-    layer_cost: Tensor | None = None
-    surprisal: Tensor | None = None
-    entropy: Tensor | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    vectors: MeanVectors | None = None
-    residual: float | None = None
-    missed: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    best: Tensor | None = None
-    gradient_positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """What was fed and written, as one padded batch.
-
-    Attributes:
-        ids: (b, s).
-        mask: (b, s), 0 for padding on either side.
-        generated: (b, s), what the model wrote.
-        positions: (b, s), what the model is to be fed as `position_ids`; None leaves it to it.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    generated: Tensor
-    positions: Tensor | None = None
 
 
 def run_pass(
-    subject: Subject,
+    subject: ScanSubject,
     sequences: Sequences,
     loss: ScanLoss | None,
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
     vectors: VectorPlan | None = None,
-) -> Pass:
+) -> ScanPass:
     """Run the sequences once, with a backward pass if there is a loss.
 
     Args:
@@ -98,13 +47,9 @@ def run_pass(
         vectors: Layers whose mean vectors are kept.
     """
     model = subject.model
-    like = like_parameters(model)
     b, s = sequences.ids.shape
-    found = Pass()
-    found.vectors = None if vectors is None else MeanVectors(vectors, b)
-    sink = PassSink(subject, sequences, found, like, tensors, loss)
-    what = frozenset({"activations", "gradients"} if loss is not None else {"activations"})
-    targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
+    sink = PassSink(subject, sequences, loss, tensors=tensors, vectors=vectors)
+    found = sink.found
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.set_grad_enabled(loss is not None))
@@ -114,8 +59,7 @@ def run_pass(
             tokens = token_gradients_of(model, voxel, found)
             if tokens is not None:
                 stack.enter_context(tokens)
-        stack.enter_context(Taps(targets, sink))
-        stack.enter_context(sink.inputs_watched(subject))
+        stack.enter_context(sink.attached())
         output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
@@ -137,7 +81,7 @@ def backward(loss: Tensor, model: nn.Module) -> None:
             torch.autograd.backward(loss)
 
 
-def token_gradients_of(model: nn.Module, voxel: int, found: Pass) -> TokenGradients | None:
+def token_gradients_of(model: nn.Module, voxel: int, found: ScanPass) -> TokenGradients | None:
     """The token gradients of all parameters by voxel; None where there are no parameters."""
     if not any(each.requires_grad for each in model.parameters()):
         found.notes.append("the model has no parameters that could be trained: no learning cost")
@@ -165,7 +109,7 @@ def trainable(model: nn.Module) -> Iterator[None]:
             each.requires_grad_(False)
 
 
-def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> None:
+def read_logits(found: ScanPass, logits: Tensor | None, sequences: Sequences) -> None:
     """Surprisal and entropy of every token after the first."""
     if logits is None or logits.shape[:2] != sequences.ids.shape or logits.shape[1] < 2:
         return
@@ -178,29 +122,43 @@ def read_logits(found: Pass, logits: Tensor | None, sequences: Sequences) -> Non
         found.best = before.argmax(-1)
 
 
-class PassSink:
-    """What the taps of a pass call: hands each tensor to the readings of its kind."""
+class PassSink(Sink):
+    """Receives what the taps of a pass bring, and hands it to the readings of its kind.
+
+    Args:
+        subject: What is scanned.
+        sequences: The batch.
+        loss: What is differentiated; None for activations alone.
+        tensors: Layers whose activations are kept in full.
+        vectors: Layers whose mean vectors are kept.
+        own_step: Each position's loss is differentiated by itself.
+
+    Attributes:
+        found: What has been read.
+    """
 
     gradient_statistics = True
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ScanSubject,
         sequences: Sequences,
-        found: Pass,
-        like: Tensor,
-        tensors: frozenset[str],
         loss: ScanLoss | None,
+        *,
+        tensors: frozenset[str],
+        vectors: VectorPlan | None,
         own_step: bool = False,
     ) -> None:
         self._layers = {each.name: each for each in subject.layers}
-        self._found, self._tensors = found, tensors
+        self.found = found = ScanPass()
+        self._tensors = tensors
         self._b, self._s = sequences.ids.shape
+        found.vectors = None if vectors is None else MeanVectors(vectors, self._b)
         self._sequences = sequences
         self._shape = (self._b, self._s)
         self._paths: dict[CallKey, str] = {}
         self._first = 0
-        what = (subject, self._b, self._s, like)
+        what = (subject, self._b, self._s, like_parameters(subject.model))
         tell = found.missed.__setitem__
         found.activation = Readings(*what, kept=_slices(sequences.mask.bool()), missed=tell)
         if loss is not None:
@@ -211,14 +169,22 @@ class PassSink:
             found.gradient = Readings(*what, kept=kept, missed=tell)
         self._choose_tokens()
 
-    def inputs_watched(self, subject: Subject) -> contextlib.AbstractContextManager[None]:
-        """A block in which layers that are inputs of modules are reduced too."""
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[Taps]:
+        """Reduce what layers return, and inputs that are layers of their own, within a block."""
+        is_read = {"activations"} if self.found.gradient is None else {"activations", "gradients"}
+        targets = [
+            Target(each.name, each.module, frozenset(is_read))
+            for each in self._layers.values()
+            if each.is_output
+        ]
+        inputs = {each.name: each.module for each in self._layers.values() if each.of_input}
 
         def take(name: str, tensor: Tensor) -> None:
             self._put(self._layers[name], tensor)
 
-        inputs = {each.name: each.module for each in subject.layers if each.of_input}
-        return listening_to_inputs(inputs, take)
+        with Taps(targets, self) as taps, listening_to_inputs(inputs, take):
+            yield taps
 
     def window(self, first: int, count: int) -> None:
         """Expect `count` positions from `first` on in the passes that follow."""
@@ -229,16 +195,16 @@ class PassSink:
     def _choose_tokens(self) -> None:
         """Tell the mean vectors which tokens come next."""
         where = slice(self._first, self._first + self._s)
-        if self._found.vectors is not None:
+        if self.found.vectors is not None:
             ids, generated = self._sequences.ids[:, where], self._sequences.generated[:, where]
             kept = self._sequences.mask[:, where].bool()
-            self._found.vectors.begin(ids, kept, generated)
+            self.found.vectors.begin(ids, kept, generated)
 
     def _rows(self, layer: ScannedLayer, tensor: Tensor) -> Tensor | None:
         assert layer.axis is not None
         rows = layer.axis.rows(tensor, self._b, self._s)
         if rows is None:
-            self._found.missed[layer.name] = (
+            self.found.missed[layer.name] = (
                 f"its output has the shape {tuple(tensor.shape)}, where "
                 f"{layer.axis.expected(self._b, self._s)} was expected"
             )
@@ -257,14 +223,14 @@ class PassSink:
         rows = self._rows(layer, tensor)
         if rows is None:
             return
-        self._found.activation.take(layer, tensor, rows, self._first)
+        self.found.activation.take(layer, tensor, rows, self._first)
         if layer.name in self._tensors:
             self._keep(layer, rows.detach())
-        if self._found.vectors is not None:
-            self._found.vectors.add(layer, rows.detach())
+        if self.found.vectors is not None:
+            self.found.vectors.add(layer, rows.detach())
 
     def _keep(self, layer: ScannedLayer, rows: Tensor) -> None:
-        kept = self._found.tensors
+        kept = self.found.tensors
         if layer.name not in kept:
             kept[layer.name] = rows.new_full((*self._shape, rows.shape[-1]), torch.nan)
         kept[layer.name][:, self._first : self._first + self._s] = rows
@@ -275,10 +241,10 @@ class PassSink:
         layer = self._layers[call.layer]
         if gradient is None or path != self._paths.get(call):
             return
-        assert self._found.gradient is not None
+        assert self.found.gradient is not None
         assert layer.axis is not None
         if layer.axis.is_shared(gradient, self._b):
-            self._found.missed[layer.name] = (
+            self.found.missed[layer.name] = (
                 "its gradient: all sequences of the batch share its output"
             )
             return
@@ -288,83 +254,21 @@ class PassSink:
 
     def reduce_gradient(self, layer: ScannedLayer, gradient: Tensor, rows: Tensor) -> None:
         """Take in dL/d output, whose rows are (b, s, w)."""
-        assert self._found.gradient is not None
-        self._found.gradient.take(layer, gradient, rows, self._first)
-
-    def parameter(self, layer: str, what: str, name: str, tensor: Tensor, backward: int) -> None:
-        """Not watched."""
+        assert self.found.gradient is not None
+        self.found.gradient.take(layer, gradient, rows, self._first)
 
     def missed(self, layer: str, what: str, reason: str) -> None:
-        self._found.missed[layer] = f"{what}: {reason}" if what else reason
+        self.found.missed[layer] = f"{what}: {reason}" if what else reason
 
     def noted(self, layer: str, text: str) -> None:
-        self._found.notes.append(f"{layer}: {text}")
+        self.found.notes.append(f"{layer}: {text}")
 
     def failed(self, layer: str, error: Exception, backward: bool) -> None:
         if not backward:
             raise error
-        self._found.missed[layer] = f"its gradient could not be read: {error}"
+        self.found.missed[layer] = f"its gradient could not be read: {error}"
 
 
 def _slices(kept: Tensor) -> Kept:
     """Which of some positions count, by the first of them and their number."""
     return lambda first, count: kept[:, first : first + count]
-
-
-def read_costs(
-    found: Pass,
-    subject: Subject,
-    tokens: TokenGradients,
-    arrange: Callable[[Tensor], Tensor | None],
-) -> None:
-    """The learning cost of each layer and voxel, from its parameters' token gradients.
-
-    Args:
-        found: Takes the result.
-        subject: What was scanned.
-        tokens: The token gradients, of keep="voxels".
-        arrange: Brings what is per token of `tokens` to (b, s, ...); None where it does not fit.
-    """
-    norms = found.activation.norms
-    b, s = norms.shape[:2]
-    squares = torch.full_like(norms, torch.nan)
-    by_layer = norms.new_full((b, s, len(subject.layers)), torch.nan)
-    received = set(tokens.names)
-    for layer in subject.layers:
-        for info in layer.parameters:
-            if info.name not in received:
-                continue
-            try:
-                squared = tokens[info.name].norm(by="voxel").to(norms.dtype).square()
-            except InspectionError as error:
-                found.missed[layer.name] = f"the learning cost of {info.name}: {error}"
-                continue
-            own = arrange(squared)
-            if own is None:
-                found.missed[layer.name] = (
-                    f"the learning cost of {info.name}: its tokens are {squared.shape[0]} x "
-                    f"{squared.shape[1]}, those of the scan {b} x {s}"
-                )
-                continue
-            by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
-            columns = columns_of(layer, info)
-            if columns is not None:
-                squares[..., columns] = squares[..., columns].nan_to_num() + own
-    found.cost, found.layer_cost = squares.sqrt(), by_layer.sqrt()
-    coverage = tokens.coverage()
-    found.residual = (
-        coverage.residual if any(row.residual is not None for row in coverage) else None
-    )
-    for row in coverage.missing:
-        found.notes.append(f"no learning cost for {row.name}: {row.note}")
-
-
-def columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
-    """The columns that are a parameter's voxels; None where the layer's are others."""
-    if info.output.last - info.output.first == 2:
-        # A layer may have several such parameters, of which not all have as many rows.
-        rows = layer.experts.stop - layer.experts.start
-        return layer.experts if info.shape[info.output.first] == rows else None
-    units = info.output.length(info.shape)
-    same = layer.axis is None or units == layer.axis.width
-    return layer.voxels if info.voxel == layer.size and same else None

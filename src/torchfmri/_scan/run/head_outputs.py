@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, hooked
 
 _PROJECTIONS = ("o_proj", "out_proj")
 """What modules call the projection that puts the heads together."""
@@ -24,19 +24,16 @@ def listening_to_inputs(
     modules: Mapping[str, nn.Module], take: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
     """Hand over the name and the first input of every module that is called inside."""
-    handles: list[Any] = []
 
     def called(name: str, _: nn.Module, arguments: tuple[Any, ...]) -> None:
         if arguments and isinstance(arguments[0], Tensor):
             take(name, arguments[0])
 
-    try:
-        for name, module in modules.items():
-            handles.append(module.register_forward_pre_hook(Hook(partial(called, name), module)))
+    with hooked(
+        module.register_forward_pre_hook(Hook(partial(called, name), module))
+        for name, module in modules.items()
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def head_outputs(layers: Mapping[str, nn.Module], head: int | None) -> dict[str, nn.Module]:

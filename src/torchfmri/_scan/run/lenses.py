@@ -76,7 +76,7 @@ class _Text:
         """The id of a token that the user named by its text or its number.
 
         Raises:
-            InspectionError: It is no token, or several.
+            InspectionError: It is not a token, or several.
         """
         if given is None or is_whole(given):
             return given  # type: ignore[return-value]
@@ -113,7 +113,7 @@ def _reading(model: nn.Module, tokenizer: Any, prompt: Prompt, chat: bool) -> It
     """One prompt for one model, which is left as it was; everything that can be wrong comes first.
 
     Raises:
-        InspectionError: It is no model, no prompt, or several prompts.
+        InspectionError: It is not a model, not a prompt, or several prompts.
     """
     if not isinstance(model, nn.Module):
         raise InspectionError(

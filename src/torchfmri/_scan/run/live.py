@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +33,10 @@ from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
 from torchfmri._scan.run.model_call import held_positions, like_parameters, logits_of
 from torchfmri._scan.run.readings import Readings
 from torchfmri._scan.run.refusals import fed_in_its_own_way, fed_twice
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._scan.run.surprisal import Surprisals
 from torchfmri._scan.run.token_axis import first_tensor
-from torchfmri._torch import HookSet
+from torchfmri._torch import Attached, HookSet
 from torchfmri.exceptions import InspectionError
 
 _STEPS, _HOST_BYTES = 32, 1 << 24
@@ -43,7 +44,7 @@ _STEPS, _HOST_BYTES = 32, 1 << 24
 _WRITTEN = "its activations while generating: somebody writes into its output"
 
 
-class Step(NamedTuple):
+class LiveStep(NamedTuple):
     """One forward pass of the model while it generates.
 
     Attributes:
@@ -63,7 +64,7 @@ class Step(NamedTuple):
     kept: Tensor
 
 
-class LiveRecording:
+class LiveRecording(Attached):
     """Hooks on a model that generates, as a context manager.
 
     Args:
@@ -90,7 +91,7 @@ class LiveRecording:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ScanSubject,
         prompt: Tensor,
         length: int,
         *,
@@ -99,7 +100,7 @@ class LiveRecording:
         statistics: bool = False,
         tensors: frozenset[str] = frozenset(),
         vectors: VectorPlan | None = None,
-        on_step: Callable[[Step], None] | None = None,
+        on_step: Callable[[LiveStep], None] | None = None,
         tell_every: float = 0.0,
     ) -> None:
         self.subject, self._on_step = subject, on_step
@@ -125,7 +126,6 @@ class LiveRecording:
         self._most = heaviest(like.device) if like.is_cuda else _HOST_BYTES
         self._flats: list[Tensor] = []  # steps that wait, (b, 1, width)
         self._first_flat = 0
-        self._handles: list[Any] = []
         self._hooks = HookSet()
         self.seen = self.unseen = 0
         self._fed_ids = torch.full((self._b, length), -1, device=prompt.device)
@@ -146,42 +146,33 @@ class LiveRecording:
         """(b, s) of the distributions that the tokens were drawn from."""
         return self._surprisals.entropy
 
-    def __enter__(self) -> LiveRecording:
+    def _attach(self, stack: ExitStack) -> None:
         # The one that `generate` calls; a wrapper around it (PEFT) calls it as well.
         model = unwrap(self.subject.model)
         places = {each.index: place for place, each in enumerate(self.outputs.layout.layers)}
-        try:
-            before, after = EagerHook(self._begins, model), EagerHook(self._ends, model)
-            self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-            for layer in self.subject.layers:
-                if layer.of_input:
-                    take = EagerHook(partial(self._take_input, layer), layer.module)
-                    self._handles.append(layer.module.register_forward_pre_hook(take))
-                elif layer.axis is not None:
-                    place = places.get(layer.index)
-                    act = partial(call_with_tensor, self._take, layer)
-                    hook = (
-                        EagerHook(act, layer.module) if place is None
-                        else LayerHook(self._take, layer, self.outputs, place)
-                    )  # fmt: skip
-                    self._hooks.after([layer.module], hook)
-            self._handles.append(model.register_forward_hook(after))
-        except BaseException:
-            self._detach()
-            raise
-        return self
+        before, after = EagerHook(self._begins, model), EagerHook(self._ends, model)
+        stack.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(self._hooks.remove)
+        for layer in self.subject.layers:
+            if layer.of_input:
+                take = EagerHook(partial(self._take_input, layer), layer.module)
+                stack.callback(layer.module.register_forward_pre_hook(take).remove)
+            elif layer.axis is not None:
+                place = places.get(layer.index)
+                act = partial(call_with_tensor, self._take, layer)
+                hook = (
+                    EagerHook(act, layer.module) if place is None
+                    else LayerHook(self._take, layer, self.outputs, place)
+                )  # fmt: skip
+                self._hooks.after([layer.module], hook)
+        stack.callback(model.register_forward_hook(after).remove)
+        stack.callback(self._finish)
 
-    def __exit__(self, *_: object) -> None:
-        self._detach()
+    def _finish(self) -> None:
         self._cache = None
         self.outputs.begin(is_step=False)
         self._flush()
         self.activation.flush()
-
-    def _detach(self) -> None:
-        self._hooks.remove()
-        while self._handles:
-            self._handles.pop().remove()
 
     # -- one pass ----------------------------------------------------------------------------
 
@@ -373,12 +364,16 @@ class LiveRecording:
         self._on_step(self._step(self._first_untold, ids))
         self._told_at = time.monotonic()
 
-    def _step(self, first: int, ids: Tensor) -> Step:
+    def _step(self, first: int, ids: Tensor) -> LiveStep:
         where = slice(first, first + ids.shape[1])
-        return Step(
-            first, ids, self.activation.norms[:, where], self.surprisal[:, where],
-            self.entropy[:, where], self._kept(first, ids.shape[1]),
-        )  # fmt: skip
+        return LiveStep(
+            first=first,
+            ids=ids,
+            activation=self.activation.norms[:, where],
+            surprisal=self.surprisal[:, where],
+            entropy=self.entropy[:, where],
+            kept=self._kept(first, ids.shape[1]),
+        )
 
     def _flush(self) -> None:
         """Read the steps that wait."""

@@ -108,7 +108,7 @@ class LiveBoard(ScanBoard):
         self.changed()
 
     def entries(self) -> Sequence[Entry]:
-        """Those that are scanned, and the one that is coming."""
+        """The sequences that are scanned, and the one that is coming."""
         coming = self._coming
         now = [Entry(coming.name, len(coming.tokens))] if coming is not None else []
         return [*self._entries, *now]
@@ -144,7 +144,14 @@ class LiveBoard(ScanBoard):
         none = np.zeros(len(tokens), np.float32)
         ids = np.array([each.id for each in tokens], np.int64)
         spelt = tuple(each.spelling for each in tokens)
-        piece = Tokens(ids, spelt, none, none, flags, flags & False)
+        piece = Tokens(
+            ids=ids,
+            spelling=spelt,
+            surprisal=none,
+            entropy=none,
+            generated=flags,
+            special=flags & False,
+        )
         return token_columns(piece, first - start, last - start)
 
     def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.run.live import Step
+from torchfmri._scan.run.live import LiveStep
 from torchfmri._scan.run.measurements import rms_by_layer, rms_by_voxel
 from torchfmri._scan.run.prompt import EncodedPrompt
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,13 @@ class LiveToken:
 
 
 def live_tokens(
-    subject: Subject, prompt: EncodedPrompt, speller: Speller
-) -> Callable[[Step], Iterator[LiveToken]]:
+    subject: ScanSubject, prompt: EncodedPrompt, speller: Speller
+) -> Callable[[LiveStep], Iterator[LiveToken]]:
     """A function from a step to its tokens, in order of position; padding is left out."""
     start = prompt.ids.shape[1]
     padding = (prompt.mask == 0).sum(1).tolist()
 
-    def tell(step: Step) -> Iterator[LiveToken]:
+    def tell(step: LiveStep) -> Iterator[LiveToken]:
         layers = rms_by_layer(step.activation, subject).float().cpu()
         voxels = rms_by_voxel(step.activation, subject).float().cpu()
         surprisal, entropy = step.surprisal.tolist(), step.entropy.tolist()
@@ -71,9 +71,15 @@ def live_tokens(
                     continue
                 generated = position >= start
                 yield LiveToken(
-                    row, position - padding[row], token, speller.spell([token])[0], generated,
-                    surprisal[row][column], entropy[row][column],
-                    layers[row, column].numpy(), voxels[row, column].numpy(),
-                )  # fmt: skip
+                    row=row,
+                    position=position - padding[row],
+                    id=token,
+                    spelling=speller.spell([token])[0],
+                    generated=generated,
+                    surprisal=surprisal[row][column],
+                    entropy=entropy[row][column],
+                    activation=layers[row, column].numpy(),
+                    voxels=voxels[row, column].numpy(),
+                )
 
     return tell

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchfmri._arguments import check_each
 from torchfmri._scan.record.blocks import block_of, outline_of
 from torchfmri._scan.record.sequence import VECTORS, Floats
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._text import bytes_text, plural
 
 AUTO = "auto"
@@ -59,7 +59,7 @@ class VectorPlan:
 
 
 def plan_vectors(
-    subject: Subject, tokens: tuple[str, ...], special: Sequence[int], limit: int
+    subject: ScanSubject, tokens: tuple[str, ...], special: Sequence[int], limit: int
 ) -> VectorPlan:
     """Choose the layers whose mean vectors take at most `limit` bytes of a sequence.
 

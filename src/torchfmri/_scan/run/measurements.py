@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchfmri._scan.run.subject import Subject
+from torchfmri._scan.run.subject import ScanSubject
 
 
-def norms_by_layer(norms: Tensor, subject: Subject, experts: bool = False) -> Tensor:
+def norms_by_layer(norms: Tensor, subject: ScanSubject, experts: bool = False) -> Tensor:
     """Norms by voxel -> norms by layer, (..., layer); nan where a layer has none.
 
     Args:
@@ -30,13 +30,13 @@ def norms_by_layer(norms: Tensor, subject: Subject, experts: bool = False) -> Te
     return found.sqrt_().masked_fill_(empty, torch.nan)
 
 
-def rms_by_layer(norms: Tensor, subject: Subject) -> Tensor:
+def rms_by_layer(norms: Tensor, subject: ScanSubject) -> Tensor:
     """Norms by voxel -> rms by layer, (..., layer)."""
     widths = [1 if each.axis is None else each.axis.width * each.calls for each in subject.layers]
     return norms_by_layer(norms, subject) / _roots(widths, norms)
 
 
-def rms_by_voxel(norms: Tensor, subject: Subject) -> Tensor:
+def rms_by_voxel(norms: Tensor, subject: ScanSubject) -> Tensor:
     """Norms by voxel -> rms by voxel."""
     anatomy = subject.anatomy
     calls = [max(each.calls, 1) for each in subject.layers]

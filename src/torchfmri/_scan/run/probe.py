@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchfmri._scan.run.model_call import (
 )
 from torchfmri._scan.run.row_order import FollowedPass, first_early
 from torchfmri._scan.run.token_axis import Resolved, Shape, first_tensor, resolve
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, hooked
 
 _PROBES = ((2, 5), (2, 7))
 """(b, s) of the two passes: no size of a layer is likely to be both lengths."""
@@ -222,24 +223,18 @@ def _listening(
     modules: Mapping[str, nn.Module], take: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
     """Hand over the name and the output of every layer that is called inside."""
-    handles: list[Any] = []
 
-    def listen(name: str, module: nn.Module) -> None:
-        def called(_: nn.Module, __: object, output: object) -> None:
-            tensor = first_tensor(output)
-            if tensor is not None:
-                take(name, tensor)
+    def called(name: str, _: nn.Module, __: object, output: object) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            take(name, tensor)
 
-        if not isinstance(module, torch.jit.ScriptModule):
-            handles.append(module.register_forward_hook(Hook(called, module)))
-
-    try:
-        for name, module in modules.items():
-            listen(name, module)
+    with hooked(
+        module.register_forward_hook(Hook(partial(called, name), module))
+        for name, module in modules.items()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:

@@ -111,8 +111,8 @@ def _ids(prompt: Any, tokenizer: Any, chat: bool) -> list[int]:
         )
     if not callable(tokenizer):
         raise InspectionError(
-            f"tokenizer={str(tokenizer)[:80]!r} is no tokenizer: it cannot be called with a text. "
-            "Give that of the model, or token ids and None."
+            f"tokenizer={str(tokenizer)[:80]!r} is not a tokenizer: it cannot be called with a "
+            "text. Give that of the model, or token ids and None."
         )
     if chat:
         return _template([{"role": "user", "content": prompt}], tokenizer)
@@ -192,6 +192,6 @@ def _as_tensor(value: Any, key: str) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InspectionError(
-            f"{key} is no rectangle of numbers ({error}). Let the tokenizer pad "
+            f"{key} is not a rectangle of numbers ({error}). Let the tokenizer pad "
             "(padding=True, padding_side='left'), or give the texts."
         ) from error

@@ -22,7 +22,7 @@ from torchfmri._kernels import Floats, VoxelSums, heaviest, reduce_voxels, voxel
 from torchfmri._scan.record.sequence import STATISTICS
 from torchfmri._scan.run.flat_layout import FlatLayout, layout_of, voxel_norms
 from torchfmri._scan.run.measurements import norms_by_layer
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri.statistics import Statistics, calculate_statistics
 
 _WRITTEN = "somebody wrote into its output after the layer had returned it"
@@ -53,7 +53,7 @@ class Readings:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ScanSubject,
         b: int,
         s: int,
         like: Tensor,
@@ -182,7 +182,7 @@ class Readings:
                 parts[layer.index] += calculate_statistics(own, histogram=False)
 
 
-def _statistics_of(sums: VoxelSums, subject: Subject) -> Floats:
+def _statistics_of(sums: VoxelSums, subject: ScanSubject) -> Floats:
     """The statistics of layers from those of their voxels, (b, layer, STATISTICS)."""
     layers = torch.from_numpy(subject.anatomy.layer).long().to(sums.numbers.device)
     finite, mean, deviations, low, high, nan, infinite, zero = np.moveaxis(

@@ -37,9 +37,9 @@ from torchfmri._model import (
 )
 from torchfmri._scan.record.readouts import LENS, LENS_PARTS, PATTERN, readout_name
 from torchfmri._scan.run.batch_rows import BatchRow
-from torchfmri._scan.run.gradient_pass import Sequences
 from torchfmri._scan.run.model_call import call_model, logits_of
 from torchfmri._scan.run.scan_options import ScanOptions
+from torchfmri._scan.run.scan_pass import Sequences
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
 MOST_PATTERN_BYTES = 1 << 30

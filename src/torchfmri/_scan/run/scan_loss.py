@@ -59,7 +59,7 @@ class ScanLoss:
         """One loss per position, (b, s), which add up to the loss; or one number if it is own.
 
         Raises:
-            InspectionError: There are no logits to take it from, or the own loss is no number.
+            InspectionError: There are no logits to take it from, or the user's loss is no number.
         """
         if self.own is not None:
             masked = {"mask": mask} if "mask" in signature(self.own).parameters else {}

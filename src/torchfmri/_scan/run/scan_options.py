@@ -16,7 +16,7 @@ PER = ("position", "cached", "token_loss", None)
 
 @dataclass(frozen=True)
 class ScanOptions:
-    """What to measure.
+    """The choices of a scan: what is measured, and of which layers.
 
     Attributes:
         per: Which gradient: "position", "token_loss", "cached", or None for activations alone.

@@ -35,7 +35,7 @@ from torchfmri._scan.run.refusals import (
 from torchfmri._scan.run.scan_loss import ScanLoss, check_loss
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.spelling import Speller
-from torchfmri._scan.run.subject import PLACES, Subject, find_subject
+from torchfmri._scan.run.subject import PLACES, ScanSubject, find_subject
 from torchfmri._scan.scan_record import Scan
 from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError
@@ -76,7 +76,7 @@ class Scanner:
         refuse_shards(model, self.options.per)
         self._model, self._tokenizer = runnable(model), tokenizer
         self._speller = Speller(tokenizer)
-        self._subject: Subject | None = None
+        self._subject: ScanSubject | None = None
         layers = named_layers(model)
         wanted = self.options.tensors
         # A wildcard also matches lists of layers, which put out nothing.
@@ -133,7 +133,7 @@ class Scanner:
         listed = generate is None or isinstance(generate, Mapping)
         require(listed, "generate", generate, "give the options of generate: {'top_k': 5}")
         if on_token is not None and not callable(on_token):
-            raise InspectionError(f"on_token={on_token!r} is no function of a token.")
+            raise InspectionError(f"on_token={on_token!r}: give a function that takes a token.")
         check_real("tell_every", tell_every, "give seconds, such as 0.1, or 0", least=0)
         if seed is not None:
             check_number("seed", seed, None, "a whole number that fits into 64 bits, or None")
@@ -202,10 +202,10 @@ class Scanner:
         decode: Decode | None,
         dataset: bool,
     ) -> BatchRun:
-        """Everything that can be wrong, before the model runs."""
+        """Check everything that can be wrong, and return the run; the model has not run yet."""
         _check_possible(self._model, max_new_tokens)
         if decode is not None and not callable(decode):
-            raise InspectionError(f"decode={decode!r} is no function of model and ids.")
+            raise InspectionError(f"decode={decode!r}: give a function that takes model and ids.")
         if self.options.per is not None and any(p.is_inference() for p in self._model.parameters()):
             raise InspectionError(
                 "The model was made inside torch.inference_mode(), so nothing can be "
@@ -223,22 +223,29 @@ class Scanner:
         refuse_options(generate, encoded, max_new_tokens)
         if self.options.per is not None or not self.options.live:
             refuse_inputs(self._model, generate)
-        loss = self._loss(max_new_tokens > 0)
+        generates = max_new_tokens > 0
+        loss = self._loss(generates)
         decoding = Decoding(max_new_tokens, generate, decode, self._tokenizer)
         describe_readouts(self._model, self.options)  # what cannot be read is said before the run
         subject = self._find_subject(encoded.ids)
         refuse_unknown_ids(self._model, encoded.ids, subject.vocabulary)
         subject.refuse_length(int(encoded.mask.sum(1).max()))
-        vectors = self._vectors(subject, chosen_tokens(
-            self.options.vectors, dataset=dataset, generates=max_new_tokens > 0
-        ))  # fmt: skip
+        vectors = self._vectors(subject, dataset, generates)
         run = BatchRun(
-            self.options, self._speller, self._tensors, subject, encoded, decoding, loss, vectors
+            options=self.options,
+            speller=self._speller,
+            tensors=self._tensors,
+            subject=subject,
+            prompt=encoded,
+            decoding=decoding,
+            loss=loss,
+            vectors=vectors,
         )
         run.notes += vectors.notes if vectors is not None else ()
         return run
 
-    def _vectors(self, subject: Subject, tokens: tuple[str, ...]) -> VectorPlan | None:
+    def _vectors(self, subject: ScanSubject, dataset: bool, generates: bool) -> VectorPlan | None:
+        tokens = chosen_tokens(self.options.vectors, dataset=dataset, generates=generates)
         if not tokens:
             return None
         special = sorted(self._speller.special_ids)
@@ -252,7 +259,7 @@ class Scanner:
             check_cached(self._model, loss)
         return loss
 
-    def _find_subject(self, ids: Tensor) -> Subject:
+    def _find_subject(self, ids: Tensor) -> ScanSubject:
         if self._subject is None:
             options = self.options
             subject = find_subject(
@@ -298,6 +305,6 @@ def _check_possible(model: nn.Module, max_new_tokens: int) -> None:
     refuse_virtual_tokens(model)
     if max_new_tokens and not is_causal(model):
         raise InspectionError(
-            f"{type(unwrap(model)).__name__} is no causal language model and cannot go on writing. "
-            "Read the text with max_new_tokens=0."
+            f"{type(unwrap(model)).__name__} is not a causal language model and cannot go on "
+            "writing. Read the text with max_new_tokens=0."
         )

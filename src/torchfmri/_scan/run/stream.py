@@ -6,7 +6,6 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
 
 from torchfmri._model import kept_whole, whole_restorations
 from torchfmri._scan.run.live_token import LiveToken
@@ -17,7 +16,7 @@ _WAITING = 64
 """How many tokens may wait for the reader before the model waits for it."""
 
 
-class _Stopped(BaseException):
+class _StreamStopped(BaseException):
     """The reader has gone."""
 
 
@@ -70,7 +69,7 @@ class _Worker:
     def _work(self) -> None:
         try:
             self.scan = self._run(self._put)
-        except _Stopped:
+        except _StreamStopped:
             pass
         except BaseException as error:
             self.error = error
@@ -80,7 +79,7 @@ class _Worker:
     def _put(self, token: LiveToken) -> None:
         self._room.get()
         if self._is_stopped:
-            raise _Stopped
+            raise _StreamStopped
         self._tokens.put(token)
 
 
@@ -137,10 +136,5 @@ class ScanStream:
     def __enter__(self) -> ScanStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,12 +8,22 @@ looked at where it has the shape expected from them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchfmri._model import Pattern, find_layers, named_layers, runnable, unwrap
+from torchfmri._model import (
+    Pattern,
+    each_once,
+    find_layers,
+    first_names,
+    named_layers,
+    named_parameters,
+    runnable,
+    unwrap,
+)
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.head_outputs import head_outputs
 from torchfmri._scan.run.probe import Probe
@@ -64,7 +74,7 @@ class ScannedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ScanSubject:
     """What of a model is scanned.
 
     Attributes:
@@ -108,14 +118,14 @@ class _Found(NamedTuple):
     module: nn.Module
     axis: Resolved | None
     calls: int
-    own: tuple[ParameterInfo, ...]
-    is_written: bool
+    own: tuple[ParameterInfo, ...] = ()
+    is_written: bool = False
     of_input: bool = False
 
 
 def find_subject(
     model: nn.Module, pattern: Pattern, ids: Tensor, voxel: int, heads: bool = False
-) -> Subject:
+) -> ScanSubject:
     """Run two short passes and say what can be scanned.
 
     Args:
@@ -130,8 +140,8 @@ def find_subject(
         InspectionError: None of the layers has tokens.
     """
     layers = named_layers(model)
-    names = find_layers(layers, pattern)
-    modules = {name: layers[name] for name in _first_names(layers, names)}
+    chosen = {name: layers[name] for name in find_layers(layers, pattern)}
+    modules = each_once(chosen)
     head = head_size(getattr(unwrap(model), "config", None))
     inputs = head_outputs(modules, head) if heads else {}
     if heads and not inputs:
@@ -142,6 +152,36 @@ def find_subject(
         )
     probe = Probe(runnable(model), modules, ids, inputs)
     parameters = _own_parameters(layers, head, voxel)
+    found, missed, notes = _survey(probe, modules, inputs, parameters)
+    if not found:
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
+        raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
+    missed |= {
+        alias: f"it is the same module as {name!r}"
+        for alias, name in first_names(chosen).items()
+        if alias != name
+    }
+    anatomy, scanned = _assemble(found, head, voxel)
+    return ScanSubject(
+        model=runnable(model),
+        layers=scanned,
+        anatomy=anatomy,
+        missed=missed,
+        notes=notes,
+        vocabulary=probe.vocabulary,
+        first_position=probe.first_position,
+        longest=probe.longest,
+        looks_ahead=probe.looks_ahead,
+    )
+
+
+def _survey(
+    probe: Probe,
+    modules: Mapping[str, nn.Module],
+    inputs: Collection[str],
+    parameters: dict[str, list[ParameterInfo]],
+) -> tuple[list[_Found], dict[str, str], dict[str, str]]:
+    """Return the layers that can be scanned, why others cannot, and notes on some, by name."""
     found: list[_Found] = []
     missed: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -165,32 +205,14 @@ def find_subject(
             notes[name] = f"{tied}: its learning cost stands there"
         if calls > 1 and axis is not None:
             notes[name] = f"it is called {calls} times per pass: values are over all calls"
-        found.append(_Found(name, module, axis, calls, own, name in probe.written))
+        found.append(_Found(name, module, axis, calls, own, is_written=name in probe.written))
         source = f"{name}.input"
         given = axes.get(source)
         if isinstance(given, Resolved) and source not in disordered:
-            found.append(
-                _Found(source, module, given, probe.calls(source), (), False, of_input=True)
-            )
+            found.append(_Found(source, module, given, probe.calls(source), of_input=True))
         elif source in inputs:
             missed[source] = disordered.get(source) or str(given or "it is never called")
-    if not found:
-        reasons = "; ".join(f"{name!r}: {why}" for name, why in list(missed.items())[:3])
-        raise InspectionError(f"None of the layers that {pattern!r} matches has tokens. {reasons}")
-    for alias, name in _aliases(layers, names).items():
-        missed[alias] = f"it is the same module as {name!r}"
-    anatomy, scanned = _assemble(found, head, voxel)
-    return Subject(
-        model=runnable(model),
-        layers=scanned,
-        anatomy=anatomy,
-        missed=missed,
-        notes=notes,
-        vocabulary=probe.vocabulary,
-        first_position=probe.first_position,
-        longest=probe.longest,
-        looks_ahead=probe.looks_ahead,
-    )
+    return found, missed, notes
 
 
 def _assemble(
@@ -215,10 +237,19 @@ def _assemble(
         voxels, rows = slice(columns.start, middle), slice(middle, columns.stop)
         layers.append(
             ScannedLayer(
-                each.name, index, each.module, each.axis, each.calls, sizes[index], voxels, rows,
-                each.own, each.is_written, each.of_input,
+                name=each.name,
+                index=index,
+                module=each.module,
+                axis=each.axis,
+                calls=each.calls,
+                size=sizes[index],
+                voxels=voxels,
+                experts=rows,
+                parameters=each.own,
+                is_written=each.is_written,
+                of_input=each.of_input,
             )
-        )  # fmt: skip
+        )
     return anatomy, tuple(layers)
 
 
@@ -252,36 +283,15 @@ def _experts(info: ParameterInfo) -> int:
     return info.shape[info.output.first] if info.output.last - info.output.first == 2 else 0
 
 
-def _first_names(layers: dict[str, nn.Module], names: list[str]) -> list[str]:
-    """Each module once, under its first name among those asked for."""
-    seen: dict[int, str] = {}
-    for name in names:
-        seen.setdefault(id(layers[name]), name)
-    return list(seen.values())
-
-
-def _aliases(layers: dict[str, nn.Module], names: list[str]) -> dict[str, str]:
-    seen: dict[int, str] = {}
-    return {
-        name: seen[id(layers[name])]
-        for name in names
-        if seen.setdefault(id(layers[name]), name) != name
-    }
-
-
 def _own_parameters(
     layers: dict[str, nn.Module], head: int | None, voxel: int
 ) -> dict[str, list[ParameterInfo]]:
     """Layer -> its own parameters; a tied one belongs to the layer that has it first."""
     found: dict[str, list[ParameterInfo]] = defaultdict(list)
-    seen: set[int] = set()
-    for layer, module in layers.items():
-        for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen or not parameter.is_floating_point():
-                continue
-            seen.add(id(parameter))
-            name = f"{layer}.{key}" if layer else key
-            found[layer].append(describe(name, module, parameter, head, voxel))
+    for name, parameter in each_once(named_parameters(layers)).items():
+        if parameter.is_floating_point():
+            layer = name.rpartition(".")[0]
+            found[layer].append(describe(name, layers[layer], parameter, head, voxel))
     return found
 
 

@@ -33,7 +33,7 @@ class TokenAxis:
 
 
 def _fits(where: tuple[int, ...], *wanted: str) -> Callable[[Shape, int, int], Shape | None]:
-    """Whether a shape has b, s, or 1 at the given axes, and what is left of it."""
+    """Return a test: do these axes have the sizes b, s or 1? It gives the sizes of the others."""
 
     def inside(shape: Shape, b: int, s: int) -> Shape | None:
         sizes = {"b": b, "s": s, "bs": b * s, "1": 1}
@@ -49,7 +49,7 @@ def _fits(where: tuple[int, ...], *wanted: str) -> Callable[[Shape, int, int], S
 def _at_least_one(
     inside: Callable[[Shape, int, int], Shape | None], count: int
 ) -> Callable[..., Shape | None]:
-    """The same for outputs with exactly `count` sizes inside a token."""
+    """Return `inside` for outputs with exactly `count` sizes inside a token, None for others."""
 
     def checked(shape: Shape, b: int, s: int) -> Shape | None:
         found = inside(shape, b, s)
@@ -152,7 +152,7 @@ def resolve(shapes: Sequence[tuple[Shape, int, int]]) -> Resolved | str:
 
 
 def first_tensor(output: object) -> Tensor | None:
-    """The output itself, or element 0 of a tuple or of a mapping; None where that is no number."""
+    """The output itself, or element 0 of a tuple or of a mapping; None for others."""
     if type(output) is tuple and output and type(output[0]) is Tensor:
         output = output[0]
     elif not isinstance(output, Tensor):

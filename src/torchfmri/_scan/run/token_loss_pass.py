@@ -14,53 +14,42 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager, spared_grad
 from torchfmri._scan.run.flat_layout import voxel_norms
-from torchfmri._scan.run.gradient_pass import (
-    Pass,
-    PassSink,
-    Sequences,
-    columns_of,
-    read_logits,
-    trainable,
-)
-from torchfmri._scan.run.mean_vectors import MeanVectors, VectorPlan
-from torchfmri._scan.run.model_call import call_model, like_parameters, logits_of
+from torchfmri._scan.run.gradient_pass import PassSink, read_logits, trainable
+from torchfmri._scan.run.learning_costs import CostSums
+from torchfmri._scan.run.mean_vectors import VectorPlan
+from torchfmri._scan.run.model_call import call_model, logits_of
 from torchfmri._scan.run.scan_loss import ScanLoss, position_has_loss
-from torchfmri._scan.run.subject import ScannedLayer, Subject
+from torchfmri._scan.run.scan_pass import ScanPass, Sequences
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
 from torchfmri._tokens import Checks, ParameterInfo, alike_of, without_autocast
 from torchfmri.exceptions import InspectionError
 
 
 def run_token_losses(
-    subject: Subject,
+    subject: ScanSubject,
     sequences: Sequences,
     loss: ScanLoss,
     *,
     voxel: int,
     tensors: frozenset[str] = frozenset(),
     vectors: VectorPlan | None = None,
-) -> Pass:
+) -> ScanPass:
     """Run the sequences once forward, and backward once for each token that has a loss.
 
     Raises:
         InspectionError: The loss is a single number.
     """
     model = subject.model
-    like = like_parameters(model)
-    found = Pass()
-    found.vectors = None if vectors is None else MeanVectors(vectors, len(sequences.ids))
-    sink = _TokenLossSink(subject, sequences, found, like, tensors, loss)
-    what = frozenset({"activations", "gradients"})
-    targets = [Target(each.name, each.module, what) for each in subject.layers if each.is_output]
+    sink = _TokenLossSink(subject, sequences, loss, tensors=tensors, vectors=vectors, own_step=True)
+    found = sink.found
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiled_code_as_eager())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(trainable(model))
         stack.enter_context(spared_grad(model.parameters()))  # a Function may run backward()s
-        stack.enter_context(Taps(targets, sink))
-        stack.enter_context(sink.inputs_watched(subject))
+        stack.enter_context(sink.attached())
         output = call_model(model, sequences.ids, sequences.mask, sequences.positions)
         logits = logits_of(output)
         read_logits(found, logits, sequences)
@@ -83,25 +72,14 @@ class _TokenLossSink(PassSink):
     """Takes the gradients of the token whose loss is being differentiated."""
 
     gradient_statistics = False  # T passes over every layer: not worth their price
-
-    def __init__(
-        self,
-        subject: Subject,
-        sequences: Sequences,
-        found: Pass,
-        like: Tensor,
-        tensors: frozenset[str],
-        loss: ScanLoss,
-    ) -> None:
-        super().__init__(subject, sequences, found, like, tensors, loss, own_step=True)
-        self.token = (0, 0)
+    token = (0, 0)
 
     def reduce_gradient(self, layer: ScannedLayer, gradient: Tensor, rows: Tensor) -> None:
         """The norm over all positions of the token's row, by voxel."""
         row, position = self.token
         if row < 0:  # the sum of all losses, for the proof
             return
-        found = self._found.gradient
+        found = self.found.gradient
         assert found is not None
         own = torch.linalg.vector_norm(voxel_norms(rows[row].detach(), layer.size), 2, 0)
         place = found.norms[row, position, layer.voxels]
@@ -111,7 +89,7 @@ class _TokenLossSink(PassSink):
 class _Costs:
     """The norms of the parameters' gradients, token by token, and the proof of their sum."""
 
-    def __init__(self, subject: Subject, found: Pass) -> None:
+    def __init__(self, subject: ScanSubject, found: ScanPass) -> None:
         self._found = found
         parameters = dict(_named_parameters(subject))
         self._places = [
@@ -125,9 +103,7 @@ class _Costs:
         self._beginnings = [each for each in _beginnings(subject.model) if id(each) not in known]
         infos = {info.name: info for _, info, _ in self._places}
         self._checks = Checks(infos, alike_of(infos))
-        norms = found.activation.norms
-        self._squares = torch.full_like(norms, torch.nan)
-        self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
+        self._sums = CostSums(found, subject)
 
     def run(self, losses: Tensor, wanted: Tensor, sink: _TokenLossSink) -> None:
         """Differentiate each loss that is wanted by itself, then their sum for the proof."""
@@ -141,7 +117,8 @@ class _Costs:
             )
             for (layer, info, _), gradient in zip(self._places, gradients[:count], strict=True):
                 if gradient is not None:
-                    self._put(layer, info, gradient, row, position)
+                    own = _voxel_squares(gradient.detach(), info)
+                    self._sums.add(layer, info, own, (row, position))
                     total[info.name].append(self._probe(info.name, gradient))
         sink.token = (-1, -1)
         everything = torch.autograd.grad((losses * wanted).sum(), leaves, allow_unused=True)
@@ -151,25 +128,14 @@ class _Costs:
             if gradient is not None and info.name in total
         }
         self._found.residual = _residual(probes.values(), losses.dtype)
-        self._found.cost, self._found.layer_cost = self._squares.sqrt(), self._by_layer.sqrt()
+        self._sums.finish()
 
     def _probe(self, name: str, gradient: Tensor) -> Tensor:
         with without_autocast(gradient):  # that of the caller
             return self._checks.between(name, gradient).double()
 
-    def _put(
-        self, layer: ScannedLayer, info: ParameterInfo, gradient: Tensor, row: int, position: int
-    ) -> None:
-        own = _voxel_squares(gradient.detach(), info).to(self._squares.dtype)
-        place = self._by_layer[row, position]
-        place[layer.index] = place[layer.index].nan_to_num() + own.sum()
-        columns = columns_of(layer, info)
-        if columns is not None:
-            voxels = self._squares[row, position, columns]
-            self._squares[row, position, columns] = voxels.nan_to_num() + own
 
-
-def _named_parameters(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+def _named_parameters(subject: ScanSubject) -> Iterator[tuple[str, Tensor]]:
     for layer in subject.layers:
         for info in layer.parameters:
             parameter = layer.module._parameters.get(info.key)

@@ -114,7 +114,7 @@ class GridPuzzles:
         return _drawn(self.train_puzzles, size, generator)
 
     def test(self, group: str, size: int, generator: torch.Generator) -> Batch:
-        """The same of the pairs that are never learned from."""
+        """Puzzles drawn from the pairs that are never learned from, their colours exchanged."""
         return _drawn(self.test_puzzles, size, generator)
 
 
@@ -149,7 +149,9 @@ def _read(file: Path) -> tuple[str, tuple[tuple[Grid, Grid], ...], list[tuple[Gr
             if values.ndim != 2 or values.min() < 0 or values.max() >= COLOURS:
                 raise ValueError(f"a grid is rows of colours 0 to {COLOURS - 1}")
     except (ValueError, KeyError, TypeError) as error:
-        raise InspectionError(f"{file} is no ARC task: {type(error).__name__}: {error}") from error
+        raise InspectionError(
+            f"{file} is not an ARC task: {type(error).__name__}: {error}"
+        ) from error
     return str(task.get("rule", file.stem)), tuple(parts[0]), parts[1]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from torchfmri._arguments import check_device, check_number
+from torchfmri._model import one_thread
 from torchfmri._text import Progress
 from torchfmri.exceptions import InspectionError
 from torchfmri.routing.experiment.training_run import RunPlan, TrainingRun
@@ -76,7 +76,7 @@ class Experiment:
 
     def _run_here(self) -> list[dict[str, Any]]:
         results = []
-        with Progress("routing", len(self.plans) * _TICKS) as progress, _one_thread():
+        with Progress("routing", len(self.plans) * _TICKS) as progress, one_thread():
             shown = _Shown(progress, len(self.plans))
             for number, plan in enumerate(self.plans):
                 results.append(self._training(plan).run(partial(shown.show, number, plan)))
@@ -134,7 +134,7 @@ def _watch(
 
 
 def _begin(counters: Any) -> None:
-    """In each process, before its first run."""
+    """Prepare a process, before its first run."""
     global _counters
     _counters = counters
     torch.set_num_threads(1)
@@ -150,14 +150,3 @@ def _work(arguments: tuple[RunPlan, Path, str, int], number: int) -> dict[str, A
             _counters[number], told = step, now
 
     return TrainingRun(*arguments).run(report)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread, as in the processes: the results are then the same."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

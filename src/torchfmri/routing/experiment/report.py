@@ -34,7 +34,7 @@ _NOTES = (
 )
 
 
-class Measured(NamedTuple):
+class MeanOverSeeds(NamedTuple):
     """A number over seeds."""
 
     mean: float
@@ -72,9 +72,9 @@ def by_variant(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[s
     return found
 
 
-def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Measured]]:
+def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, MeanOverSeeds]]:
     """Variant -> measure -> mean and spread over seeds; activation also by block."""
-    summary: dict[str, dict[str, Measured]] = {}
+    summary: dict[str, dict[str, MeanOverSeeds]] = {}
     for name, runs in by_variant(results).items():
         values = {measure: [value_of(each, measure) for each in runs] for measure in MEASURES}
         for block in range(len(runs[0]["activation_by_block"])):
@@ -128,6 +128,6 @@ def value_of(run: Mapping[str, Any], measure: str) -> float:
     return float(run["accuracy_by"][groups[-1]]["tokens"])
 
 
-def _measured(values: Sequence[float]) -> Measured:
+def _measured(values: Sequence[float]) -> MeanOverSeeds:
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return Measured(statistics.fmean(values), spread)
+    return MeanOverSeeds(statistics.fmean(values), spread)

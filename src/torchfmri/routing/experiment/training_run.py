@@ -80,11 +80,11 @@ class RunPlan:
         return f"{self.variant}-{self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, as JSON has it."""
+        """Return the plan as plain data that JSON can hold."""
         return {**asdict(self), "lengths": list(self.lengths)}
 
     def tasks(self) -> Tasks:
-        """What is learned."""
+        """Return the tasks that are learned."""
         return GridPuzzles.read(Path(self.puzzles)) if self.puzzles else SequenceTasks(self.lengths)
 
 
@@ -272,7 +272,7 @@ def read_result(path: Path, plan: RunPlan) -> dict[str, Any] | None:
         return None
     data = load_json(path)
     if not isinstance(data, dict) or "plan" not in data:
-        raise FileFormatError(path.name, "it is no result of a run. Move it away")
+        raise FileFormatError(path.name, "it is not a result of a run. Move it away")
     return data if data["plan"] == plan.to_dict() else None
 
 
@@ -280,13 +280,13 @@ def load_json(path: Path) -> Any:
     """What a result says; a loss may be NaN, which only Python's JSON has.
 
     Raises:
-        FileFormatError: It is no JSON, no regular file, or too large.
+        FileFormatError: It is not JSON, not a regular file, or too large.
     """
     content = read_regular(path, RESULT_BYTES)
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(path.name, "it is no JSON: it is damaged. Move it away") from error
+        raise FileFormatError(path.name, "it is not JSON: it is damaged. Move it away") from error
 
 
 def _generator(seed: int, step: int) -> torch.Generator:

@@ -1,0 +1,98 @@
+"""Learning costs: the norms of the parameters' gradients, by token, layer and voxel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchfmri._scan.run.scan_pass import ScanPass
+from torchfmri._scan.run.subject import ScannedLayer, ScanSubject
+from torchfmri._tokens import ParameterInfo, TokenGradients
+from torchfmri.exceptions import InspectionError
+
+
+def read_costs(
+    found: ScanPass,
+    subject: ScanSubject,
+    tokens: TokenGradients,
+    arrange: Callable[[Tensor], Tensor | None],
+) -> None:
+    """The learning cost of each layer and voxel, from its parameters' token gradients.
+
+    Args:
+        found: Takes the result.
+        subject: What was scanned.
+        tokens: The token gradients, of keep="voxels".
+        arrange: Brings what is per token of `tokens` to (b, s, ...); None where it does not fit.
+    """
+    norms = found.activation.norms
+    b, s = norms.shape[:2]
+    sums = CostSums(found, subject)
+    received = set(tokens.names)
+    for layer in subject.layers:
+        for info in layer.parameters:
+            if info.name not in received:
+                continue
+            try:
+                squared = tokens[info.name].norm(by="voxel").to(norms.dtype).square()
+            except InspectionError as error:
+                found.missed[layer.name] = f"the learning cost of {info.name}: {error}"
+                continue
+            own = arrange(squared)
+            if own is None:
+                found.missed[layer.name] = (
+                    f"the learning cost of {info.name}: its tokens are {squared.shape[0]} x "
+                    f"{squared.shape[1]}, those of the scan {b} x {s}"
+                )
+                continue
+            sums.add(layer, info, own)
+    sums.finish()
+    coverage = tokens.coverage()
+    found.residual = (
+        coverage.residual if any(row.residual is not None for row in coverage) else None
+    )
+    for row in coverage.missing:
+        found.notes.append(f"no learning cost for {row.name}: {row.note}")
+
+
+class CostSums:
+    """Squared learning costs, added up over the parameters of each layer; nan where none came.
+
+    Args:
+        found: Takes their roots.
+        subject: What was scanned.
+    """
+
+    def __init__(self, found: ScanPass, subject: ScanSubject) -> None:
+        norms = found.activation.norms
+        self._found = found
+        self._by_voxel = torch.full_like(norms, torch.nan)
+        self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
+
+    def add(self, layer: ScannedLayer, info: ParameterInfo, own: Tensor, token: Any = ...) -> None:
+        """Add the squares of a parameter, (..., its voxels), of one token or of all (b, s)."""
+        own = own.to(self._by_voxel.dtype)
+        by_layer, by_voxel = self._by_layer[token], self._by_voxel[token]
+        by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
+        columns = _columns_of(layer, info)
+        if columns is not None:
+            by_voxel[..., columns] = by_voxel[..., columns].nan_to_num() + own
+
+    def finish(self) -> None:
+        """Put the roots of the sums where they belong."""
+        self._found.cost = self._by_voxel.sqrt()
+        self._found.layer_cost = self._by_layer.sqrt()
+
+
+def _columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
+    """The columns that are a parameter's voxels; None where the layer's are others."""
+    if info.output.last - info.output.first == 2:
+        # A layer may have several such parameters, of which not all have as many rows.
+        rows = layer.experts.stop - layer.experts.start
+        return layer.experts if info.shape[info.output.first] == rows else None
+    units = info.output.length(info.shape)
+    same = layer.axis is None or units == layer.axis.width
+    return layer.voxels if info.voxel == layer.size and same else None

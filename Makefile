@@ -18,7 +18,7 @@ export MPLBACKEND := Agg
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check lint types layers docs wheel viewer viewer-check bench clean
+.PHONY: help setup demo test test-slow coverage check lint types layers docs wheel viewer viewer-check bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -29,13 +29,20 @@ demo: $(STAMPS)/demo ## scan a real language model while it answers: a table, a 
 	$(BIN)/python -m torchfmri demo
 
 # make test OPTIONS="tests/_scan --random-order-seed=1"    for one room, or in another order
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+# Files keep their order: by the number of tests, which is xdist's, the longest ones would come last and
+# one process would wait for the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
 test: $(STAMPS)/dev ## run the fast tests, some minutes: of every subject the cases that tell most
 	$(PYTEST) -m "not slow" $(OPTIONS)
 
 test-slow: $(STAMPS)/dev ## run the other tests: long runs, real models, all cases
 	$(PYTEST) -m slow $(OPTIONS)
+
+# Not part of .ci/run: tracing makes the tests take half as long again.
+coverage: $(STAMPS)/dev ## run both kinds of tests and report the lines that none of them reaches
+	$(PYTEST) --cov --cov-report= $(OPTIONS)
+	$(BIN)/coverage report --sort=cover --skip-covered
 
 check: lint types layers docs wheel viewer-check ## everything but the tests: lint, types, layers, docs, wheel, page
 

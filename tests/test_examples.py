@@ -59,6 +59,7 @@ def find_examples(page: Path) -> list[Example]:
 
 EXAMPLES = {page: find_examples(page) for page in PAGES}
 RUN = [page for page, examples in EXAMPLES.items() if any(e.reason is None for e in examples)]
+SLOW = {"README.zh.md", "docs/compare.md", "docs/scan.md", "docs/token_gradients.md"}
 SKIPPED = [example for examples in EXAMPLES.values() for example in examples if example.reason]
 
 
@@ -67,7 +68,13 @@ def name_page(page: Path) -> str:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("page", RUN, ids=name_page)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for page, name in zip(RUN, map(name_page, RUN), strict=True)
+    ],
+)
 def test_examples_of_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

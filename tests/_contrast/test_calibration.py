@@ -1,17 +1,21 @@
-"""Null draws made of real scans: every path finds something in at most 19 of 200."""
+"""Null draws made of real scans: every path finds something in about one of 20, and no more.
+
+`python -m benchmarks contrast --part calibration` makes 200 draws; a quarter of them is made here.
+"""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.contrast import BOUND, paths, permutation_p, power, scan_questions
+from benchmarks.contrast import paths, permutation_p, power, scan_questions
 from torchfmri import Scan
 
 stats = pytest.importorskip("scipy.stats")
 pytest.importorskip("formulaic")
 pytestmark = pytest.mark.slow
-DRAWS = 200
+DRAWS = 50
+BOUND = int(stats.binom.ppf(0.99, DRAWS, 0.05))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def test_every_path_is_calibrated_and_a_test_over_tokens_is_not(questions: Scan)
     for name, ask in paths(questions).items():
         found = sum(ask(np.random.default_rng(draw)) for draw in range(DRAWS))
         if name.startswith("NAIVE"):
-            assert found > 2 * BOUND, name
+            assert found > BOUND, name
         else:
             assert found <= BOUND, name
 

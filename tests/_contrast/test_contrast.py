@@ -208,6 +208,7 @@ def correlated_tokens(prompts: int, tokens: int, columns: int, seed: int) -> np.
     return values
 
 
+@pytest.mark.slow
 def test_nothing_is_found_in_nothing_and_a_test_over_tokens_finds_plenty() -> None:
     over_prompts = over_tokens = 0
     for draw in range(200):

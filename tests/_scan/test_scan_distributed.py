@@ -18,9 +18,13 @@ from torch import nn
 import torchfmri
 from torchfmri import InspectionError
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(),
+        reason="needs torch.distributed, gloo",
+    ),
+]
 PROCESSES, STEPS = 2, 4
 PER = (None, "position", "cached")
 
@@ -95,7 +99,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("per", PER)
-@pytest.mark.slow
 def test_a_sharded_model_is_scanned_as_a_whole_one(results: Any, per: Any) -> None:
     expected = torchfmri.scan(build("llama"), None, prompts()[0], STEPS, per=per)
     for each in results:

@@ -19,9 +19,13 @@ NAMES = ("llama", "mixtral")
 WRAPPERS = ("ddp", "ddp-bucket-view", "fsdp")
 KEEPS = ("factors", "norms")
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(),
+        reason="needs torch.distributed, gloo",
+    ),
+]
 
 
 def build(name: str) -> nn.Module:
@@ -79,7 +83,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("kind", WRAPPERS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow
 def test_tokens_are_local(name: str, kind: str, keep: str, found: Any) -> None:
     """As if the process were alone: `.grad` is averaged over processes, the tokens are not."""
     for rank in range(PROCESSES):

@@ -22,9 +22,13 @@ from torchfmri.routing import (
 PROCESSES = 2
 CASES = [("token", "strict"), ("aggregate", "strict"), ("token", "joint")]
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(),
+        reason="needs torch.distributed, gloo",
+    ),
+]
 
 
 def train(ids: Tensor, wrap: bool, signal: Any, mode: Any) -> dict[str, Any]:
@@ -68,7 +72,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str, 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-@pytest.mark.slow
 def test_two_processes_are_one(case: tuple[str, str], found: Any) -> None:
     alone = train(batch(), False, *case)
     for key, (contribution, relevance, cost) in alone["signals"].items():

@@ -78,6 +78,29 @@ class Plan:
         """Layer -> its place in the model."""
         return {layer: place for place, layer in enumerate(self.owners)}
 
+    @cached_property
+    def batch_norms(self) -> dict[str, nn.Module]:
+        """Layer -> batch norm, of those that keep running statistics."""
+        kind = nn.modules.batchnorm._BatchNorm
+        return {
+            layer: module
+            for layer, module in self.owners.items()
+            if isinstance(module, kind) and module.track_running_stats
+        }
+
+    def running_variances(self) -> dict[str, Tensor]:
+        """Batch norm in training mode -> its running variances."""
+        found = {
+            layer: module.running_var
+            for layer, module in self.batch_norms.items()
+            if module.training
+        }
+        return {
+            layer: local_part(each)
+            for layer, each in found.items()
+            if isinstance(each, Tensor) and each.numel() and not each.is_meta
+        }
+
     def parameters(self) -> dict[str, Tensor]:
         """The layers' own parameters by their full names, each once, as they are now."""
         found: dict[int, tuple[str, Tensor]] = {}
@@ -244,6 +267,7 @@ class WatchedStep:
         self._updates: Updates | None = None
         self._moved: list[Moved] = []
         self._numbers: Deferred | None = None
+        self._variances: list[str] = []
 
     def wants(self, what: str) -> bool:
         """Whether this is watched at all."""
@@ -360,8 +384,11 @@ class WatchedStep:
         of_scaler = (self._found_inf, self._scale, self._parameter_scale)
         losses = self._told or self._shares or self._seen
         moved = [each.norms for each in self._moved]
+        running = self._plan.running_variances() if self.wants("activations") else {}
+        self._variances = list(running)
+        variances = [each.detach().amax() for each in running.values()]
         self._numbers = Deferred(
-            [*losses, *moved, *(each for each in of_scaler if each is not None)]
+            [*losses, *moved, *variances, *(each for each in of_scaler if each is not None)]
         )
 
     def ready(self) -> bool:
@@ -382,6 +409,7 @@ class WatchedStep:
             norms = np.array(next(numbers)).reshape(2, -1)
             self._step.parameters += tuple(names)
             self._step.updates = np.concatenate([self._step.updates, norms], axis=1)
+        self._step.variances = {layer: next(numbers)[0] for layer in self._variances}
         if self._found_inf is not None and next(numbers)[0] > 0:
             self._step.scalars["optimizer_skipped"] = 1.0
         found = self._plan.in_order(self.collector.read())

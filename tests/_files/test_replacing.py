@@ -77,6 +77,19 @@ def test_a_full_disk_leaves_the_old_scan_and_is_told_by_its_name(tmp_path: Path)
     assert [each.name for each in tmp_path.iterdir()] == ["x.fmri"]
 
 
+@pytest.mark.parametrize("ending", ["nc", "csv", "parquet"])
+def test_a_full_disk_leaves_the_old_export(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{ending}"
+    scan_of("a").export(path)
+    old, new = path.read_bytes(), scan_of("b", "c")
+    told = pytest.raises(OSError, match=r"File too large\. .* what was there stands")
+    with told as caught, no_room(100):
+        new.export(path, overwrite=True)
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == old
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
 @pytest.mark.filterwarnings("ignore:.*is left out:torchfmri.NonFiniteWarning")
 def test_an_incident_that_cannot_be_written_leaves_no_empty_folder(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 1)

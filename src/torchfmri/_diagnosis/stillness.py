@@ -90,20 +90,21 @@ def _never_moved(seen: Observation) -> Iterator[Finding]:
     if int(stepped.sum()) < LEAST_STEPS or not seen.structure.groups:
         return
     first, steps = int(trace.steps[0]), int(stepped.sum())
+    no_weight = f"No weight has changed in {steps} steps with gradients"
     if not any(group["lr"] > 0 for group in seen.structure.groups):
         yield Finding(
             "learning_rate_zero", "alarm", (), "optimizer", first,
-            f"No weight has changed in {steps} steps with gradients: the learning rate is 0.",
-            "Set lr; if a scheduler sets it, see that scheduler.step() is called and where its "
-            "warm-up begins.",
+            text=f"{no_weight}: the learning rate is 0.",
+            advice="Set lr; if a scheduler sets it, see that scheduler.step() is called and where "
+            "its warm-up begins.",
         )  # fmt: skip
         return
     yield Finding(
         "updates_lost", "alarm", (), "optimizer", first,
-        f"No weight has changed in {steps} steps with gradients: the updates are smaller than the "
-        "last digit of the weights, or something has set the learning rate to 0.",
-        "Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise the "
-        "learning rate.",
+        text=f"{no_weight}: the updates are smaller than the last digit of the weights, or "
+        "something has set the learning rate to 0.",
+        advice="Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise "
+        "the learning rate.",
     )  # fmt: skip
 
 

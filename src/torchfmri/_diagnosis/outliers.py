@@ -166,7 +166,8 @@ def _odd_variances(seen: Observation) -> Iterator[tuple[OddBatch, str]]:
     for layer, variances in seen.trace.variances().items():
         sizes = np.sqrt(np.nan_to_num(variances, nan=math.nan, posinf=_LARGEST))
         place = _jump(sizes, ratios)
-        if place is not None:
+        # Where all batches are larger from then on, the variance goes on growing.
+        if place is not None and not (sizes[place + 1 : place + 2] > sizes[place]).any():
             found.setdefault(place, {})[layer] = float(sizes[place] / sizes[:place].max())
     if found:
         place = min(found)

@@ -30,6 +30,15 @@ class Growth(NamedTuple):
     update: Floats
     unwatched: NDArray[np.int64]
 
+    def of(self, columns: NDArray[np.int64]) -> Growth:
+        """That of some of the parameters."""
+        return Growth(
+            size=self.size[:, columns],
+            beyond=self.beyond[:, columns],
+            update=self.update[:, columns],
+            unwatched=self.unwatched[:, columns],
+        )
+
 
 def growth_outside(trace: Trace) -> Growth:
     """Compare each parameter with itself, and with the updates in between.
@@ -58,4 +67,4 @@ def growth_outside(trace: Trace) -> Growth:
             update[row], unwatched[row] = ratio, gap
             last, ratio = np.where(known, weights, last), np.where(known, now, ratio)
             gap[known] = 0
-    return Growth(size, beyond, update, unwatched)
+    return Growth(size=size, beyond=beyond, update=update, unwatched=unwatched)

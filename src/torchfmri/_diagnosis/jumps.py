@@ -72,8 +72,8 @@ def changed_outside(seen: Observation) -> Iterator[Finding]:
     written = grown if bool((told & grown).any()) else shrunk
     concerned = concerned[(told & written)[:, concerned].any(0)]
     names = [seen.trace.parameters[each] for each in concerned]
-    part = Growth(*(each[:, concerned] for each in found))
-    yield _about_growth(seen, names, part, written[:, concerned], bool(at_once.any()))
+    once = bool(at_once.any())
+    yield _about_growth(seen, names, found.of(concerned), written[:, concerned], once)
 
 
 def _about_growth(

@@ -282,11 +282,10 @@ def _judge(subject: str, folder: Path, expected: Reading, on_purpose: bool) -> s
     return "reported" if found.words else "harmless"
 
 
-def _fuzz(mutations: int, seed: int, place: Path) -> dict[str, Any]:
-    choose = random.Random(seed)
-    outcomes: Counter[str] = Counter()
-    harm: list[str] = []
-    slowest = 0.0
+def _mutate(
+    mutations: int, choose: random.Random, place: Path
+) -> Iterator[tuple[str, bool, float]]:
+    """What became of each mutation, whether that is harmful, and how long it took."""
     folder, secret = place / "read", place / "secret"
     for subject, share in SHARES.items():
         original = place / subject
@@ -303,16 +302,32 @@ def _fuzz(mutations: int, seed: int, place: Path) -> dict[str, Any]:
                 path = choose.choice(sorted(each for each in folder.rglob("*") if each.is_file()))
                 how = f"{path.name}: {damage_file(path, secret, choose)}"
             begun = time.perf_counter()
+            outcome, harmful = "", False
             try:
-                outcomes[f"{subject}_{_judge(subject, folder, expected, on_purpose)}"] += 1
+                outcome = f"{subject}_{_judge(subject, folder, expected, on_purpose)}"
             except Harm as found:
-                harm.append(f"{subject} {number}, {how}: {found}")
-            slowest = max(slowest, time.perf_counter() - begun)
+                outcome, harmful = f"{subject} {number}, {how}: {found}", True
+            yield outcome, harmful, time.perf_counter() - begun
             shutil.rmtree(folder)
         shutil.rmtree(original)
+
+
+def _fuzz(mutations: int, seed: int, place: Path) -> dict[str, Any]:
+    """Count what becomes of so many mutations; Ctrl-C ends it with what was found so far."""
+    outcomes: Counter[str] = Counter()
+    harm: list[str] = []
+    slowest = 0.0
+    with contextlib.suppress(KeyboardInterrupt):
+        for outcome, harmful, seconds in _mutate(mutations, random.Random(seed), place):
+            if harmful:
+                harm.append(outcome)
+            else:
+                outcomes[outcome] += 1
+            slowest = max(slowest, seconds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return {
         "mutations": sum(outcomes.values()) + len(harm),
+        "asked_for": mutations,
         "harmful": len(harm),
         "slowest_seconds": slowest,
         "peak_gigabytes": peak,

@@ -179,3 +179,43 @@ def test_a_graph_that_is_run_through_twice_is_not_taken_for_clipping() -> None:
     case = gradient_penalty()
     assert case.step is not None
     assert findings(case.model, case.optimizer, case.batches, case.step, False, 100) == []
+
+
+@pytest.mark.parametrize(
+    ("lr", "dtype", "problem"),
+    [
+        (0.0, torch.float32, "learning_rate_zero"),
+        (1e-6, torch.bfloat16, "updates_lost"),
+        (1e-2, torch.float32, None),
+    ],
+)
+def test_weights_that_never_move(
+    lr: float, dtype: torch.dtype, problem: str | None, attached: bool
+) -> None:
+    model = mlp(16, 32, 4).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    data = [(x.to(dtype), y) for x, y in BLOBS.batches(8)]
+    found = findings(model, optimizer, data, train, attached)
+    assert [each.problem for each in found] == ([problem] if problem else [])
+    if found:
+        assert "No weight has changed in" in found[0].text
+
+
+def test_an_optimizer_that_has_converged_is_not_told_of_its_learning_rate() -> None:
+    model = mlp(16, 32, 4)
+    options = {"max_iter": 4, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, **options)  # type: ignore[arg-type]
+
+    def step(model: nn.Module, batch: Any, optimizer: Any) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)  # type: ignore[no-any-return]
+
+    before = model[0].weight.detach().clone()
+    found = findings(model, optimizer, [BLOBS.batches(1)[0]], step, False, steps=48)
+    assert not torch.equal(model[0].weight, before)
+    assert found == []

@@ -174,3 +174,82 @@ def test_a_limit_of_1_is_not_called_too_low_where_a_scale_may_be_the_cause(scale
     assert found.problem == "clipping_too_strong"
     assert "while the loss is still scaled, by a GradScaler or by hand" in found.text
     assert ("is 1 / 4,096, a usual scale" in found.text) == (scale == "scaler")
+
+
+def outside(factor: float, every: int = 1, once: int | None = None, rows: int = 0) -> Monitor:
+    """A run whose loop multiplies one weight after each step, or after a single one."""
+    torch.manual_seed(0)
+    first = nn.Embedding(rows, 16) if rows else nn.Linear(8, 16)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = Monitor(model, optimizer, every=every)
+    for number in range(40):
+        x = torch.randint(rows, (32,)) if rows else torch.randn(32, 8)
+        with monitor.step() as step:
+            loss = F.cross_entropy(model(x), torch.randint(3, (32,)))
+            step.loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if once is None or number == once:
+            with torch.no_grad():
+                model[0].weight.mul_(factor)
+    return monitor
+
+
+@pytest.mark.parametrize(("factor", "once"), [(1.2, None), (0.9, None), (30.0, 21)], ids=str)
+@pytest.mark.parametrize("every", [2, 5])
+def test_weights_that_change_between_watched_steps_are_named_with_what_is_not_known(
+    factor: float, once: int | None, every: int
+) -> None:
+    (found,) = outside(factor, every, once).findings
+    assert (found.problem, found.layers) == ("weights_changed_outside", ("0",))
+    assert f"a step that was not watched ({every - 1} of {every})" in found.text
+    assert "every=1" in found.advice
+    expected = factor if once is not None else factor**every
+    assert found.evidence["growth"] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.95, 0.8, 0.5])
+def test_weights_that_shrink_again_and_again_are_named(factor: float) -> None:
+    (found,) = outside(factor).findings
+    assert (found.problem, found.layers) == ("weights_changed_outside", ("0",))
+    assert f"became {factor:g} times as large between one step and the next" in found.text
+    assert "it was not the optimizer." in found.text
+
+
+@pytest.mark.parametrize(("factor", "once"), [(1.1, None), (0.9, None), (50.0, 20)], ids=str)
+def test_a_large_table_is_compared_with_its_own_sample(factor: float, once: int | None) -> None:
+    monitor = outside(factor, once=once, rows=20_000)
+    assert monitor.history.notes, "the ratio of a table of this size is an estimate"
+    (found,) = monitor.findings
+    assert (found.problem, found.layers) == ("weights_changed_outside", ("0",))
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+@pytest.mark.parametrize("rows", [0, 20_000])
+@pytest.mark.parametrize(("factor", "once"), [(1.0, None), (0.999, None), (0.3, 20)], ids=str)
+def test_the_optimizer_alone_a_little_decay_and_one_projection_are_silent(
+    factor: float, once: int | None, rows: int, every: int
+) -> None:
+    assert outside(factor, every, once, rows).findings == []
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_rows_that_an_update_makes_grow_are_not_said_to_be_written_by_others(every: int) -> None:
+    """The few rows in use grow a hundredfold, which a sample of the table may not see."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20_000, 16), nn.Linear(16, 3))
+    nn.init.normal_(model[0].weight, std=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    monitor = Monitor(model, optimizer, every=every)
+    for _ in range(40):
+        with monitor.step() as step:
+            x = torch.randint(37, (32,))
+            loss = F.cross_entropy(model(x), x % 3)
+            step.loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert model[0].weight[:37].norm() > 10 * 1e-3 * (37 * 16) ** 0.5
+    assert "weights_changed_outside" not in [each.problem for each in monitor.findings]

@@ -151,3 +151,48 @@ def test_a_rate_that_is_too_high_is_still_called_so() -> None:
     data = batches(25, None, 0, 1)
     found = diagnose(subject, data, nn.MSELoss(), optimizer, 25, show=False)
     assert found[0].problem == "learning_rate_too_high"
+
+
+def normalised(
+    factor: float, *, first: bool, every: int = 1, later: float = 1.0
+) -> tuple[nn.Module, list[Finding]]:
+    """A run with a batch norm: one sample of step 12 is multiplied, or all batches then on."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)]
+    layers.insert(0 if first else 1, nn.BatchNorm1d(8 if first else 32))
+    subject = nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(subject.parameters(), lr=1e-3)
+    monitor = Monitor(subject, optimizer, every=every)
+    for number, (x, y) in enumerate(batches(30, 12, 0, factor)):
+        with monitor.step() as step:
+            loss = nn.functional.mse_loss(subject(x * later if number >= 12 else x), y)
+            step.loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return subject, monitor.findings
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("factor", "every"), [(1e5, 1), (1e5, 4), (1e10, 1), (1e25, 1)])
+def test_a_monitor_names_a_batch_that_a_batch_norm_hides(
+    first: bool, factor: float, every: int
+) -> None:
+    subject, found = normalised(factor, first=first, every=every)
+    (norm,) = [name for name, each in subject.named_children() if isinstance(each, nn.BatchNorm1d)]
+    assert [(each.problem, each.step) for each in found] == [("outlier_batch", 12)]
+    assert f"what comes to '{norm}' at least" in found[0].text
+    assert "the running statistics hold it, which evaluation uses" in found[0].text
+    assert "reset_running_stats()" in found[0].advice
+    assert "lip" not in found[0].advice  # clipping does not help
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 5.0])
+def test_running_statistics_of_ordinary_batches_are_silent(first: bool, factor: float) -> None:
+    assert normalised(factor, first=first)[1] == []
+
+
+def test_batches_that_are_larger_from_then_on_are_not_one_that_is_unlike_the_others() -> None:
+    found = normalised(1.0, first=True, later=1e4)[1]
+    assert "outlier_batch" not in [each.problem for each in found]

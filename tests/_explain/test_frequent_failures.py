@@ -401,6 +401,25 @@ CASES = {
     "gather beyond": Case(
         lambda: x(3, 4).gather(1, torch.full((3, 1), 6)), "index_bounds", None, "index.max()"
     ),
+    "sampling": Case(
+        lambda: torch.tensor([0.5, float("nan")]).multinomial(1), "sampling", None, "isfinite()"
+    ),
+    "sampling logits": Case(
+        lambda: torch.tensor([-1.0, 2.0]).multinomial(1), "sampling", None, "logits.softmax(-1)"
+    ),
+    "sampling zeros": Case(lambda: torch.zeros(3).multinomial(1), "sampling", None, "isfinite()"),
+    "one-hot of -1": Case(
+        lambda: nn.functional.one_hot(torch.tensor([-1, 2]), 3),
+        "negative_class",
+        None,
+        "min() >= 0",
+    ),
+    "one-hot too large": Case(
+        lambda: nn.functional.one_hot(torch.tensor([1, 3]), 3), "negative_class", None, "max() <"
+    ),
+    "heads": Case(lambda: nn.MultiheadAttention(10, 3), "attention_heads", None, "divisors"),
+    "dimension": Case(lambda: x(3).softmax(1), "no_dimension", None, "shape on the line above"),
+    "numpy": Case(lambda: x(3).requires_grad_().numpy(), "numpy_of_graph", None, ".detach()"),
     "collate": Case(batches([x(3), x(4)]), "collate", None, "Entry 0 has size [3], entry 1 [4]"),
     "collate pairs": Case(batches([(x(3), 0), (x(9), 1)]), "collate", None, "[9]"),
     "collate own": Case(batches([x(3), x(5)], collate_fn=stacked), "collate", None, "[5]"),

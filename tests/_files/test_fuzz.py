@@ -23,3 +23,20 @@ def test_some_mutations() -> None:
     found = fuzz.main(Namespace(mutations=75, seed=1))
     assert found["harm"] == []
     assert found["scan_refused"] + found["scan_reported"] > 15
+
+
+def test_ctrl_c_keeps_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+
+    def judge(subject: str, *_: object) -> str:
+        judged.append(subject)
+        if len(judged) == 4:
+            raise KeyboardInterrupt
+        if len(judged) == 2:
+            raise fuzz.Harm("as an example")
+        return "read"
+
+    monkeypatch.setattr(fuzz, "_judge", judge)
+    found = fuzz.main(Namespace(mutations=100, seed=1))
+    assert (found["mutations"], found["asked_for"], found["scan_read"]) == (3, 100, 2)
+    assert len(found["harm"]) == found["harmful"] == 1

@@ -5,6 +5,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from benchmarks.fuzz import make_incident
 from torchfmri import InspectionError, Scan
 
 
-@pytest.fixture
-def no_room() -> Iterator[Callable[[int], None]]:
-    """A function after which no file may have more than so many bytes."""
+@contextmanager
+def no_room(size: int) -> Iterator[None]:
+    """No file may have more than so many bytes.
+
+    Only inside: pytest reports a test before its fixtures end, and may report into a file.
+    """
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def history() -> torchfmri.History:
@@ -45,39 +52,46 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_leaves_the_old_file(
-    name: str, tmp_path: Path, no_room: Callable[[int], None]
-) -> None:
+def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     WRITERS[name](path)  # so that everything is imported, and there is room for it
     path.write_text("the old one")
     write = WRITERS[name]
-    no_room(100)
-    with pytest.raises(OSError, match=r"File too large\. .* what was there stands") as caught:
+    told = pytest.raises(OSError, match=r"File too large\. .* what was there stands")
+    with told as caught, no_room(100):
         write(path)
     assert caught.value.filename == str(path)
     assert path.read_text() == "the old one"
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
-def test_a_full_disk_leaves_the_old_scan_and_is_told_by_its_name(
-    tmp_path: Path, no_room: Callable[[int], None]
-) -> None:
+def test_a_full_disk_leaves_the_old_scan_and_is_told_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "x.fmri"
     scan_of("a").save(path)
     new = scan_of("b")
-    no_room(100)
-    with pytest.raises(OSError, match=r"File too large\. .* what was there stands") as caught:
+    told = pytest.raises(OSError, match=r"File too large\. .* what was there stands")
+    with told as caught, no_room(100):
         new.save(path, overwrite=True)
     assert caught.value.filename == str(path)
     assert torchfmri.load(path).names == ("a",)
     assert [each.name for each in tmp_path.iterdir()] == ["x.fmri"]
 
 
+@pytest.mark.parametrize("ending", ["nc", "csv", "parquet"])
+def test_a_full_disk_leaves_the_old_export(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{ending}"
+    scan_of("a").export(path)
+    old, new = path.read_bytes(), scan_of("b", "c")
+    told = pytest.raises(OSError, match=r"File too large\. .* what was there stands")
+    with told as caught, no_room(100):
+        new.export(path, overwrite=True)
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == old
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
 @pytest.mark.filterwarnings("ignore:.*is left out:torchfmri.NonFiniteWarning")
-def test_an_incident_that_cannot_be_written_leaves_no_empty_folder(
-    tmp_path: Path, no_room: Callable[[int], None]
-) -> None:
+def test_an_incident_that_cannot_be_written_leaves_no_empty_folder(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = torchfmri.Monitor(model, optimizer, on_nonfinite="skip", incidents=tmp_path / "i")
@@ -87,8 +101,7 @@ def test_an_incident_that_cannot_be_written_leaves_no_empty_folder(
             model(torch.full((2, 4), float("nan"))).sum().backward()
             optimizer.step()
 
-    no_room(100)
-    with pytest.warns(torchfmri.NonFiniteWarning, match="could not be written"):
+    with pytest.warns(torchfmri.NonFiniteWarning, match="could not be written"), no_room(100):
         step()
     assert monitor.incidents[0].folder is None
     assert list(tmp_path.rglob("step-*")) == []

@@ -68,10 +68,8 @@ def test_steps_are_neither_lost_nor_doubled_without_a_word(tmp_path: Path) -> No
     second.unlink()
     gap = History.load(tmp_path / "x")
     assert [step.number for step in gap] == [0, 1, 3]
-    assert (
-        "Before step 3 3 steps were written, and 2 are here: a file of the folder is missing"
-        in (gap.notes)
-    )
+    (note,) = gap.notes
+    assert note.startswith("Before step 3 the run wrote 3 steps, of which 2 can be found: a file")
     data = first.read_bytes()
     first.unlink()
     first.write_bytes(data[:-3] + bytes([data[-3] ^ 4]) + data[-2:])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchfmri._monitor import collector, step_hooks, watched_step
+from torchfmri._monitor import collector, plan, step_hooks, watched_step
 from torchfmri._monitor import monitor as _monitor
 from torchfmri._monitor.monitor import Monitor, MonitorWarning
 from torchfmri._records.history import Series
@@ -147,7 +147,7 @@ def test_every_step_and_layer_equals_what_was_collected_by_hand(attach: bool) ->
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     by_hand = Collected(model)
-    monitor = Monitor(model, optimizer, what=watched_step.WHAT)
+    monitor = Monitor(model, optimizer, what=plan.WHAT)
     expected, ratios = [], []
     if attach:
         monitor.attach()
@@ -350,7 +350,7 @@ def test_optimizer_with_closure() -> None:
                     closure()
                     optimizer.step()
         history = monitor.history
-        found.append([history.matrix(what, "rms")[1] for what in watched_step.WHAT])
+        found.append([history.matrix(what, "rms")[1] for what in plan.WHAT])
         assert (history.values("0.weight", "parameter_gradients", "rms") > 0).all()
     for one, two in zip(*found, strict=True):
         assert np.array_equal(one, two)

@@ -53,7 +53,7 @@ OUTSIDE_GROWTH = Cut(
     "nothing but the optimizer should write to them; loading other weights changes their size less",
 )  # fmt: skip
 OUTSIDE_SUM = Cut(
-    2.0, "growth of a parameter that no update explains, over at least 3 steps", True,
+    2.0, "growth or shrinking of a parameter that no update explains, in 3 steps or more", True,
     "weights that are exchanged and put back, or kept at a size, do not grow in sum",
 )  # fmt: skip
 UPDATE_LOW = Cut(

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.growth import Growth, growth_outside
 from torchfmri._diagnosis.losses_around import is_worse, loss_around
-from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.rates import rate_in_words
 from torchfmri._diagnosis.signals import first_nonfinite, gradient_norms, median, update_ratios
-from torchfmri._records import UPDATE_SAMPLE, Finding
+from torchfmri._diagnosis.trace import Trace
+from torchfmri._records import Finding
 from torchfmri._text import listed, percent
 
 _WINDOW = 5
-_NOTICED = 1.02
-"""Growth beyond an update that is no matter of rounding, nor of comparing a sample."""
 _OFTEN = 3
 
 
@@ -56,77 +56,72 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
 
 
 def changed_outside(seen: Observation) -> Iterator[Finding]:
-    """Weights that grow between steps by more than the updates did: at once, or step by step."""
-    trace = seen.trace
-    names = [each for each in trace.names("parameters") if _is_measured(seen, each)]
-    if len(trace) < 2 or not names:
-        return
-    columns = [trace.names("parameters").index(name) for name in names]
-    sizes = trace.matrix("parameters", "rms")[:, columns]
-    updates = trace.updates[:, [trace.parameters.index(name) for name in names]]
-    with np.errstate(all="ignore"):
-        growth = np.where(sizes[:-1] > 0, sizes[1:] / sizes[:-1], math.nan)
-        growth[np.diff(trace.steps) != 1] = math.nan
-        # A norm grows and shrinks by no more than the norm of the update.
-        beyond = growth / (1 + updates[:-1])
-        shrunk = growth * _NOTICED < 1 - updates[:-1]
-        beyond[~(beyond > _NOTICED)] = 1.0
-        written = beyond > 1
-        often = np.cumprod(beyond, axis=0) > cuts.OUTSIDE_SUM.value
-        often &= np.cumsum(written, axis=0) >= _OFTEN
-        often &= np.cumsum(shrunk, axis=0) == 0  # not exchanged for others and put back
-    told = (beyond > cuts.OUTSIDE_GROWTH.value) | often
-    if not told.any():
-        return
+    """Weights that something else than the updates changed: far at once, or often and one way."""
+    found = growth_outside(seen.trace)
+    grown, shrunk = found.beyond > 1, found.beyond < 1
+    at_once = found.beyond > cuts.OUTSIDE_GROWTH.value
+    told = at_once.copy()
+    for one_way, other in ((grown, shrunk), (shrunk, grown)):
+        in_all = np.abs(np.cumsum(np.log(np.where(one_way, found.beyond, 1.0)), axis=0))
+        often = (in_all > math.log(cuts.OUTSIDE_SUM.value)) & (np.cumsum(one_way, axis=0) >= _OFTEN)
+        told |= often & (np.cumsum(other, axis=0) == 0)  # not exchanged for others and put back
     concerned = np.flatnonzero(told.any(0))
-    first = int(written[:, concerned].any(1).argmax())
-    once = bool((beyond[:, concerned] > cuts.OUTSIDE_GROWTH.value).any())
-    yield _about_growth(seen, [names[each] for each in concerned], first, growth[:, concerned],
-                        updates[:-1, concerned], written[:, concerned], once)  # fmt: skip
-
-
-def _is_measured(seen: Observation, name: str) -> bool:
-    """Whether the whole way of a parameter is known, from one optimizer step to the next.
-
-    Of a large table a sample was compared, which may miss the rows that were looked up; of an
-    optimizer that steps several times per step only one of the updates is known.
-    """
-    facts = seen.structure.parameters.get(name)
-    if facts is None or name not in seen.trace.parameters:
-        return False
-    values = math.prod(facts.shape)
-    counts = seen.trace.column(name, "parameters", "count")
-    once = not (counts[np.isfinite(counts)] > values).any()
-    return once and not ("Embedding" in facts.kind and values > UPDATE_SAMPLE)
+    if not len(concerned):
+        return
+    # One way for all: what grows in one parameter and shrinks in another is told by the first.
+    written = grown if bool((told & grown).any()) else shrunk
+    concerned = concerned[(told & written)[:, concerned].any(0)]
+    names = [seen.trace.parameters[each] for each in concerned]
+    once = bool(at_once.any())
+    yield _about_growth(seen, names, found.of(concerned), written[:, concerned], once)
 
 
 def _about_growth(
-    seen: Observation, names: list[str], first: int, growth: Floats, updates: Floats,
-    written: NDArray[np.bool_], once: bool,
-) -> Finding:  # fmt: skip
+    seen: Observation, names: list[str], found: Growth, written: NDArray[np.bool_], at_once: bool
+) -> Finding:
     trace = seen.trace
-    before, step = int(trace.steps[first]), int(trace.steps[first + 1])
+    first, times = int(written.any(1).argmax()), int(written.any(1).sum())
+    before, step = _last_update(trace, first), int(trace.steps[first])
     which = "the weights" if len(names) == len(trace.parameters) else listed(names)
-    times = int(written.any(1).sum())
+    size, update = median(found.size[written]), median(found.update[written])
+    became = f"became {size:.3g} times as large"
+    if not math.isfinite(size):
+        became = "became too large for their norm to be a float32"
+    unwatched = int(found.unwatched[written].max())
     if times == 1:
-        size = median(growth[first][written[first]])
-        text = f"Between step {before} and step {step} {which} became {size:.3g} times as large, "
-        text += f"and the update of step {before} changed them by "
-        text += f"{percent(median(updates[first][written[first]]))} only"
+        text = f"Between step {before} and step {step} {which} {became}, and the update of step "
+        text += f"{before} changed them by {percent(update)} only"
     else:
-        size = median(growth[written])
-        text = f"From step {step} on, {which} became {size:.3g} times as large between one step "
-        text += f"and the next, at least {times} times, and the updates changed them by "
-        text += f"{percent(median(updates[written]))} only"
+        text = f"From step {step} on, {which} {became} between one {_watched(unwatched)}step and "
+        text += f"the next, at least {times} times, and the updates changed them by "
+        text += f"{percent(update)} only"
+    cause, advice = "it was not the optimizer", ""
+    if unwatched:
+        cause = (
+            f"it was not the optimizer, or it was an update of a step that was not watched "
+            f"({unwatched} of {unwatched + 1}) and is unlike the others"
+        )
+        advice = " Watch each step (every=1) to tell the two apart."
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
+    in_all = abs(math.log(size) * times) if math.isfinite(size) else math.inf
+    alarm = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
     return Finding(
-        "weights_changed_outside", "alarm" if once or size ** times > cuts.OUTSIDE_GROWTH.value
-        else "warn", layers, "optimizer", step,
-        f"{text}: it was not the optimizer.",
+        "weights_changed_outside", "alarm" if alarm else "warn", layers, "optimizer", step,
+        f"{text}: {cause}.",
         "Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
-        "scaling, averaging or merging by hand.",
-        {"growth": size, "times": times},
+        f"scaling, averaging or merging by hand.{advice}",
+        {"growth": size, "times": times, "unwatched": unwatched},
     )  # fmt: skip
+
+
+def _watched(unwatched: int) -> str:
+    return "watched " if unwatched else ""
+
+
+def _last_update(trace: Trace, place: int) -> int:
+    """The last step before a place at which an optimizer stepped."""
+    stepped = np.flatnonzero(np.isfinite(trace.weights[:place]).any(1))
+    return int(trace.steps[stepped[-1]])
 
 
 def _by(ratio: float, usual: float) -> str:

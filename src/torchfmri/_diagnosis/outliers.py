@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,7 +23,17 @@ _BEFORE = 3
 """So many steps must have been calm before one is called unlike them."""
 _SOON = 5
 _MANY = 1e6
+_LARGEST = float(np.finfo(np.float32).max)
 _LOST = "the numbers stopped being finite"
+_HELD = "hold it, which evaluation uses"
+_CLIP = (
+    "Clip the gradients, so that one batch cannot ruin the weights: "
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)."
+)
+_FORGET = (
+    "Running statistics forget it slowly, and infinity never: before you evaluate, load those from "
+    "before it, or call reset_running_stats() and run some batches in training mode."
+)
 
 
 class OddBatch(NamedTuple):
@@ -42,17 +53,18 @@ class OddBatch(NamedTuple):
 def outlier_batch(seen: Observation) -> Iterator[Finding]:
     """The first batch unlike all others that throws the run off, told by its size or its effect."""
     found = [(odd, _harm_of(seen, odd.step) or _trace_of(seen, odd.step)) for odd in odd_data(seen)]
-    for odd, harm in (*found, *((odd, _harm_of(seen, odd.step)) for odd in _odd_steps(seen))):
+    for odd, harm in (*found, *((odd, _harm_of(seen, odd.step)) for odd in _odd_steps(seen)),
+                      *_odd_variances(seen)):  # fmt: skip
         if not harm:
             continue
+        held = harm.endswith(_HELD)
         factor = f"{odd.factor:,.0f}" if odd.factor < _MANY else f"{odd.factor:.1g}"
         yield Finding(
             "outlier_batch", "alarm" if harm == _LOST or _stays_off(seen, odd.step) else "warn",
             (), "data", odd.step,
             f"The batch of step {odd.step} is unlike the others, {odd.what} {factor} times as "
             f"large as usual, and {harm}.",
-            "Look at that batch, and drop or repair it. Clip the gradients, so that one batch "
-            "cannot ruin the weights: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).",
+            f"Look at that batch, and drop or repair it. {_FORGET if held else _CLIP}",
             {"factor": odd.factor},
         )  # fmt: skip
         return
@@ -97,7 +109,7 @@ def _trace_of(seen: Observation, step: int) -> str:
         each.layer for each in seen.norms if each.training and _is_fed(seen, each.layer, step)
     ]
     if layers:
-        return f"the running statistics of {listed(layers)} hold it, which evaluation uses"
+        return f"the running statistics of {listed(layers)} {_HELD}"
     return ""
 
 
@@ -141,6 +153,28 @@ def _odd_steps(seen: Observation) -> Iterator[OddBatch]:
         if place is not None:
             factor = float(sizes[place] / sizes[:place].max())
             yield OddBatch(int(seen.trace.steps[place]), what, factor)
+
+
+def _odd_variances(seen: Observation) -> Iterator[tuple[OddBatch, str]]:
+    """The step after which running variances are far larger, though updates were ordinary.
+
+    A batch norm makes its output of the usual size whatever comes in: neither the loss nor the
+    gradients tell of it.
+    """
+    ratios = update_ratios(seen)
+    found: dict[int, dict[str, float]] = {}
+    for layer, variances in seen.trace.variances().items():
+        sizes = np.sqrt(np.nan_to_num(variances, nan=math.nan, posinf=_LARGEST))
+        place = _jump(sizes, ratios)
+        # Where all batches are larger from then on, the variance goes on growing.
+        if place is not None and not (sizes[place + 1 : place + 2] > sizes[place]).any():
+            found.setdefault(place, {})[layer] = float(sizes[place] / sizes[:place].max())
+    if found:
+        place = min(found)
+        layers = found[place]
+        what = f"what comes to {listed(list(layers))} at least"
+        odd = OddBatch(int(seen.trace.steps[place]), what, max(layers.values()))
+        yield odd, f"the running statistics {_HELD}"
 
 
 def _jump(sizes: Floats, ratios: Floats) -> int | None:

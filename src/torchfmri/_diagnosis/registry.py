@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from torchfmri._diagnosis import depth, wiring
+from torchfmri._diagnosis import depth, stillness, wiring
 from torchfmri._diagnosis import jumps as jumping
 from torchfmri._diagnosis import loss as comparing
 from torchfmri._diagnosis import norm_layers as normalising
@@ -51,7 +51,7 @@ DIAGNOSES: tuple[Diagnose, ...] = (
     grouping.group_rate_too_low, grouping.learning_rate_fell, grouping.momentum_too_high,
     updating.updates_lost, updating.weight_decay_too_strong, updating.clipping_hides_explosion,
     updating.optimizer_never_steps, updating.step_before_backward, updating.cleared_gradients,
-    updating.updates_undone, updating.learning_rate_ended, updating.stopped_training,
+    updating.updates_undone, stillness.learning_rate_ended, stillness.stopped_training,
     optimizing.loss_spike,
 )  # fmt: skip
 
@@ -63,8 +63,8 @@ LIVE: tuple[Diagnose, ...] = (
     flowing.dead_layer, optimizing.learning_rate_too_high, optimizing.diverging_loss,
     grouping.learning_rate_too_low, grouping.group_rate_too_low, grouping.momentum_too_high,
     updating.weight_decay_too_strong, updating.clipping_hides_explosion,
-    updating.cleared_gradients, updating.updates_undone, updating.learning_rate_ended,
-    updating.stopped_training, optimizing.loss_spike,
+    updating.cleared_gradients, updating.updates_undone, stillness.learning_rate_ended,
+    stillness.stopped_training, optimizing.loss_spike,
 )  # fmt: skip
 """The diagnoses that need nothing but the statistics of a Monitor."""
 

@@ -42,6 +42,8 @@ class Trace:
         self._values = np.full((length, 0, len(_FIELDS)), math.nan)
         self.parameters: tuple[str, ...] = ()
         self._updates = np.full((length, 0), math.nan)
+        self._norms = np.full((2, length, 0), math.nan)
+        self._variances: list[dict[str, float]] = []
         self._steps: list[int] = []
         self._loss: list[float] = []
         self._bad_loss: list[bool] = []
@@ -59,10 +61,13 @@ class Trace:
         if len(series) > len(self.series):
             self._widen(series)
         if len(self._steps) == self._length:
-            for kept in (self._steps, self._loss, self._bad_loss, self._scalars):
+            for kept in (
+                self._steps, self._loss, self._bad_loss, self._scalars, self._variances,
+            ):  # fmt: skip
                 del kept[0]
             self._values[:-1] = self._values[1:]
             self._updates[:-1] = self._updates[1:]
+            self._norms[:, :-1] = self._norms[:, 1:]
         place = len(self._steps)
         self._steps.append(step.number)
         self._loss.append(step.loss)
@@ -70,6 +75,7 @@ class Trace:
         if math.isnan(self.first_loss) and math.isfinite(step.loss):
             self.first_loss = step.loss
         self._scalars.append(step.scalars)
+        self._variances.append(step.variances)
         self._values[place] = math.nan
         self._values[place, : len(step.table)] = _derive(step.table)
         self._add_updates(place, step)
@@ -95,8 +101,11 @@ class Trace:
             names = list(dict.fromkeys([*self.parameters, *step.parameters]))
             wider = np.full((self._length, len(names)), math.nan)
             wider[:, : self._updates.shape[1]] = self._updates
-            self.parameters, self._updates = tuple(names), wider
+            both = np.full((2, self._length, len(names)), math.nan)
+            both[..., : self._norms.shape[2]] = self._norms
+            self.parameters, self._updates, self._norms = tuple(names), wider, both
         self._updates[place] = math.nan
+        self._norms[:, place] = math.nan
         if not step.parameters:
             return
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -104,10 +113,16 @@ class Trace:
         # Nothing changed in a weight that is 0 is no change, not an unknown one.
         ratios = np.where(step.updates[0] == 0, 0.0, ratios)
         if step.parameters == self.parameters:
-            self._updates[place] = ratios
-        else:
-            where = [self.parameters.index(name) for name in step.parameters]
-            self._updates[place, where] = ratios
+            self._updates[place], self._norms[:, place] = ratios, step.updates
+            return
+        known = {name: column for column, name in enumerate(self.parameters)}
+        where = np.array([known[name] for name in step.parameters])
+        self._updates[place, where] = ratios
+        # An optimizer that steps several times has a parameter several times: all its changes
+        # count, and the weights before the first.
+        self._norms[0, place, where] = 0.0
+        np.add.at(self._norms[0, place], where, step.updates[0])
+        self._norms[1, place, where[::-1]] = step.updates[1, ::-1]
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -152,6 +167,24 @@ class Trace:
     def updates(self) -> Floats:
         """(step, parameter): norm of the change / norm of the weights before."""
         return self._updates[: len(self)]
+
+    @property
+    def changes(self) -> Floats:
+        """(step, parameter): norm of what the optimizer changed, of all its steps in a step."""
+        return self._norms[0, : len(self)]
+
+    @property
+    def weights(self) -> Floats:
+        """(step, parameter): norm of the same weights before it."""
+        return self._norms[1, : len(self)]
+
+    def variances(self) -> dict[str, Floats]:
+        """Batch norm -> its largest running variance after each step; nan where not seen."""
+        layers = dict.fromkeys(layer for each in self._variances for layer in each)
+        return {
+            layer: np.array([each.get(layer, math.nan) for each in self._variances], np.float64)
+            for layer in layers
+        }
 
     def update_ratio(self, parameter: str) -> Floats:
         """The same of one parameter."""

@@ -23,9 +23,6 @@ from torchfmri._text import how_many, listed, percent
 _SUSTAINED = 3
 _WINDOW = 5
 _LEAST_STEPS = 10
-_STOPPED = 3
-_OUTGROWN = 1e3
-"""Weights that grew so much in a step leave usual updates of 0.1 % below three digits more."""
 _LIMITS = (0.1, 10.0)
 """Between these is where gradients are clipped usually, by their norm."""
 _POWER = 1e-2
@@ -255,62 +252,6 @@ def updates_undone(seen: Observation) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
-    """Steps that go on after the learning rate has become 0 for good."""
-    if seen.steps is None:
-        yield from _updates_ended(seen)
-        return
-    rates = seen.steps.learning_rate
-    above = np.flatnonzero(rates > 0)
-    if not len(above) or len(rates) - 1 - above[-1] < _LEAST_STEPS:
-        return
-    step = int(seen.trace.steps[above[-1] + 1])
-    yield Finding(
-        "learning_rate_zero", "alarm", (), "optimizer", step,
-        f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} steps "
-        "changed nothing.",
-        "Give the scheduler the number of steps that you train for (steps, not epochs).",
-        {"steps_without_update": int(len(rates) - 1 - above[-1])},
-    )  # fmt: skip
-
-
-def _updates_ended(seen: Observation) -> Iterator[Finding]:
-    """Find lost updates in a Monitor's view: gradients arrive, and no weight moves any more."""
-    trace = seen.trace
-    if len(trace) < 2 * _LEAST_STEPS or not trace.parameters:
-        return
-    moved = np.flatnonzero((np.nan_to_num(trace.updates, nan=0.0) > 0).any(1))
-    if not len(moved):
-        return
-    still = len(trace) - 1 - int(moved[-1])
-    gap = max(int(np.diff(moved).max(initial=1)), int(moved[0]) + 1)  # of accumulated gradients
-    gradients = trace.matrix("parameter_gradients", "rms")[-still:] if still else np.zeros((1, 0))
-    arrives = gradients.size > 0 and bool((np.nan_to_num(gradients) > 0).any(1).all())
-    if still < max(_LEAST_STEPS, 2 * gap) or not arrives:
-        return
-    step = int(trace.steps[moved[-1] + 1])
-    sizes = trace.matrix("parameters", "rms")
-    grown = median(sizes[-1] / sizes[moved[-1]]) if sizes.size else math.nan
-    if grown > _OUTGROWN:
-        yield Finding(
-            "updates_lost", "alarm", (), "optimizer", step,
-            f"From step {step} on no weight changes, in {still} steps with gradients: the weights "
-            f"have become {grown:.3g} times as large, and updates are smaller than their last "
-            "digit.",
-            "Look at what made the weights so large in the step before; load a checkpoint from "
-            "before it.",
-            {"growth": grown, "steps_without_update": still},
-        )  # fmt: skip
-        return
-    yield Finding(
-        "learning_rate_zero", "alarm", (), "optimizer", step,
-        f"From step {step} on no weight changes, in {still} steps with gradients.",
-        "See where the learning rate went: give the scheduler the number of steps that you train "
-        "for (steps, not epochs).",
-        {"steps_without_update": still},
-    )  # fmt: skip
-
-
 def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
     """Backward passes that no optimizer step follows."""
     if seen.steps is None or len(seen.steps.stepped) < _WINDOW:
@@ -339,46 +280,3 @@ def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding
         "weights never change.",
         "Call step() of every optimizer after backward.",
     )  # fmt: skip
-
-
-def stopped_training(seen: Observation) -> Iterator[Finding]:
-    """Layers whose weights moved at every step and then no more, while others go on."""
-    trace = seen.trace
-    if len(trace) < _WINDOW + _STOPPED or not trace.parameters:
-        return
-    moved = np.nan_to_num(trace.updates, nan=0.0) > 0
-    others_go_on: NDArray[np.bool_] = np.asarray(moved.any(1))
-    stopped: dict[int, list[str]] = {}
-    for column, name in enumerate(trace.parameters):
-        place = _stop(moved[:, column], others_go_on)
-        facts = seen.structure.parameters.get(name)
-        if place is None or facts is None or not facts.is_matrix:
-            continue
-        gradient = trace.column(name, "parameter_gradients", "rms")[place:]
-        if (gradient == 0).any():  # it would move if anything arrived: another diagnosis
-            continue
-        if trace.updates[place - 1, column] < cuts.UPDATE_LOW.value:
-            continue  # it faded out, to below the last digit: a matter of the learning rate
-        stopped.setdefault(place, []).append(facts.layer)
-    for place, layers in stopped.items():
-        named = tuple(dict.fromkeys(layers))
-        step = int(trace.steps[place])
-        yield Finding(
-            "stopped_training", "alarm", named, "optimizer", step,
-            f"The weights of {listed(named)} moved at every step until {step - 1} and not at all "
-            f"since, while others go on.",
-            "If they were frozen on purpose, nothing is to be done; else see who set "
-            "requires_grad=False or took them out of the optimizer.",
-            {"steps_without_update": len(trace) - place},
-        )  # fmt: skip
-
-
-def _stop(moved: NDArray[np.bool_], others: NDArray[np.bool_]) -> int | None:
-    """The place from which on something that always moved does not; None if there is none."""
-    if moved[-1] or not moved.any():
-        return None
-    last = int(np.flatnonzero(moved)[-1])
-    after = others[last + 1 :]
-    if int(after.sum()) < _STOPPED or last + 1 < _WINDOW:
-        return None
-    return last + 1 if moved[last + 1 - _WINDOW : last + 1].all() else None

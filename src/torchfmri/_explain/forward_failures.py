@@ -240,6 +240,26 @@ FORWARD_FAILURES = (
         "bits only in part.",
         ("Convert the input: x.float().",),
     ),
+    Failure(
+        "no_dimension",
+        r"Dimension out of range \(expected to be in range of \[(?P<low>-?\d+), (?P<high>-?\d+)\]"
+        r", but got (?P<got>-?\d+)\)",
+        "An operation was asked for dimension {got} of a tensor whose dimensions run from {low} to "
+        "{high}.",
+        "The tensor has fewer dimensions than the code expects: one sample without its batch, a "
+        "squeeze() that removed a dimension of size 1, or an index that took one away.",
+        ("Print the shape on the line above; squeeze(-1) and x[:, :1] remove or keep one only.",),
+    ),
+    Failure(
+        "numpy_of_graph",
+        r"Can't call numpy\(\) on Tensor that requires grad",
+        "A tensor that is part of the graph was to become a NumPy array.",
+        "NumPy cannot record gradients: what is computed there is cut off from the loss.",
+        (
+            "To look at it or keep it: x.detach().cpu().numpy().",
+            "To train through it: write that part in torch.",
+        ),
+    ),
     # --- loading -------------------------------------------------------------------------------
     Failure(
         "state_dict",

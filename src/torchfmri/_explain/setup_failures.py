@@ -72,4 +72,11 @@ SETUP_FAILURES = (
         "these. None often comes from a __getitem__ without return.",
         ("Convert it in __getitem__, or pass a collate_fn of your own.",),
     ),
+    Failure(
+        "attention_heads",
+        r"embed_dim must be divisible by num_heads",
+        "The width of an attention layer cannot be split evenly among its heads.",
+        "Each head gets embed_dim / num_heads features.",
+        ("Choose num_heads among the divisors of embed_dim.",),
+    ),
 )

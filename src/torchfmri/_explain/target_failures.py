@@ -112,4 +112,25 @@ TARGET_FAILURES = (
         "function, .float(), NumPy), or the input goes to the wrong layer.",
         ("Pass ids.long().",),
     ),
+    Failure(
+        "sampling",
+        r"probability tensor contains either .?inf|invalid multinomial distribution",
+        "torch.multinomial was asked to draw from numbers that are no probabilities.",
+        "They hold NaN, infinity or negative values, or sum to 0. Usually the logits are not "
+        "finite: float16 that overflowed, a row that is masked entirely, a temperature near 0; or "
+        "logits were given instead of their softmax.",
+        (
+            "Ask logits.isfinite().all() before the softmax; inspect the layers if it is False.",
+            "Load the model in bfloat16 or float32 instead of float16.",
+            "Draw from logits.softmax(-1), not from logits.",
+        ),
+    ),
+    Failure(
+        "negative_class",
+        r"Class values must be non-negative|Class values must be smaller than num_classes",
+        "one_hot was given class numbers that it does not have.",
+        "Classes are counted from 0 to num_classes - 1. Labels that are padded or unknown are "
+        "often coded as -1 or -100.",
+        ("Check labels.min() >= 0 and labels.max() < num_classes; mask the others first.",),
+    ),
 )

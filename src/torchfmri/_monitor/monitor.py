@@ -42,8 +42,9 @@ from torchfmri._model import (
 )
 from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
+from torchfmri._monitor.plan import WHAT, Plan
 from torchfmri._monitor.step_hooks import StepHooks
-from torchfmri._monitor.watched_step import WHAT, Plan, StepSink, WatchedStep
+from torchfmri._monitor.watched_step import StepSink, WatchedStep
 from torchfmri._records import Finding, History, HistoryFolder, Series, Step
 from torchfmri._torch import Attached
 from torchfmri._viewer import RunView, View

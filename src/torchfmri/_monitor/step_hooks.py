@@ -13,7 +13,8 @@ from torch import nn
 from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager
 from torchfmri._monitor.compiled_calls import CompiledCalls
-from torchfmri._monitor.watched_step import Plan, StepSink
+from torchfmri._monitor.plan import Plan
+from torchfmri._monitor.watched_step import StepSink
 from torchfmri._torch import Hook, is_compiled_in_place
 
 _EAGER = "watched steps ran eagerly: "

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from torch.optim import Optimizer
 from torchfmri._capture import CallKey, Padding, Short, Target, TokenMask, masked_modules
 from torchfmri._model import Concerns
 from torchfmri._monitor.collector import Collector
+from torchfmri._monitor.plan import Plan
 from torchfmri._monitor.updates import Moved, Updates, is_sampled, local_part
 from torchfmri._records import History, Series, Step
 from torchfmri._torch import (
@@ -30,63 +29,9 @@ from torchfmri._torch import (
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import Statistics
 
-WHAT = ("activations", "gradients", "parameters", "parameter_gradients", "updates")
 _UNSCALED = "gradients are divided by the loss scale of the GradScaler"
 _SHARDED = "is sharded: this process describes its own shard"
 _SAMPLED = "update ratio estimated from a sample of its weights"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is watched at every step.
-
-    Attributes:
-        modules: The layers by name.
-        owners: The modules whose own parameters are watched, by name: with all leaf layers also
-            those that are none (an attention with its projections, a model with a class token).
-        what: What is wanted of them.
-        histogram: Whether to take histograms.
-        max_bytes: How many bytes may be referenced before they are reduced; None: see Collector.
-        scaler: The GradScaler, or None.
-        immediate: The series that cannot be collected by reference, found out by and by.
-        known: The series that were put in order already.
-    """
-
-    modules: Mapping[str, nn.Module]
-    owners: Mapping[str, nn.Module]
-    what: frozenset[str]
-    histogram: bool
-    max_bytes: int | None
-    scaler: Any = None
-    immediate: set[Series] = field(default_factory=set)
-    known: set[Series] = field(default_factory=set)
-
-    def in_order(self, found: Mapping[Series, Statistics]) -> Mapping[Series, Statistics]:
-        """The series by what they are of and then in model order."""
-
-        def place(series: Series) -> tuple[int, int]:
-            owner = series.layer.rpartition(".")[0] if "param" in series.what else series.layer
-            return WHAT.index(series.what), self.places.get(owner, len(self.places))
-
-        if len(found) > len(self.known):  # the first step decides the order of all
-            self.known.update(found)
-            return {series: found[series] for series in sorted(found, key=place)}
-        return found
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Layer -> its place in the model."""
-        return {layer: place for place, layer in enumerate(self.owners)}
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The layers' own parameters by their full names, each once, as they are now."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for layer, module in self.owners.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    full = f"{layer}.{name}" if layer else name
-                    found.setdefault(id(parameter), (full, parameter))
-        return dict(found.values())
 
 
 class _Layer(NamedTuple):
@@ -244,6 +189,7 @@ class WatchedStep:
         self._updates: Updates | None = None
         self._moved: list[Moved] = []
         self._numbers: Deferred | None = None
+        self._variances: list[str] = []
 
     def wants(self, what: str) -> bool:
         """Whether this is watched at all."""
@@ -360,8 +306,11 @@ class WatchedStep:
         of_scaler = (self._found_inf, self._scale, self._parameter_scale)
         losses = self._told or self._shares or self._seen
         moved = [each.norms for each in self._moved]
+        running = self._plan.running_variances() if self.wants("activations") else {}
+        self._variances = list(running)
+        variances = [each.detach().amax() for each in running.values()]
         self._numbers = Deferred(
-            [*losses, *moved, *(each for each in of_scaler if each is not None)]
+            [*losses, *moved, *variances, *(each for each in of_scaler if each is not None)]
         )
 
     def ready(self) -> bool:
@@ -382,6 +331,7 @@ class WatchedStep:
             norms = np.array(next(numbers)).reshape(2, -1)
             self._step.parameters += tuple(names)
             self._step.updates = np.concatenate([self._step.updates, norms], axis=1)
+        self._step.variances = {layer: next(numbers)[0] for layer in self._variances}
         if self._found_inf is not None and next(numbers)[0] > 0:
             self._step.scalars["optimizer_skipped"] = 1.0
         found = self._plan.in_order(self.collector.read())

@@ -97,6 +97,7 @@ class Step:
         parameters: Those that the optimizer may have changed.
         updates: (2, parameter): the norm of what it changed of each, and of the weights before.
         has_loss: Whether a loss was seen, be it NaN.
+        variances: Batch norm -> the largest of its running variances after the step; not stored.
     """
 
     number: int
@@ -109,6 +110,7 @@ class Step:
     parameters: tuple[str, ...] = ()
     updates: Floats = field(default_factory=lambda: np.empty((2, 0)))
     has_loss: bool = False
+    variances: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.has_loss = self.has_loss or not math.isnan(self.loss)

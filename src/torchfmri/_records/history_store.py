@@ -20,6 +20,7 @@ from torchfmri._files import list_names, make_folder, require_forms
 from torchfmri._records.finding import Finding
 from torchfmri._records.history import STORED, History, Rows, Series, Step
 from torchfmri._records.inspection_files import Columns, read_sealed, write_sealed
+from torchfmri._text import plural
 from torchfmri.exceptions import FileFormatError, InspectionError
 from torchfmri.statistics import Statistics
 
@@ -132,11 +133,12 @@ def load_history(path: Path) -> History:
         return _merged([_load_file(path)])
     files = step_files(path)
     if not files:
-        others = ", ".join(list_names(path)[:5]) or "nothing"
+        others = ", ".join(list_names(path)[:5])
+        holds = f"it holds no steps of a training run, only {others}" if others else "it is empty"
         raise FileFormatError(
             str(path),
-            f"it holds no steps of a training run, only {others}. A Monitor writes them to its "
-            "folder: Monitor(model, folder=...)",
+            f"{holds}. A Monitor writes the steps of a training run to its folder: "
+            "Monitor(model, folder=...)",
         )
     parts: list[dict[str, Any]] = []
     problems = []
@@ -174,8 +176,8 @@ def _gaps(parts: Sequence[dict[str, Any]]) -> Iterable[str]:
         before = part["before"]
         if before != count and part["steps"]:
             yield (
-                f"Before step {part['steps'][0].number} {before} steps were written, and {count} "
-                "are here: a file of the folder is missing"
+                f"Before step {part['steps'][0].number} the run wrote {plural(before, 'step')}, of "
+                f"which {count or 'none'} can be found: a file of the folder is missing"
             )
         count = before + len(part["steps"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -96,7 +97,10 @@ def _write_netcdf(
         raise InspectionError(
             "NetCDF needs xarray, h5netcdf and h5py: pip install 'torchfmri[export]'."
         ) from error
-    dataset.reset_index("name").to_netcdf(path, engine="h5netcdf", format="NETCDF4")
+    # HDF5 ends the process with a segmentation fault where a disk is full, so it writes to memory.
+    file = io.BytesIO()
+    dataset.reset_index("name").to_netcdf(file, engine="h5netcdf", format="NETCDF4")
+    path.write_bytes(file.getbuffer())
 
 
 def bit_round(values: Floats, bits: int = 10) -> Floats:

@@ -1,0 +1,151 @@
+"""Diagnoses of weights that no longer move, or never did, while gradients arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchfmri._diagnosis import cuts
+from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.signals import LEAST_STEPS, gradient_norms, median
+from torchfmri._records import Finding
+from torchfmri._text import listed
+
+_WINDOW = 5
+_STOPPED = 3
+_OUTGROWN = 1e3
+"""Weights that grew so much in a step leave usual updates of 0.1 % below three digits more."""
+_SETTLED = 1e-3
+"""Gradients so much smaller than the largest are those of a run that has nothing left to learn."""
+
+
+def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
+    """Steps that go on after the learning rate has become 0 for good."""
+    if seen.steps is None:
+        yield from _updates_ended(seen)
+        return
+    rates = seen.steps.learning_rate
+    above = np.flatnonzero(rates > 0)
+    if not len(above) or len(rates) - 1 - above[-1] < LEAST_STEPS:
+        return
+    step = int(seen.trace.steps[above[-1] + 1])
+    yield Finding(
+        "learning_rate_zero", "alarm", (), "optimizer", step,
+        f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} steps "
+        "changed nothing.",
+        "Give the scheduler the number of steps that you train for (steps, not epochs).",
+        {"steps_without_update": int(len(rates) - 1 - above[-1])},
+    )  # fmt: skip
+
+
+def _updates_ended(seen: Observation) -> Iterator[Finding]:
+    """Find lost updates in a Monitor's view: gradients arrive, and no weight moves any more."""
+    trace = seen.trace
+    if len(trace) < 2 * LEAST_STEPS or not trace.parameters:
+        return
+    moved = np.flatnonzero((np.nan_to_num(trace.updates, nan=0.0) > 0).any(1))
+    if not len(moved):
+        yield from _never_moved(seen)
+        return
+    still = len(trace) - 1 - int(moved[-1])
+    gap = max(int(np.diff(moved).max(initial=1)), int(moved[0]) + 1)  # of accumulated gradients
+    gradients = trace.matrix("parameter_gradients", "rms")[-still:] if still else np.zeros((1, 0))
+    arrives = gradients.size > 0 and bool((np.nan_to_num(gradients) > 0).any(1).all())
+    if still < max(LEAST_STEPS, 2 * gap) or not arrives:
+        return
+    norms = gradient_norms(seen)
+    if median(norms[-still:]) < _SETTLED * norms[:-still].max():
+        return  # it is where it wants to be (LBFGS stops by itself)
+    step = int(trace.steps[moved[-1] + 1])
+    sizes = trace.matrix("parameters", "rms")
+    grown = median(sizes[-1] / sizes[moved[-1]]) if sizes.size else math.nan
+    if grown > _OUTGROWN:
+        yield Finding(
+            "updates_lost", "alarm", (), "optimizer", step,
+            f"From step {step} on no weight changes, in {still} steps with gradients: the weights "
+            f"have become {grown:.3g} times as large, and updates are smaller than their last "
+            "digit.",
+            "Look at what made the weights so large in the step before; load a checkpoint from "
+            "before it.",
+            {"growth": grown, "steps_without_update": still},
+        )  # fmt: skip
+        return
+    yield Finding(
+        "learning_rate_zero", "alarm", (), "optimizer", step,
+        f"From step {step} on no weight changes, in {still} steps with gradients.",
+        "See where the learning rate went: give the scheduler the number of steps that you train "
+        "for (steps, not epochs).",
+        {"steps_without_update": still},
+    )  # fmt: skip
+
+
+def _never_moved(seen: Observation) -> Iterator[Finding]:
+    """Find in a Monitor's view that no weight ever moves, though gradients arrive."""
+    trace = seen.trace
+    gradients = np.nan_to_num(trace.matrix("parameter_gradients", "rms"))
+    stepped = np.isfinite(trace.updates).any(1) & (gradients > 0).any(1)
+    if int(stepped.sum()) < LEAST_STEPS or not seen.structure.groups:
+        return
+    first, steps = int(trace.steps[0]), int(stepped.sum())
+    no_weight = f"No weight has changed in {steps} steps with gradients"
+    if not any(group["lr"] > 0 for group in seen.structure.groups):
+        yield Finding(
+            "learning_rate_zero", "alarm", (), "optimizer", first,
+            text=f"{no_weight}: the learning rate is 0.",
+            advice="Set lr; if a scheduler sets it, see that scheduler.step() is called and where "
+            "its warm-up begins.",
+        )  # fmt: skip
+        return
+    yield Finding(
+        "updates_lost", "alarm", (), "optimizer", first,
+        text=f"{no_weight}: the updates are smaller than the last digit of the weights, or "
+        "something has set the learning rate to 0.",
+        advice="Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise "
+        "the learning rate.",
+    )  # fmt: skip
+
+
+def stopped_training(seen: Observation) -> Iterator[Finding]:
+    """Layers whose weights moved at every step and then no more, while others go on."""
+    trace = seen.trace
+    if len(trace) < _WINDOW + _STOPPED or not trace.parameters:
+        return
+    moved = np.nan_to_num(trace.updates, nan=0.0) > 0
+    others_go_on: NDArray[np.bool_] = np.asarray(moved.any(1))
+    stopped: dict[int, list[str]] = {}
+    for column, name in enumerate(trace.parameters):
+        place = _stop(moved[:, column], others_go_on)
+        facts = seen.structure.parameters.get(name)
+        if place is None or facts is None or not facts.is_matrix:
+            continue
+        gradient = trace.column(name, "parameter_gradients", "rms")[place:]
+        if (gradient == 0).any():  # it would move if anything arrived: another diagnosis
+            continue
+        if trace.updates[place - 1, column] < cuts.UPDATE_LOW.value:
+            continue  # it faded out, to below the last digit: a matter of the learning rate
+        stopped.setdefault(place, []).append(facts.layer)
+    for place, layers in stopped.items():
+        named = tuple(dict.fromkeys(layers))
+        step = int(trace.steps[place])
+        yield Finding(
+            "stopped_training", "alarm", named, "optimizer", step,
+            f"The weights of {listed(named)} moved at every step until {step - 1} and not at all "
+            f"since, while others go on.",
+            "If they were frozen on purpose, nothing is to be done; else see who set "
+            "requires_grad=False or took them out of the optimizer.",
+            {"steps_without_update": len(trace) - place},
+        )  # fmt: skip
+
+
+def _stop(moved: NDArray[np.bool_], others: NDArray[np.bool_]) -> int | None:
+    """The place from which on something that always moved does not; None if there is none."""
+    if moved[-1] or not moved.any():
+        return None
+    last = int(np.flatnonzero(moved)[-1])
+    after = others[last + 1 :]
+    if int(after.sum()) < _STOPPED or last + 1 < _WINDOW:
+        return None
+    return last + 1 if moved[last + 1 - _WINDOW : last + 1].all() else None

@@ -139,9 +139,15 @@ def _matched_values(ours: Call, theirs: Call, what: str) -> list[tuple[Value, Va
 
 
 def _inputs(call: Call, what: str) -> dict[str, Value]:
-    """Return the numbers that a layer is given, by path, without masks."""
-    return {
+    """Return the numbers that a layer is given, by path, without masks.
+
+    Whole numbers count for a layer that is given nothing else, such as a table of positions. Beside
+    others they may be choices of an earlier layer, which rounding can change.
+    """
+    found = {
         path: value
         for path, value in zip(call.elements(what), call.values(what), strict=False)
         if value is not None and "mask" not in path and value.dtype != torch.bool
     }
+    floating = {path: value for path, value in found.items() if value.dtype.is_floating_point}
+    return floating or found

@@ -107,9 +107,13 @@ def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | N
 
 
 def _add_only_b(
-    found: list[Pair], direction: str, rest: Sequence[Place], a: Side, b: Side,
+    found: list[Pair],
+    direction: str,
+    rest: Sequence[Place],
+    a: Side,
+    b: Side,
     back: Mapping[str, str],
-) -> None:  # fmt: skip
+) -> None:
     """Add the tensors that only b has and that count, where b computes them.
 
     Args:

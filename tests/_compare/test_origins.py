@@ -169,6 +169,39 @@ def test_weights_of_a_layer_that_is_never_called_are_named() -> None:
     assert ("missing_parameter", "inner.bias is zero in b") in first.kinds
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_that_are_computed_at_once_agree_with_one_by_one(wrong: bool) -> None:
+    """Their activation is called once for each expert, or once for all."""
+    a, b = (Run(build("mixtral"), batch("mixtral")) for _ in range(2))
+    a.model.set_experts_implementation("eager")
+    b.model.set_experts_implementation("grouped_mm")
+    if wrong:
+        with torch.no_grad():
+            b.model.model.layers[1].mlp.experts.down_proj[2] *= 1.1
+    found = compare(a, b)
+    assert found.agree != wrong, str(found)
+    if not wrong:
+        assert any("in other parts" in note for note in found.notes)
+    else:
+        assert found.first.layer == "model.layers.1.mlp.experts"
+
+
+def test_parameters_that_a_port_keeps_elsewhere_are_listed() -> None:
+    class Held(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.inner = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.inner.weight, self.inner.bias)
+
+    port = small()
+    port.blocks[0].left = Held(port.blocks[0].left)
+    found = found_in(small(), port)
+    assert found.agree, str(found)
+    assert any("only a has weight" in each.text for each in found.changes)
+
+
 # -- what the two are given ----------------------------------------------------------------------
 
 

@@ -72,6 +72,11 @@ class Pair:
         return self.worst > self.threshold
 
     @property
+    def is_structural(self) -> bool:
+        """Whether the two have other shapes, or only one of them has the tensor."""
+        return self.partner is None or self.reason.startswith("shape ")
+
+    @property
     def repeats(self) -> bool:
         """Whether it counts though it is within noise, because it repeats under new rounding."""
         return self.differs and self.worst <= self.noise

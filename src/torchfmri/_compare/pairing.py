@@ -74,7 +74,7 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
                 left_out.append(place.layer)
             elif partner is not None:
                 found.append(_pair(a, b, direction, place, partner, tolerance))
-            elif reason := _absent(b.recording, direction, layer, place):
+            elif reason := _absent(b, direction, layer, place):
                 found.append(_lonely(direction, place, reason))
         back = {
             other: one
@@ -86,6 +86,7 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
         if direction == BACKWARD and not same_trained:
             # Gradients reach other layers where other layers are trained.
             found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
+    found = _without_details(found, a)
     if left_out:
         a.notes.append(
             f"{plural(len(left_out), 'tensor')} not compared, because the two batches are laid out "
@@ -93,6 +94,35 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
             f"{listed(list(dict.fromkeys(left_out)))}"
         )
     return found
+
+
+def _without_details(pairs: list[Pair], a: Side) -> list[Pair]:
+    """Leave out tensors without tokens that have other shapes or calls, inside a module that has.
+
+    Such as the rows of experts, which one implementation computes one by one and another at once.
+    The output of the module around them is compared.
+    """
+    whole = {p.place.layer for p in pairs if p.direction == FORWARD and p.grid is not None}
+    details = set()
+    for pair in pairs:
+        rows = a.recording.rows(pair.place) if a.recording.value(pair.place) is not None else None
+        if (
+            a.recording.grids
+            and pair.direction == FORWARD
+            and pair.is_structural
+            and (rows is None or rows.grid is None)
+        ):
+            around = pair.place.layer
+            while around and around not in whole:
+                around = around.rpartition(".")[0]
+            if around in whole and around != pair.place.layer:
+                details.add(pair.place.layer)
+    if details:
+        a.notes.append(
+            f"not compared, because the two compute it in other parts: {listed(sorted(details))}"
+        )
+    kept = (pair for pair in pairs if pair.place.layer not in details)
+    return [*kept, *(p for p in pairs if p.place.layer in details and p.direction == PARAMETERS)]
 
 
 def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | None:
@@ -127,7 +157,7 @@ def _add_only_b(
     order = {place: index for index, place in enumerate(b.recording.places(direction))}
     for place in rest:
         ours = place._replace(layer=back[place.layer])
-        reason = _absent(a.recording, direction, ours.layer, ours, ("b", "a"))
+        reason = _absent(a, direction, ours.layer, ours, ("b", "a"))
         if reason:
             at = next(
                 (
@@ -174,7 +204,7 @@ def _has_rows(side: Recording, place: Place) -> bool:
 
 
 def _absent(
-    side: Recording, direction: str, layer: str, place: Place, names: tuple[str, str] = ("a", "b")
+    side: Side, direction: str, layer: str, place: Place, names: tuple[str, str] = ("a", "b")
 ) -> str:
     """Return why a tensor that a side lacks counts as a difference; empty if it does not count.
 
@@ -188,9 +218,11 @@ def _absent(
         names: The name of the side that has it, and of the one that lacks it.
     """
     has, lacks = names
-    calls = side.inspection[layer].calls
+    calls = side.recording.inspection[layer].calls
     if direction == PARAMETERS:
-        return f"{lacks} has no gradient of {place.element!r}"
+        module = side.modules.get(layer)
+        held = module is None or place.element in own_tensors(module)
+        return f"{lacks} has no gradient of {place.element!r}" if held else ""
     if place.call >= len(calls):
         return f"call {place.call} happens in {has} only" if calls else f"{lacks} never calls it"
     has_output = place.element in calls[place.call].elements(WHAT[FORWARD])
@@ -291,7 +323,8 @@ def _repeated(
     if tables is None or not spreads or not gaps.size:
         return math.inf, None
     same = a.coarsest == b.coarsest
-    unit = torch.finfo(a.recording.dtype(place)).eps / 2
+    dtypes = (a.recording.dtype(place), b.recording.dtype(partner))
+    unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
     typical = max(each.typical for each in spreads)
     allowed = max((REPEATED if same else REPEATED_ELSEWHERE) * typical, unit)
     one, two, *again = tables

@@ -113,12 +113,11 @@ def data_changes(a: Run, b: Run) -> Iterator[Change]:
         if moved:
             if "mask" in path or one.ndim != 2 or one.is_floating_point():
                 continue
-            rows = [
-                each.rows(x) for side, x in zip(grids, (one, two), strict=True) for each in side[:1]
-            ]
-            if len(rows) < 2 or rows[0] is None or rows[1] is None:
+            at_tokens = [side[0].rows(x) for side, x in zip(grids, (one, two), strict=True) if side]
+            known = [each for each in at_tokens if each is not None]
+            if len(known) < 2:
                 continue
-            one, two = rows
+            one, two = known[0], known[1]
         if one.shape != two.shape:
             yield Change("data", f"{path} is {_shape(one)} in a and {_shape(two)} in b", ("",))
         elif not is_same(one, two):

@@ -224,7 +224,7 @@ class Recording:
     def _parts_of(self, layer: str, what: str, element: str | None) -> list[Tensor] | None:
         """Return the tensor of each call of a layer, (b, s, ...); None if one has no token axis."""
         rows = self.grids[0].kept.shape[0]
-        found = []
+        found: list[Tensor] = []
         for call, length in zip(self.inspection[layer].calls, self._parts, strict=True):
             path = next(iter(call.elements(what)), "") if element is None else element
             value = call.value(what, path)

@@ -124,6 +124,39 @@ def test_runs_of_other_lengths_say_how_much_was_compared() -> None:
     assert "in 2 steps: equal" in compare(short, train(steps=2)).summary()
 
 
+@pytest.mark.parametrize("changed", [None, 4], ids=["as it was", "another sample"])
+def test_a_resumed_run_is_compared_from_where_it_was_resumed(changed: int | None) -> None:
+    def run(state: dict[str, Any], steps: range, changed: int | None = None) -> History:
+        model = nn.Linear(6, 6)
+        if state:
+            model.load_state_dict(state["model"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if state:
+            optimizer.load_state_dict(state["optimizer"])
+        with Monitor(model, optimizer) as monitor:
+            for step in steps:
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+                optimizer.zero_grad()
+                loss = model(-x if step == changed else x).square().mean()
+                loss.backward()
+                monitor.loss(loss)
+                optimizer.step()
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return monitor.history
+
+    torch.manual_seed(0)
+    state: dict[str, Any] = {}
+    first = run(state, range(3))
+    resumed = run(dict(state), range(3, 9), changed)
+    torch.manual_seed(0)
+    whole = run({}, range(9))
+    assert compare(whole, first).agree
+    for found in (compare(whole, resumed), compare(resumed, whole)):
+        assert any("resumed" in note and "at step 3" in note for note in found.notes)
+        assert found.steps[0] == 3
+        assert (found.first and found.first.step) == changed
+
+
 def test_the_folder_stays_where_it_was_when_the_program_changes_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

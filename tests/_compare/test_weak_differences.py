@@ -60,6 +60,33 @@ def test_rounding_does_not_come_back() -> None:
     assert found.agree, str(found)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_rounded_weights_come_back_and_are_no_difference(turned: bool) -> None:
+    """Between two precisions what repeats must be larger than the unit of the coarser one."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(67, 32), nn.Linear(32, 67)
+            self.middle = nn.Linear(32, 32)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            y: Tensor = self.head(self.middle(self.embed(ids)))
+            return y * 0.0625
+
+    def made(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return Scaled().to(dtype)
+
+    def loss(y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y.flatten(0, 1).float(), ids.flatten())
+
+    ids = torch.randint(0, 67, (4, 12), generator=torch.Generator().manual_seed(1))
+    sides = [made(torch.float32), made(torch.bfloat16)]
+    found = compare(*(reversed(sides) if turned else sides), data=ids, loss=loss)
+    assert found.agree, str(found)
+
+
 def test_what_was_set_is_listed_though_it_is_within_noise() -> None:
     found = compare(*scaled(1.005))
     assert found.agree

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchfmri._compare.difference import Kind
 from torchfmri._compare.kinds import parameter_kind
+from torchfmri._compare.run import can_drop
 from torchfmri._model import named_layers
 from torchfmri._text import apart
 
@@ -30,8 +31,20 @@ def causes_of(a: nn.Module, b: nn.Module) -> list[Kind]:
     other_class = class_kind(a, b)
     if other_class is not None:
         return [other_class]
-    found = [*(kind for _, kind in tensor_kinds(a, b)), *attribute_kinds(a, b)]
-    return found[:_MOST] or setting_kinds(a, b)[:_MOST]
+    tensors = dict(tensor_kinds(a, b))
+    found = [*tensors.values(), *attribute_kinds(a, b)]
+    settings = setting_kinds(a, b)
+    if any("inv_freq" in name for name in tensors):  # in bfloat16 they do not tell the base
+        found += [each for each in settings if "rope" in each.text]
+    return found[:_MOST] or settings[:_MOST]
+
+
+def mode_kinds(a: nn.Module, b: nn.Module) -> list[Kind]:
+    """Return the kind `mode` if two modules are in other modes and do something else then."""
+    modal = can_drop(a) or can_drop(b) or isinstance(a, nn.modules.batchnorm._BatchNorm)
+    if a.training == b.training or not modal:
+        return []
+    return [Kind("mode", f"training is {a.training} in a and {b.training} in b")]
 
 
 def class_kind(a: nn.Module, b: nn.Module) -> Kind | None:

@@ -9,24 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchfmri._compare.causes import (
     attribute_kinds,
     class_kind,
+    mode_kinds,
     own_tensors,
     setting_kinds,
     tensor_kinds,
     tied_kinds,
 )
 from torchfmri._compare.difference import Kind
+from torchfmri._compare.grid import grids_of
+from torchfmri._compare.kinds import is_same
 from torchfmri._compare.run import Run
 from torchfmri._model import named_layers
 from torchfmri._text import plural, star
+from torchfmri._torch import flatten
 
 _MOST_PATTERNS = 3
-_MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-"""Layers that do something else while a model trains."""
 
 
 class Change(NamedTuple):
@@ -92,6 +95,47 @@ def _run_changes(a: Run, b: Run) -> Iterator[Change]:
             bare = "position_ids" not in b.data or "position_ids" not in a.data
             more = ", without position_ids, so it may be counted as positions" if bare else ""
             yield Change("data", said + more, ("",))
+    yield from data_changes(a, b)
+
+
+def data_changes(a: Run, b: Run) -> Iterator[Change]:
+    """Yield what differs in what two runs are given; the tokens themselves are not compared here.
+
+    The same tokens padded on other sides are no change: then values at tokens are compared.
+    """
+    ours, theirs = ({each.path: each.tensor for each in flatten(run.data)} for run in (a, b))
+    grids = [grids_of(run.data) for run in (a, b)]
+    moved = [str(each.kept.tolist()) for each in grids[0]] != [
+        str(each.kept.tolist()) for each in grids[1]
+    ] and not _same_ids(ours, theirs)
+    for path in (each for each in ours if each in theirs):
+        one, two = ours[path].cpu(), theirs[path].cpu()
+        if moved:
+            if "mask" in path or one.ndim != 2 or one.is_floating_point():
+                continue
+            at_tokens = [side[0].rows(x) for side, x in zip(grids, (one, two), strict=True) if side]
+            known = [each for each in at_tokens if each is not None]
+            if len(known) < 2:
+                continue
+            one, two = known[0], known[1]
+        if one.shape != two.shape:
+            yield Change("data", f"{path} is {_shape(one)} in a and {_shape(two)} in b", ("",))
+        elif not is_same(one, two):
+            apart = torch.nonzero(one != two)
+            first = tuple(apart[0].tolist())
+            values = f"{one[first].item():.6g} in a and {two[first].item():.6g} in b"
+            count = f"{len(apart):,} of {one.numel():,} values"
+            yield Change("data", f"{path} differs in {count}, first {list(first)}: {values}", ("",))
+
+
+def _same_ids(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether both are given the same token numbers in the same places, padding included."""
+    ids = [each.get("input_ids") for each in (a, b)]
+    return ids[0] is None or ids[1] is None or torch.equal(ids[0].cpu(), ids[1].cpu())
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))
 
 
 def _padded_side(mask: Any) -> str | None:
@@ -115,9 +159,7 @@ def _module_changes(
 
 def _kinds(a: nn.Module, b: nn.Module) -> Iterator[tuple[str, Kind]]:
     """Yield the changes of one module, each with a key that equal changes of other layers share."""
-    if a.training != b.training and isinstance(a, _MODAL):
-        kind = Kind("mode", f"training is {a.training} in a and {b.training} in b")
-        yield kind.text, kind
+    yield from ((kind.text, kind) for kind in mode_kinds(a, b))
     other_class = class_kind(a, b)
     if other_class is not None:
         yield other_class.text, other_class

@@ -45,6 +45,8 @@ class Pair:
         threshold: What `gaps` may be.
         largest: The largest absolute difference of one value; nan for statistics.
         reason: Why they cannot be compared, or how they differ; empty for a plain difference.
+        repeating: (row,) True where a difference beyond typical noise repeats under new rounding;
+            None if that is not known.
     """
 
     direction: str
@@ -57,6 +59,7 @@ class Pair:
     threshold: float
     largest: float
     reason: str = ""
+    repeating: NDArray[np.bool_] | None = None
 
     @property
     def worst(self) -> float:
@@ -67,6 +70,11 @@ class Pair:
     def differs(self) -> bool:
         """Whether some row differs by more than both sides differ from themselves."""
         return self.worst > self.threshold
+
+    @property
+    def is_structural(self) -> bool:
+        """Whether the two have other shapes, or only one of them has the tensor."""
+        return self.partner is None or self.reason.startswith("shape ")
 
     @property
     def repeats(self) -> bool:

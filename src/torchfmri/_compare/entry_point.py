@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torchfmri._arguments import check_real, require
-from torchfmri._compare.causes import causes_of, tied_kinds
-from torchfmri._compare.changes import changes_of
+from torchfmri._compare.causes import causes_of, mode_kinds, tensor_kinds, tied_kinds
+from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
 from torchfmri._compare.comparison import Comparison
 from torchfmri._compare.difference import Difference, Kind, Pair
@@ -92,6 +92,7 @@ def compare(
         if not side.recording.grids:  # made of the same data, or nothing can be compared
             side.recording.grids = list(other.recording.grids)
     _check_tokens(one, two, tokenizer)
+    _note_dropout(one, two)
     if tolerance is None:
         _measure(one, two, max_bytes)
     found = _compared(one, two, names, tolerance, tokenizer)
@@ -141,12 +142,29 @@ def _recorded_data(other: Any) -> Any:
     return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
 
 
+def _drops_alone(side: Side, other: Side) -> bool:
+    """Whether dropout is on in one of two live sides only: a mistake then, and no noise."""
+    if side.run is None or other.run is None:
+        return False
+    return side.run.has_dropout and not other.run.has_dropout
+
+
+def _note_dropout(one: Side, two: Side) -> None:
+    for side, other in ((one, two), (two, one)):
+        if side.run is None or not side.run.has_dropout:
+            continue
+        said = "its noise counts as this side's own spread and hides differences of that size"
+        if _drops_alone(side, other):
+            said = "on this side only, so it counts as a difference"
+        side.notes.append(f"dropout is on: {said}. Call model.eval() for a sharp comparison")
+
+
 def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
     """Measure the noise of each side that can be run again."""
     for side, other in ((one, two), (two, one)):
         if side.run is not None:
             coarsest = other.coarsest if other.run is None else None
-            measure_spread(side, coarsest, max_bytes)
+            measure_spread(side, coarsest, max_bytes, redraw=not _drops_alone(side, other))
     if one.run is None and two.run is None and not (one.spread or two.spread):
         one.notes.append(
             "neither side can be run again, so its noise was not measured: what rounding usually "
@@ -283,10 +301,18 @@ def _difference(
 
 
 def _first_row(pair: Pair) -> int:
-    """Return the first differing token: the earliest position in any row of the batch."""
-    differing = [index for index, gap in enumerate(pair.gaps) if gap > pair.threshold]
+    """Return the first differing token: the earliest position in any row of the batch.
+
+    In a tensor that differs a token counts too if its difference is within noise but repeats.
+    """
+    counts = pair.gaps > pair.threshold
     if pair.grid is None:
-        return differing[0]
+        return int(np.flatnonzero(counts)[0])
+    if pair.repeating is not None:
+        counts = (
+            pair.repeating if pair.repeats and pair.repeating.any() else counts | pair.repeating
+        )
+    differing = np.flatnonzero(counts).tolist()
     places = pair.grid.places
     return min(differing, key=lambda index: (places[index][1], places[index][0]))
 
@@ -303,6 +329,19 @@ def _kinds(pair: Pair, layer: str, matching: Matching, one: Side, two: Side) -> 
     found += [routing] if routing is not None else []
     if layer in modules_a and partner in modules_b:
         found += causes_of(modules_a[layer], modules_b[partner])
+        found += mode_kinds(modules_a[layer], modules_b[partner])
+        called = {each.layer for each in one.recording.inspection.values() if each.calls}
+        inside = [each for each in modules_a if layer and each.startswith(f"{layer}.")]
+        for each in (name for name in inside if name not in called):  # its weights are used as such
+            child = matching.pairs.get(each, f"{partner}{each.removeprefix(layer)}")
+            if child in modules_b:
+                name = each.removeprefix(f"{layer}.")
+                found += [
+                    Kind(kind.name, f"{name}.{kind.text}")
+                    for _, kind in tensor_kinds(modules_a[each], modules_b[child])
+                ]
+    if pair.direction == FORWARD and one.run is not None and two.run is not None:
+        found += [Kind(each.name, each.text) for each in data_changes(one.run, two.run)]
     if pair.partner is not None:
         a, b = one.recording.rows(pair.place), two.recording.rows(pair.partner)
         if a is not None and b is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
 from torchfmri._monitor import Monitor
-from torchfmri._records import COUNTS, STORED, UPDATES, Floats, History, Series
+from torchfmri._records import COUNTS, STORED, UPDATES, Floats, History, Series, Step
 from torchfmri._text import apart, listed
 from torchfmri.exceptions import InspectionError
 
@@ -76,6 +76,16 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
                 f"{name} has no steps: nothing was watched yet, or TORCHFMRI=off. Give a run that "
                 "has trained."
             )
+    resumed: list[str] = []
+    for name, whole, part in (("b", a, b), ("a", b, a)):
+        if by := _resumed_at(whole[0], part[0]):
+            resumed.append(
+                f"{name} begins with the parameters that the other run has at step {by}: it was "
+                "resumed there, and its steps are counted from there"
+            )
+            shifted = [each.renumbered(by) for each in part]
+            a, b = (a, shifted) if name == "b" else (shifted, b)
+            break
     common = _common([*a, *b])
     one, two = ([_table(each, common) for each in side] for side in (a, b))
     gaps = _gaps(one[0], two[0])
@@ -90,8 +100,28 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
         allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
         a=a[0], b=b[0], steps=common.steps, series=series, gaps=gaps, allowed=allowed, first=first,
-        notes=_notes(a, b, common),
+        notes=[*resumed, *_notes(a, b, common)],
     )  # fmt: skip
+
+
+def _resumed_at(whole: History, part: History) -> int:
+    """Return at which later step of one run another begins that counts from 0; 0 if it does not."""
+    known = [each for each in part.series if each.what == "parameters" and each in whole.series]
+    if not known or part[0].number != 0:
+        return 0
+
+    def parameters(history: History, step: Step) -> Floats:
+        found: Floats = step.table[[history.series.index(each) for each in known]]
+        return found
+
+    first = parameters(part, part[0])
+    for step in whole:
+        # Not to the last bit: a checkpoint may be read on another machine.
+        if len(step.table) >= len(known) and np.allclose(
+            parameters(whole, step), first, rtol=1e-6, atol=0, equal_nan=True
+        ):
+            return step.number
+    return 0
 
 
 def _common(runs: Sequence[History]) -> _Common:

@@ -204,7 +204,7 @@ def _is_turned(one: Tensor, two: Tensor) -> bool:
 
 def parameter_kind(name: str, one: Tensor, two: Tensor) -> Kind | None:
     """Return how a parameter or buffer of b differs from that of a; None if they are equal."""
-    if one.shape == two.shape and _is_same(one, two):
+    if one.shape == two.shape and is_same(one, two):
         return None
     x, y = one.detach().double().cpu(), two.detach().double().cpu()
     turned = x.ndim == 2 and x.shape == y.T.shape and torch.allclose(x, y.T, rtol=1e-2)
@@ -256,7 +256,7 @@ def _levels(x: Tensor, y: Tensor) -> str:
     return f"has {counts[0]:,} different values in a and {counts[1]:,} in b, as if quantised"
 
 
-def _is_same(one: Tensor, two: Tensor) -> bool:
+def is_same(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors hold the same values, or the same values in another precision."""
     if one.dtype == two.dtype:
         return torch.equal(one, two.to(one.device))

@@ -7,14 +7,19 @@ differs already, though all layers before it agree, the code of a layer around i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from torchfmri._compare.difference import Pair
 from torchfmri._compare.recording import BACKWARD, FORWARD, Recording, relative
-from torchfmri._compare.run import record
+from torchfmri._compare.run import Run, record
 from torchfmri._compare.side import Side
+from torchfmri._model import named_layers, whole_restorations
 from torchfmri._records import Call, Value
+from torchfmri._torch import flatten
 
 _LATER_LAYERS = 12
 
@@ -35,10 +40,18 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
     if pair.direction == FORWARD:
         around = [each for each in _around(layer) if each in names]
         same = _agreeing(pair, around, a, b, names, "inputs")
-        return next((each for each in around if same.get(each)), around[-1] if around else layer)
+        # Nothing agrees where the data differ: the first layer that shows it is what can be said.
+        return next((each for each in around if same.get(each)), layer)
     if pair.direction == BACKWARD:
-        before = [each.place.layer for each in pairs[: pairs.index(pair)]][-_LATER_LAYERS:]
-        later = list(dict.fromkeys(reversed(before)))
+        if pair.partner is None and any(
+            _cuts_gradients(run, name, pair)
+            for run, name in ((a.run, layer), (b.run, names[layer]))
+        ):
+            return layer
+        before = {each.place.layer: None for each in pairs[: pairs.index(pair)]}
+        nearest = list(reversed(before))[:_LATER_LAYERS]
+        # A block has more layers than that, and its own gradient arrives before theirs.
+        later = list(dict.fromkeys(o for n in nearest for o in _around(n) if o in before))
         same = _agreeing(pair, later, a, b, names, "input_gradients")
         wrong = [each for each in later if same.get(each) is False]
         return min(wrong, key=lambda each: -each.count("."), default=layer)
@@ -49,6 +62,24 @@ def _around(layer: str) -> list[str]:
     """Return the layer and every module around it, up to the model itself."""
     parts = layer.split(".") if layer else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _cuts_gradients(run: Run, layer: str, pair: Pair) -> bool:
+    """Whether a layer returns a tensor that has no gradient, though it could have one."""
+    module, found = named_layers(run.model)[layer], False
+
+    def look(_: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        nonlocal found
+        given = [each.tensor for each in flatten((arguments, keywords))]
+        own = [each for each in module.parameters(recurse=False) if each.requires_grad]
+        could = bool(own) or any(each.requires_grad for each in given)
+        returned = [each.tensor for each in flatten(output) if each.path == pair.place.element]
+        found |= could and any(not each.requires_grad for each in returned)
+
+    with whole_restorations(), ExitStack() as stack:
+        stack.callback(module.register_forward_hook(look, with_kwargs=True).remove)
+        record(run, layers=[layer])
+    return found
 
 
 def _agreeing(
@@ -66,7 +97,7 @@ def _agreeing(
     found: dict[str, bool] = {}
     for layer in layers:
         gaps = _gaps(layer, names[layer], pair.place.call, sides, what)
-        if gaps is not None:  # a layer that is given whole numbers alone is an origin itself
+        if gaps is not None:
             found[layer] = all(_size(each, pair) <= pair.threshold for each in gaps)
     return found
 
@@ -108,9 +139,15 @@ def _matched_values(ours: Call, theirs: Call, what: str) -> list[tuple[Value, Va
 
 
 def _inputs(call: Call, what: str) -> dict[str, Value]:
-    """Return the floating-point inputs of a layer by path, without masks."""
-    return {
+    """Return the numbers that a layer is given, by path, without masks.
+
+    Whole numbers count for a layer that is given nothing else, such as a table of positions. Beside
+    others they may be choices of an earlier layer, which rounding can change.
+    """
+    found = {
         path: value
         for path, value in zip(call.elements(what), call.values(what), strict=False)
-        if value is not None and "mask" not in path and value.dtype.is_floating_point
+        if value is not None and "mask" not in path and value.dtype != torch.bool
     }
+    floating = {path: value for path, value in found.items() if value.dtype.is_floating_point}
+    return floating or found

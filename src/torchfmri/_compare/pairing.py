@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from torchfmri._compare.causes import partner_names
+from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Floats, Pair
+from torchfmri._compare.kinds import is_same
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import (
     BACKWARD,
@@ -27,11 +31,12 @@ REPEATED, REPEATED_ELSEWHERE = 1.0, 4.0
 """How many times the typical spread a difference may be if it repeats when both sides round anew:
 if both compute in one precision, and if they do not. Between two precisions the rounding of the
 weights themselves repeats too, so more is allowed."""
-_ALIKE, _ALIKE_ROWS = 0.9, 0.7
-"""The cosine between a difference and the one that comes back, over all rows and in the median row.
-Rounding reached 0.4 in one precision and 0.85 between two (`python -m benchmarks compare`)."""
-_LEAST_ROWS, _LEAST_VALUES = 4, 64
-"""Fewer values may point the same way by chance."""
+_ALIKE, _ALIKE_ROWS, _ALIKE_ROW = 0.9, 0.7, 0.95
+"""The cosine between a difference and the one that comes back: over all rows, in the median row,
+and in a row that is named. Rounding reached 0.4 in one precision and 0.85 between two over all rows
+(`python -m benchmarks compare`)."""
+_LEAST_ROWS, _LEAST_REPEATED, _LEAST_VALUES = 4, 32, 64
+"""Fewer rows or values may point the same way by chance; the last is for the size of a tensor."""
 LEAST_UNITS = 4.0
 """How many units in the last place are allowed at least."""
 _ROUNDING = {
@@ -48,6 +53,9 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
     """Return all pairs, direction by direction, in the order in which a computes its tensors."""
     found, left_out = [], []
     same_layout = a.recording.layout == b.recording.layout
+    same_trained = _trained_layers(a, matching.pairs) == _trained_layers(
+        b, {other: one for one, other in matching.pairs.items()}
+    )
     for direction, what in WHAT.items():
         if not (a.recording.places(direction) and b.recording.places(direction)):
             continue
@@ -61,26 +69,107 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
                 element = _parameter_name(a.recording, b.recording, place, layer)
             partner = partners.get(layer, {}).pop((place.call, element), None)
             if not (same_layout or _has_rows(a.recording, place)):
-                left_out.append(place.layer)  # experts are called as often as tokens reach them
+                # Experts are called as often as tokens reach them, and attention weights have a
+                # unit for each padded position.
+                left_out.append(place.layer)
             elif partner is not None:
                 found.append(_pair(a, b, direction, place, partner, tolerance))
-            elif reason := _absent(b.recording, direction, layer, place):
+            elif reason := _absent(b, direction, layer, place):
                 found.append(_lonely(direction, place, reason))
-        back = {other: one for one, other in matching.pairs.items()}
-        found += [
-            _lonely(direction, place._replace(layer=back[layer]), f"call {call} happens in b only")
-            for layer, rest in partners.items()
-            for (call, _), place in rest.items()
-            if back.get(layer, layer) not in left_out
-            and layer in back
-            and call >= len(a.recording.inspection[back[layer]].calls) > 0
-        ]
+        back = {
+            other: one
+            for one, other in matching.pairs.items()
+            if one not in left_out and what in a.recording.inspection[one].what
+        }
+        rest = [each for several in partners.values() for each in several.values()]
+        _add_only_b(found, direction, [each for each in rest if each.layer in back], a, b, back)
+        if direction == BACKWARD and not same_trained:
+            # Gradients reach other layers where other layers are trained.
+            found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
+    found = _without_details(found, a)
     if left_out:
         a.notes.append(
             f"{plural(len(left_out), 'tensor')} not compared, because the two batches are laid out "
-            f"differently and these have no token axis: of {listed(list(dict.fromkeys(left_out)))}"
+            "differently, and so are these (no token axis, or attention weights): of "
+            f"{listed(list(dict.fromkeys(left_out)))}"
         )
     return found
+
+
+def _without_details(pairs: list[Pair], a: Side) -> list[Pair]:
+    """Leave out tensors without tokens that have other shapes or calls, inside a module that has.
+
+    Such as the rows of experts, which one implementation computes one by one and another at once.
+    The output of the module around them is compared.
+    """
+    whole = {p.place.layer for p in pairs if p.direction == FORWARD and p.grid is not None}
+    details = set()
+    for pair in pairs:
+        rows = a.recording.rows(pair.place) if a.recording.value(pair.place) is not None else None
+        if (
+            a.recording.grids
+            and pair.direction == FORWARD
+            and pair.is_structural
+            and (rows is None or rows.grid is None)
+        ):
+            around = pair.place.layer
+            while around and around not in whole:
+                around = around.rpartition(".")[0]
+            if around in whole and around != pair.place.layer:
+                details.add(pair.place.layer)
+    if details:
+        a.notes.append(
+            f"not compared, because the two compute it in other parts: {listed(sorted(details))}"
+        )
+    kept = (pair for pair in pairs if pair.place.layer not in details)
+    return [*kept, *(p for p in pairs if p.place.layer in details and p.direction == PARAMETERS)]
+
+
+def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | None:
+    """Return the layers with trained parameters by the name of their partner; None if unknown."""
+    if side.run is None:
+        return None
+    return {
+        names.get(layer)
+        for layer, module in side.modules.items()
+        if any(each.requires_grad for each in module.parameters(recurse=False))
+    }
+
+
+def _add_only_b(
+    found: list[Pair],
+    direction: str,
+    rest: Sequence[Place],
+    a: Side,
+    b: Side,
+    back: Mapping[str, str],
+) -> None:
+    """Add the tensors that only b has and that count, where b computes them.
+
+    Args:
+        found: The pairs so far.
+        direction: That of `rest`.
+        rest: The tensors of b without a partner.
+        a: One side.
+        b: The other.
+        back: Layer of b -> layer of a.
+    """
+    order = {place: index for index, place in enumerate(b.recording.places(direction))}
+    for place in rest:
+        ours = place._replace(layer=back[place.layer])
+        reason = _absent(a, direction, ours.layer, ours, ("b", "a"))
+        if reason:
+            at = next(
+                (
+                    index
+                    for index, pair in enumerate(found)
+                    if pair.direction == direction
+                    and pair.partner is not None
+                    and order[pair.partner] > order[place]
+                ),
+                len(found),
+            )
+            found.insert(at, _lonely(direction, ours, reason))
 
 
 def _partners(side: Recording, direction: str) -> dict[str, dict[tuple[int, str], Place]]:
@@ -105,25 +194,39 @@ def _parameter_name(a: Recording, b: Recording, place: Place, layer: str) -> str
 def _has_rows(side: Recording, place: Place) -> bool:
     """Whether the rows of a tensor are tokens, or do not depend on how the batch is laid out."""
     rows, value = side.rows(place), side.value(place)
-    if place.what == WHAT[PARAMETERS] or rows is None or rows.grid is not None:
+    if place.what == WHAT[PARAMETERS] or rows is None:
         return True
+    if rows.grid is not None:
+        return not side.has_keys(place)
     # One row for each sample, such as the logits of the next token or a pooled output.
     shape = value.shape if value is not None else ()
     return shape[:1] == (side.batch,) and (len(shape) == 2 or shape[1:-1] == (1,))
 
 
-def _absent(side: Recording, direction: str, layer: str, place: Place) -> str:
-    """Return why a tensor that b lacks counts as a difference; empty if it does not count.
+def _absent(
+    side: Side, direction: str, layer: str, place: Place, names: tuple[str, str] = ("a", "b")
+) -> str:
+    """Return why a tensor that a side lacks counts as a difference; empty if it does not count.
 
     A layer may return more in one implementation than in another, such as attention weights.
+
+    Args:
+        side: The side that lacks it.
+        direction: The direction.
+        layer: The layer on that side.
+        place: The tensor on the other side.
+        names: The name of the side that has it, and of the one that lacks it.
     """
-    calls = side.inspection[layer].calls
+    has, lacks = names
+    calls = side.recording.inspection[layer].calls
     if direction == PARAMETERS:
-        return f"b has no gradient of {place.element!r}"
+        module = side.modules.get(layer)
+        held = module is None or place.element in own_tensors(module)
+        return f"{lacks} has no gradient of {place.element!r}" if held else ""
     if place.call >= len(calls):
-        return f"call {place.call} happens in a only" if calls else "b never calls it"
+        return f"call {place.call} happens in {has} only" if calls else f"{lacks} never calls it"
     has_output = place.element in calls[place.call].elements(WHAT[FORWARD])
-    return "a gradient arrives in a only" if direction == BACKWARD and has_output else ""
+    return f"a gradient arrives in {has} only" if direction == BACKWARD and has_output else ""
 
 
 def _lonely(direction: str, place: Place, reason: str) -> Pair:
@@ -137,8 +240,10 @@ def _pair(
     spreads = a.spread.get(place), b.spread.get(partner)
     spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
-    one, two = a.recording.rows(place), b.recording.rows(partner)
+    turned = _is_transposed(a, b, place, partner)
+    one, two = a.recording.rows(place), b.recording.rows(partner, transposed=turned)
     grid, largest, reason = None, math.nan, ""
+    repeating = None
     if one is None or two is None:
         gap, reason = _statistics_gap(a.recording.value(place), b.recording.value(partner))
         gaps = np.array([gap])
@@ -151,12 +256,35 @@ def _pair(
         grid = one.grid if two.grid is not None else None
         apart = (one.values - two.values).abs()
         largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
-        if tolerance is None and gaps.max(initial=0.0) <= threshold:
-            threshold = min(threshold, _repeated_threshold(a, b, place, partner, gaps))
+        if tolerance is None and not turned:
+            least, repeating = _repeated(a, b, place, partner, gaps)
+            if gaps.max(initial=0.0) <= threshold:
+                threshold = min(threshold, least)
     return Pair(
         direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
+        repeating=repeating,
     )  # fmt: skip
+
+
+def _is_transposed(a: Side, b: Side, place: Place, partner: Place) -> bool:
+    """Whether a parameter is kept transposed in b, as the weight of a Conv1D is in a Linear."""
+    if place.what != WHAT[PARAMETERS]:
+        return False
+    shapes = [
+        each.shape if each is not None else ()
+        for each in (a.recording.value(place), b.recording.value(partner))
+    ]
+    if len(shapes[0]) != 2 or shapes[0] != shapes[1][::-1]:
+        return False
+    held = [
+        own_tensors(side.modules[at.layer]).get(at.element)
+        for side, at in ((a, place), (b, partner))
+        if at.layer in side.modules
+    ]
+    if len(held) < 2 or held[0] is None or held[1] is None:
+        return shapes[0] != shapes[1]
+    return is_same(held[0], held[1].T) and not is_same(held[0], held[1])
 
 
 def _threshold(
@@ -181,44 +309,63 @@ def _threshold(
     return max(FACTOR * max(measured), least)
 
 
-def _repeated_threshold(a: Side, b: Side, place: Place, partner: Place, gaps: Floats) -> float:
-    """Return the threshold for a difference that repeats under new rounding; else infinite.
+def _repeated(
+    a: Side, b: Side, place: Place, partner: Place, gaps: Floats
+) -> tuple[float, NDArray[np.bool_] | None]:
+    """Return the threshold for a difference that repeats, and the rows in which it does.
 
     Rounding errors are drawn anew and a mistake is not, so a mistake that is no larger than the
-    noise still shows: the two differences point the same way.
+    noise still shows: the two differences point the same way. The threshold is infinite if they do
+    not, or if that is not known.
     """
     spreads = [each for each in (a.spread.get(place), b.spread.get(partner)) if each is not None]
-    if a.rounded is None or b.rounded is None or not spreads or not gaps.size:
-        return math.inf
-    factor = REPEATED if a.coarsest == b.coarsest else REPEATED_ELSEWHERE
-    unit = torch.finfo(a.recording.dtype(place)).eps / 2
-    allowed = max(factor * max(each.typical for each in spreads), unit)
-    if math.sqrt(float(np.square(gaps).mean())) <= allowed:
-        return math.inf
-    return allowed if _comes_back(a, b, place, partner) else math.inf
+    tables = _tables(a, b, place, partner)
+    if tables is None or not spreads or not gaps.size:
+        return math.inf, None
+    same = a.coarsest == b.coarsest
+    dtypes = (a.recording.dtype(place), b.recording.dtype(partner))
+    unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+    typical = max(each.typical for each in spreads)
+    allowed = max((REPEATED if same else REPEATED_ELSEWHERE) * typical, unit)
+    one, two, *again = tables
+    before, after = two - one, again[1] - again[0]
+    products = (before * after).sum(1)
+    sizes = (before.norm(dim=1), after.norm(dim=1))
+    cosines = products / (sizes[0] * sizes[1]).clamp_min(1e-300)
+    least = max(typical, 2 * LEAST_UNITS * unit)
+    large = torch.from_numpy(gaps > least)
+    repeating = (large & (cosines > _ALIKE_ROW)).numpy() if before.shape[1] > 1 else None
+
+    def comes_back(rows: Tensor) -> bool:
+        """Whether the difference points the same way in most of these rows."""
+        few = 1 if "parameter" in place.what else _LEAST_ROWS
+        if int(rows.sum()) < few or before[rows].numel() < _LEAST_REPEATED:
+            return False
+        whole = sizes[0][rows].norm() * sizes[1][rows].norm()
+        alike = float(products[rows].sum() / whole.clamp_min(1e-300))
+        return alike > _ALIKE and float(cosines[rows].median()) > _ALIKE_ROWS
+
+    if before.numel() < _LEAST_VALUES:
+        allowed = max(allowed, least)
+    everywhere = math.sqrt(float(np.square(gaps).mean())) > allowed
+    if everywhere and comes_back(torch.ones_like(large)):
+        return allowed, repeating
+    # A mistake in one row of the batch, or in one expert, is lost among all tokens.
+    return (least if same and comes_back(large) else math.inf), repeating
 
 
-def _comes_back(a: Side, b: Side, place: Place, partner: Place) -> bool:
-    """Whether the difference points the same way at most tokens when both sides round anew."""
-    assert a.rounded is not None
-    assert b.rounded is not None
+def _tables(a: Side, b: Side, place: Place, partner: Place) -> list[Tensor] | None:
+    """Return both sides, and both with new rounding, as rows; None if that cannot be had."""
+    if a.rounded is None or b.rounded is None:
+        return None
     if a.rounded.value(place) is None or b.rounded.value(partner) is None:
-        return False
-    tables = (
+        return None
+    rows = (
         a.recording.rows(place), b.recording.rows(partner),
         a.rounded.rows(place), b.rounded.rows(partner),
     )  # fmt: skip
-    one, two, *again = (each.values for each in tables if each is not None)
-    if len(again) < 2 or len({each.shape for each in (one, two, *again)}) > 1:
-        return False
-    if len(one) < _LEAST_ROWS or one.numel() < _LEAST_VALUES:
-        return False
-    before, after = two - one, again[1] - again[0]
-    products = (before * after).sum(1), before.norm(dim=1) * after.norm(dim=1)
-    whole = before.norm() * after.norm()
-    rows = products[0] / products[1].clamp_min(1e-300)
-    alike = float(products[0].sum() / whole.clamp_min(1e-300))
-    return alike > _ALIKE and float(rows.median()) > _ALIKE_ROWS
+    found = [each.values for each in rows if each is not None]
+    return found if len(found) == 4 and len({each.shape for each in found}) == 1 else None
 
 
 def _statistics_gap(value: Value | None, other: Value | None) -> tuple[float, str]:

@@ -84,12 +84,20 @@ class Recording:
         """Return the dtype in which the tensor was computed."""
         return self._values[place].dtype
 
-    def rows(self, place: Place) -> Rows | None:
-        """Return the tensor as rows; None if only statistics were kept."""
+    def rows(self, place: Place, *, transposed: bool = False) -> Rows | None:
+        """Return the tensor, or its transpose, as rows; None if only statistics were kept."""
         value = self._values[place]
         if not value.has_tensor:
             return None
-        return self.as_rows(self._joined.get(place, value.tensor), place.what)
+        tensor = self._joined.get(place, value.tensor)
+        return self.as_rows(tensor.T if transposed else tensor, place.what)
+
+    def has_keys(self, place: Place) -> bool:
+        """Whether the units of a tensor are positions too, as those of attention weights."""
+        shape = self._values[place].shape
+        return len(shape) == 4 and any(
+            shape[-1] == grid.kept.shape[1] in shape[1:3] for grid in self.grids
+        )
 
     def as_rows(self, tensor: Tensor, what: str) -> Rows:
         """Return a tensor as rows: one per token, one per sample, or a single row."""
@@ -216,7 +224,7 @@ class Recording:
     def _parts_of(self, layer: str, what: str, element: str | None) -> list[Tensor] | None:
         """Return the tensor of each call of a layer, (b, s, ...); None if one has no token axis."""
         rows = self.grids[0].kept.shape[0]
-        found = []
+        found: list[Tensor] = []
         for call, length in zip(self.inspection[layer].calls, self._parts, strict=True):
             path = next(iter(call.elements(what)), "") if element is None else element
             value = call.value(what, path)
@@ -228,7 +236,8 @@ class Recording:
                 # A router returns (b * s, w), which a grid of one token takes for (b, w).
                 tensor = tensor.view(rows, length, -1)
             part = grid.aligned(tensor)
-            if part is None:
+            # Attention weights grow along the keys, so that their parts do not fit together.
+            if part is None or (found and not self._grows and part.shape[2:] != found[0].shape[2:]):
                 return None
             found.append(part)
         return found

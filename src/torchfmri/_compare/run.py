@@ -82,14 +82,7 @@ class Run:
     @property
     def has_dropout(self) -> bool:
         """Whether the forward pass may draw random numbers."""
-        kinds = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
-        named = ("dropout", "attention_dropout", "p")
-        return any(
-            module.training
-            and (isinstance(module, kinds) or hasattr(module, "attention_dropout"))
-            and any(isinstance(p := getattr(module, n, 0), float) and p > 0 for n in named)
-            for module in self.model.modules()
-        )
+        return any(each.training and can_drop(each) for each in self.model.modules())
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +99,15 @@ class Run:
                 return self.call(model, data)
             arguments, keywords = arguments_for(self.model, data)
             return model(*arguments, **dict(keywords))
+
+
+def can_drop(module: nn.Module) -> bool:
+    """Whether a module has dropout that takes effect in training mode."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+    named = ("dropout", "attention_dropout", "p")
+    return (isinstance(module, kinds) or hasattr(module, "attention_dropout")) and any(
+        isinstance(p := getattr(module, n, 0), float) and p > 0 for n in named
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,22 +84,19 @@ _PRECISION = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.b
 def live_side(run: Run, max_bytes: int | None) -> Side:
     """Record a run."""
     found = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
-    side = Side(Recording(found), run, notes=list(found.notes))
-    if run.has_dropout:
-        side.notes.append(
-            "dropout is on: its noise counts as this side's own spread and hides differences of "
-            "that size. Call model.eval() for a sharp comparison"
-        )
-    return side
+    return Side(Recording(found), run, notes=list(found.notes))
 
 
-def measure_spread(side: Side, coarsest: torch.dtype | None, max_bytes: int | None) -> None:
+def measure_spread(
+    side: Side, coarsest: torch.dtype | None, max_bytes: int | None, *, redraw: bool
+) -> None:
     """Run a side again: unchanged, with rows and threads rearranged, and with new rounding.
 
     Args:
         side: A live side; its `spread` is filled.
         coarsest: The precision of the other side where that cannot be run itself, else None.
         max_bytes: The most bytes to keep of a pass.
+        redraw: Drop other units than the first time, if dropout is on.
     """
     run = side.run
     assert run is not None
@@ -113,7 +110,7 @@ def measure_spread(side: Side, coarsest: torch.dtype | None, max_bytes: int | No
     if not run.has_dropout:  # the same units are dropped again, so that would come back too
         side.rounded = anew
     rounded = _spread(side.recording, anew)
-    again = record(run, max_bytes=max_bytes, other_seed=run.has_dropout)
+    again = record(run, max_bytes=max_bytes, other_seed=redraw and run.has_dropout)
     _merge(rounded, _spread(side.recording, _beside(side.recording, again)), known=rounded)
     if not run.has_dropout:
         other = _beside(side.recording, record_rearranged(run, max_bytes=max_bytes))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -212,6 +213,13 @@ class History:
         if len(self._steps) > self._with_histograms:
             old = self._steps[-1 - self._with_histograms]
             old.statistics, old.labels = {}, {}
+
+    def renumbered(self, by: int) -> History:
+        """Return the same steps with other numbers, as of a run that was resumed at step `by`."""
+        other = copy.copy(self)
+        steps = (replace(step, number=step.number + by) for step in self._steps)
+        other._steps = deque(steps, self._steps.maxlen)
+        return other
 
     # -- reading -----------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import type { App } from "./app";
 import { count, exact, h, say, short, visible } from "./dom";
 import { closePopup, openPopup } from "./popup";
-import { finding, findings, nextMap } from "./toolbar";
+import { finding, findings, nextChoice, nextMap } from "./toolbar";
 
 interface Key {
   keys: string[];
@@ -27,6 +27,7 @@ export const KEYS: Key[] = [
   { keys: ["1", "2", "3", "4", "5"], name: "1–5", does: "what to show", act: (app, e) => app.showMetric(+e.key - 1) },
   { keys: ["n"], name: "n", does: "colours by row or over all rows", act: (app) => app.set({ norm: app.state.norm === "row" ? "global" : "row" }) },
   { keys: ["m"], name: "m", does: "another colour map", act: (app) => nextMap(app) },
+  { keys: ["c"], name: "c", does: "another threshold of a contrast", act: (app) => nextChoice(app) },
   { keys: ["a"], name: "a", does: "zoomed out: largest or mean value", act: (app) => app.set({ pool: app.state.pool === "max" ? "mean" : "max" }) },
   { keys: ["l"], name: "l", does: "blocks, parts, all layers", act: (app) => {
     const all = ["blocks", "parts", "all"] as const;

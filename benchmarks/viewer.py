@@ -44,19 +44,19 @@ async def main():
     async with websockets.connect(live, max_size=None, origin=base.rsplit("/", 2)[0]) as line:
         await line.recv()
         print("ready", flush=True)
-        looked = versions = 0
+        looked, versions = 0, {}
         while True:
             got = await line.recv()
             if isinstance(got, bytes):
-                version = int.from_bytes(got[4:8], "little")
-                fresh, versions = version != versions, version
-                if fresh:  # coded anew: the page asks for the header and a tile again
+                plane, version = got[:4], got[4:8]
+                if versions.get(plane) != version:  # coded anew: header and tile are asked again
+                    versions[plane] = version
+                    name = ("layers", "tracks")[int.from_bytes(plane, "little")]
                     for question in ("plane", "tile"):
-                        await asyncio.to_thread(ask, question + "?sequence=0&plane=layers")
+                        await asyncio.to_thread(ask, f"{question}?sequence=0&plane={name}")
                 if time.monotonic() - looked > 1:  # the details at the crosshair
                     looked = time.monotonic()
-                    for question in ("values?row=0", "values?plane=tracks&row=0", "plane?"):
-                        await asyncio.to_thread(ask, question + "&sequence=0")
+                    await asyncio.to_thread(ask, "values?row=0&sequence=0")
             elif json.loads(got)["type"] == "board":
                 for question in ("board", "sequence?sequence=0", "columns?sequence=0"):
                     await asyncio.to_thread(ask, question)

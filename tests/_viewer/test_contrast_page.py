@@ -116,7 +116,9 @@ def test_the_threshold_is_switched_by_a_key_and_a_button(page: Page, graded: Con
         page.until("app.data.whole('survives', 'layers') !== null")
         page.settle()
         pixels, layer = page.pixels(), page.js("app.state.layer")
-        page.press("c", "c", "c")  # none
+        page.press("?")
+        assert "each row a kind of layer" in page.text("[role=dialog]"), "of a contrast, not a scan"
+        page.press("Escape", "c", "c", "c")  # none
         page.until("app.data.sequence.overlay.meaning.startsWith('no threshold')")
         page.until("app.data.whole('survives', 'layers') !== null")
         page.settle()

@@ -84,7 +84,9 @@ def test_pausing_keeps_the_view_and_loses_nothing(page: Page) -> None:
         page.until(f"{APP}.data.columns === 350")
         assert page.js("app.state.column") == 0
         assert page.js("app.state.follow") is False
-        page.press(" ")
+        page.page.locator("button.live").click()
+        assert page.js("app.state.follow") is True
+        page.press(" ", " ")  # pauses, and follows again
         board.add(10)
         page.until(f"{APP}.state.column === 359")
         check_columns(page, view, 360)

@@ -1,6 +1,7 @@
 // The details at the crosshair: the exact value, the row that it is in, and the panels about it.
 
 import type { App } from "./app";
+import { NOT_MEASURED } from "./colour";
 import { count, exact, h, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
 import { Panel, drawPanel } from "./panels";
@@ -26,7 +27,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const facts = factsOf(values);
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
-  const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === 1;
+  const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
   const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));
   const [parts, panels] = [h("div", {}), h("div", {})];
   app.ui.details.replaceChildren(
@@ -34,7 +35,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
     h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
     histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
-    h("dl", {}, ...curves.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column])))),
+    h("dl", {}, ...curves.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column], data.plane("tracks", "tracks").code(i, column) === NOT_MEASURED)))),
     parts, panels,
     ...data.sequence.panels.map((each) => panel(app, each)),
     h("h3", {}, "This row"),

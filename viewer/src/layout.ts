@@ -7,7 +7,7 @@ export function layout() {
     h("canvas", { class: name, role: "img", "aria-label": label, ...options });
   const parts = {
     title: h("h1", {}),
-    live: h("span", { class: "live", hidden: true }),
+    live: h("button", { class: "live", hidden: true, title: "Pause or follow (Space)" }),
     sequence: h("button", { class: "chip", hidden: true, title: "Choose a sequence (s)" }),
     search: h("input", { type: "search", "aria-label": "Find", spellcheck: "false" }),
     exportButton: h("button", { title: "Export (e)", "aria-haspopup": "menu" }, "Export"),

@@ -9,7 +9,7 @@ import { renderControls } from "./toolbar";
 import { renderTree } from "./tree_view";
 
 export const BAND = 32;
-const [AXIS, NUMBERS, OVERVIEW] = [84, 24, 30];
+const [AXIS, WORDS, NUMBERS, OVERVIEW] = [84, 30, 24, 30]; // columns by their texts, by short names, by numbers
 const PAINTS = 1; // tiles that are painted per frame
 const REST = 60; // milliseconds after which texts follow the picture
 const STREAM = 1000; // milliseconds between two looks at the details while columns stream in: each look asks the server
@@ -126,7 +126,7 @@ export class Screen {
     if (overlay) drawOverlay(c, scene, (metric, plane) => data.whole(metric, plane), overlay, inks);
     drawMarks(c, scene, layers?.header ?? null, app.rowIndex, state.column, inks, app.hover);
     const texts = data.board.axis !== "step";
-    const axis = texts && scene.cell >= READABLE ? AXIS : NUMBERS;
+    const axis = !texts || scene.cell < READABLE ? NUMBERS : data.board.axis === "token" ? AXIS : WORDS;
     if (this.once("axis", String(axis))) ui.axis.style.height = `${axis}px`;
     c = this.context(ui.axis, axis, ratio);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);

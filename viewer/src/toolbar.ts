@@ -43,7 +43,7 @@ function liveText(app: App): string {
 function renderHead(app: App, live: string): void {
   const { ui, state, data: { board, sequence, columns } } = app;
   const compares = board.kind === "diff" || board.kind === "contrast";
-  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, compares ? board.title : board.model), compares ? ` ${board.model}` : "");
+  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, compares ? board.title : board.model || sequence.name), compares ? ` ${board.model}` : "");
   ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
   ui.live.hidden = !live;
   ui.live.textContent = live;

@@ -26,7 +26,12 @@ _PEAKS = 20
 _CONTROLS = {
     "fdr": "FDR", "bonferroni": "Bonferroni", "max": "the largest statistic", "fpr": "uncorrected",
 }  # fmt: skip
-_OTHERS: tuple[tuple[str | None, float], ...] = (("fdr", 0.05), ("fdr", 0.01), ("bonferroni", 0.05), (None, 0.0))
+_OTHERS: tuple[tuple[str | None, float], ...] = (
+    ("fdr", 0.05),
+    ("fdr", 0.01),
+    ("bonferroni", 0.05),
+    (None, 0.0),
+)
 """Thresholds that can be chosen besides that of the contrast itself; None outlines nothing."""
 
 

@@ -1,18 +1,25 @@
 """What looking costs: a scan with `--live` and a page that watches, against the same scan without.
 
-The two take turns. Compared is the processor time of the scanning process with the server's
-thread, which also holds on a machine that others use. The watching client is a process of its own
-that reads every frame, as a browser does; what it draws is not counted. Also the sizes on the
-wire and the time to the first tile.
+The two take turns: plain, live, plain. Compared is processor time, which also holds on a machine
+that others use: that of the scanning thread, and that of the whole process with the server's
+thread. The two plain scans of a round beside each other say how much of a ratio is chance. The
+page is a browser of its own (`--browser`), or a stand-in that asks and reads what the page does;
+what it draws is not counted. Also the sizes on the wire and the time to the first tile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,29 +31,51 @@ from torchfmri._viewer import Desk, View
 
 TOKEN = "0123456789abcdef"
 CLIENT = """
-import asyncio, json, sys, websockets
+import asyncio, json, sys, time, urllib.request, websockets
+
+base = sys.argv[1]
+
+def ask(question):
+    with urllib.request.urlopen(base + question) as answer:
+        return answer.read()
 
 async def main():
-    async with websockets.connect(sys.argv[1], max_size=None) as line:
+    live = base.replace("http", "ws", 1) + "live"
+    async with websockets.connect(live, max_size=None, origin=base.rsplit("/", 2)[0]) as line:
         await line.recv()
         print("ready", flush=True)
-        total = frames = 0
+        looked, versions = 0, {}
         while True:
             got = await line.recv()
             if isinstance(got, bytes):
-                total, frames = total + len(got), frames + 1
+                plane, version = got[:4], got[4:8]
+                if versions.get(plane) != version:  # coded anew: header and tile are asked again
+                    versions[plane] = version
+                    name = ("layers", "tracks")[int.from_bytes(plane, "little")]
+                    for question in ("plane", "tile"):
+                        await asyncio.to_thread(ask, f"{question}?sequence=0&plane={name}")
+                if time.monotonic() - looked > 1:  # the details at the crosshair
+                    looked = time.monotonic()
+                    await asyncio.to_thread(ask, "values?row=0&sequence=0")
             elif json.loads(got)["type"] == "board":
+                for question in ("board", "sequence?sequence=0", "columns?sequence=0"):
+                    await asyncio.to_thread(ask, question)
                 watched = {"metric": "activation", "planes": ["layers", "tracks"]}
                 await line.send(json.dumps({"type": "watch", "sequence": 0, "from": 0, **watched}))
 
 asyncio.run(main())
 """
+BROWSER = (
+    "--headless", "--no-sandbox", "--disable-background-networking", "--disable-sync",
+    "--disable-component-update", "--no-first-run", "--remote-debugging-port=0",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--browser", action="store_true", help="a real page, in chromium")
 
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
@@ -56,46 +85,76 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     anatomy, meta = scanner.describe(prompt, options.tokens)
     counts: dict[str, int] = {}
 
-    def plain() -> float:
-        started = time.process_time()
-        counts["plain"] = len(scanner.scan(prompt, options.tokens, generate=generate)[0])
-        return time.process_time() - started
+    def plain() -> Times:
+        with _timed() as times:
+            counts["plain"] = len(scanner.scan(prompt, options.tokens, generate=generate)[0])
+        return times
 
-    def live() -> float:
+    def live() -> Times:
         board = LiveBoard(anatomy, meta)
-        with View(board, token=TOKEN) as view:
+        with View(board, token=TOKEN) as view, _watched(view, options.browser):
             board.changed = view.changed
-            line = f"ws://127.0.0.1:{view.port}/{TOKEN}/live"
-            client = subprocess.Popen(
-                [sys.executable, "-c", CLIENT, line], stdout=subprocess.PIPE, text=True
-            )
-            assert client.stdout is not None
-            client.stdout.readline()
-            try:
-                started = time.process_time()
+            with _timed() as times:
                 board.begin("live")
                 scan = scanner.scan(
                     prompt, options.tokens, on_token=board.on_token, tell_every=TELL_EVERY,
                     generate=generate,
                 )  # fmt: skip
                 board.finish(scan)
-                counts["live"] = len(scan[0])
-                return time.process_time() - started
-            finally:
-                client.kill()
-                client.wait()
+            counts["live"] = len(scan[0])
+        return times
 
     plain(), live()
-    pairs = [(live(), plain()) for _ in range(options.rounds)]
-    ratio = float(np.median([a / b for a, b in pairs]))
+    rounds = [(plain(), live(), plain()) for _ in range(options.rounds)]
+    found: dict[str, Any] = {}
+    for name, at in (("process", 0), ("thread", 1)):
+        ratios = [2 * b[at] / (a[at] + c[at]) for a, b, c in rounds]
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+        found[f"{name}_ratio"], found[f"{name}_quartiles"] = middle, [low, high]
+        found[f"{name}_plain_again"] = float(np.median([c[at] / a[at] for a, _, c in rounds]))
     return {
-        "ratio": ratio,
-        "live_seconds": float(np.median([a for a, _ in pairs])),
-        "plain_seconds": float(np.median([b for _, b in pairs])),
+        **found,
+        "live_seconds": float(np.median([b[0] for _, b, _ in rounds])),
+        "plain_seconds": float(np.median([a[0] for a, _, _ in rounds])),
         "live_tokens": counts["live"],
         "plain_tokens": counts["plain"],
         **_long(100_000, 300),
     }
+
+
+Times = list[float]
+"""Seconds of processor time: of the process, and of this thread."""
+
+
+@contextmanager
+def _timed() -> Iterator[Times]:
+    times = [-time.process_time(), -time.thread_time()]
+    yield times
+    times[0] += time.process_time()
+    times[1] += time.thread_time()
+
+
+@contextmanager
+def _watched(view: View, browser: bool) -> Iterator[None]:
+    """Somebody looks at the page."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if browser:
+            program = shutil.which("chromium") or shutil.which("google-chrome")
+            if program is None:
+                raise SystemExit("--browser needs chromium")
+            command = [program, *BROWSER, f"--user-data-dir={folder}", view.url]
+        else:
+            command = [sys.executable, "-c", CLIENT, view.url]
+        quiet = subprocess.DEVNULL
+        client = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+        try:
+            while not view._site.clients:
+                time.sleep(0.05)
+            time.sleep(0.5)  # the page has drawn that nothing is there yet
+            yield
+        finally:
+            os.killpg(client.pid, signal.SIGKILL)
+            client.wait()
 
 
 def _long(tokens: int, layers: int) -> dict[str, float]:

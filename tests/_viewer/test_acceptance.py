@@ -522,6 +522,7 @@ def test_what_was_not_measured_is_not_shown_as_nan(page: Page) -> None:
         for column, said in ((4, "NaN"), (7, "not measured")):
             page.js(f"app.goTo({json.dumps(scan.layers[3])}, {column})")
             page.until(f"app.root.querySelector('.value b').textContent === '{said}'")
+        assert "NaN" not in page.text(".details"), "nor is what was not measured of a curve"
 
 
 @pytest.mark.slow
@@ -651,6 +652,8 @@ def test_the_difference_of_two_scans(page: Page) -> None:
     with torchfmri.view(first, second, browser=False) as view:
         page.open(view.url)
         page.set(depth="all")
+        assert "second − first" in page.text("h1"), "what is subtracted, though both are unnamed"
+        assert "higher in second" in page.text(".bar")
         said = page.text(".health")
         assert "8 layers only in the second one, hatched" in said
         page.js("app.goTo('model.layers.1.mlp', 4)")

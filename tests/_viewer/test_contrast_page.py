@@ -1,5 +1,6 @@
 """The page of a contrast: its colours, what fades, what is outlined, and the table of peaks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,69 @@ def test_every_column_of_a_contrast_has_one_cell(planted: Contrast) -> None:
         strongest = np.abs(np.where(own, planted.statistic, 0)).argmax()
         assert table[column, board.layers.index(row)] == np.float32(planted.g[strongest])
     assert board.values(0, "tracks", "tracks").sum() == planted.survives.sum() > 0
+
+
+@pytest.fixture(scope="module")
+def graded(planted: Contrast) -> Contrast:
+    """A contrast whose p-values run from tiny to 1, so that each threshold takes others."""
+    p = np.random.default_rng(0).permutation(np.geomspace(1e-6, 1.0, len(planted)))
+    q = p * np.nan
+    order = p.argsort()
+    q[order] = np.minimum.accumulate((p[order] * len(p) / np.arange(1, len(p) + 1))[::-1])[::-1]
+    return replace(planted, p=p, q=q, survives=q <= 0.05)
+
+
+def test_each_threshold_outlines_what_scipy_would(graded: Contrast) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    planted, board = graded, ContrastBoard(graded)
+    assert board.about()["choices"] == ["FDR 0.05", "FDR 0.01", "Bonferroni 0.05", "none"]
+    tested = ~np.isnan(planted.p)
+    p = planted.p[tested]
+    fdr = stats.false_discovery_control(p, method="bh")
+    expected = [fdr <= 0.05, fdr <= 0.01, p * len(p) <= 0.05, np.zeros(len(p), bool)]
+    counts = []
+    for sequence, wanted in enumerate(expected):
+        survivors = {cell_of(board, index) for index in np.flatnonzero(tested)[wanted]}
+        outlined = board.values(sequence, "survives", "layers")
+        assert {(board.layers[row], block) for block, row in np.argwhere(outlined > 0)} == survivors
+        assert board.values(sequence, "tracks", "tracks").sum() == wanted.sum()
+        marked = [row for row in board.panels(sequence)[0].data["rows"] if row[0]]
+        assert len(marked) == min(20, wanted.sum())
+        np.testing.assert_array_equal(
+            board.values(sequence, "g", "layers"), board.values(0, "g", "layers")
+        )
+        counts.append(int(wanted.sum()))
+    assert counts[0] > counts[1] > counts[2] > counts[3] == 0, "the thresholds do differ"
+
+
+def test_an_own_threshold_comes_first_and_is_not_listed_twice(planted: Contrast) -> None:
+    for control, alpha, first in (
+        ("fdr", 0.01, "FDR 0.01"), ("fpr", 0.001, "uncorrected 0.001"), (None, 0.05, "none"),
+    ):  # fmt: skip
+        own = replace(planted, height_control=control, alpha=alpha)
+        choices = ContrastBoard(own).about()["choices"]
+        assert choices[0] == first
+        assert len(choices) == len(set(choices))
+
+
+def test_the_threshold_is_switched_by_a_key_and_a_button(page: Page, graded: Contrast) -> None:
+    with torchfmri.view(graded, browser=False) as view:
+        page.open(view.url)
+        page.until("app.data.whole('survives', 'layers') !== null")
+        page.settle()
+        pixels, layer = page.pixels(), page.js("app.state.layer")
+        page.press("?")
+        assert "each row a kind of layer" in page.text("[role=dialog]"), "of a contrast, not a scan"
+        page.press("Escape", "c", "c", "c")  # none
+        page.until("app.data.sequence.overlay.meaning.startsWith('no threshold')")
+        page.until("app.data.whole('survives', 'layers') !== null")
+        page.settle()
+        assert np.abs(page.pixels() - pixels).max() > 60, "the outlines are gone"
+        assert page.js("app.state.layer") == layer, "the crosshair stays"
+        assert "no threshold" in page.text(".bar")
+        page.page.locator("[aria-label='Threshold of the outlines'] button").nth(2).click()
+        page.until("app.data.sequence.overlay.meaning === 'survives Bonferroni at 0.05'")
+        page.until("location.hash.includes('sequence=2')")
 
 
 def test_the_page_outlines_what_survives_and_nothing_else(page: Page, planted: Contrast) -> None:

@@ -184,6 +184,7 @@ def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:
     with torchfmri.view(tmp_path / "run", browser=False) as view:
         page.open(view.url)
         assert "1 step" in page.text("header")
+        assert page.text("h1").split() == ["torchfmri", "run", "run"], "the run's own name"
         for file in sorted((tmp_path / "other").iterdir())[1:]:
             file.rename(tmp_path / "run" / file.name)
         page.until("app.data.columns === 9")

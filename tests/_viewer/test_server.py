@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torchfmri
 from torchfmri import Scan
 from torchfmri._scan.store.manifest import SequenceEntry, describe, parse_description
 from torchfmri._viewer import Desk, View, serve
+from torchfmri._viewer.client import Client
 from torchfmri.exceptions import InspectionError
 
 pytest.importorskip("starlette")
@@ -180,6 +182,33 @@ def test_a_slow_client_is_not_waited_for_and_costs_little() -> None:
             assert ask(view, f"/{TOKEN}/board")[0] == 200
         assert time.monotonic() - started < 10
         slow.close()
+
+
+def test_sending_takes_a_small_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that a page watches needs the processor itself."""
+    calls = 0
+
+    def expensive(self: Client, watched: Any, first: int, last: int) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        return []
+
+    monkeypatch.setattr(Client, "_frames", expensive)
+    board = StreamBoard()
+    with (
+        View(board, token=TOKEN) as view,
+        connect(f"ws://127.0.0.1:{view.port}/{TOKEN}/live") as line,
+    ):
+        watched = {"metric": "activation", "planes": ["layers"], "sequence": 0, "from": 0}
+        line.send(json.dumps({"type": "watch", **watched}))
+        started = time.monotonic()
+        while time.monotonic() - started < 1.5:
+            board.add(1)
+            time.sleep(0.01)
+    assert 1 <= calls <= 4, "not every 0.05 s"
 
 
 def test_a_view_that_is_closed_lets_go_of_its_port_and_thread() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from torchfmri._viewer.tiles import SAMPLED, WIDTH, Plane, pool
+from torchfmri.visualization._colour_scale import tops as scale_tops
 
 
 def decoded(plane: Plane, codes: np.ndarray) -> np.ndarray:
@@ -204,3 +205,13 @@ def test_tiles_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in range(20):
         plane.tile(0, x)
     assert sum(map(len, plane._tiles.values())) <= 20_000
+
+
+@pytest.mark.parametrize("row", [[1.0, 3.0], [100.0, 1.0], [2.0, 5.0, 3.0], [1.0, np.nan, 9.0]])
+def test_two_or_three_values_of_a_row_can_be_told_apart(row: list[float]) -> None:
+    """By the next lower value two tokens would have the same colour whatever they are."""
+    values = np.array(row, np.float32)[:, None]
+    assert Plane(values, "activation").tops.tolist() == [np.nanmax(row)]
+    assert scale_tops(values.T).tolist() == [np.nanmax(row)], "as in the pictures"
+    loud = np.array([[500.0, 1.0, 2.0, 3.0]], np.float32)
+    assert Plane(loud.T, "activation").tops.tolist() == scale_tops(loud).tolist() == [3.0]

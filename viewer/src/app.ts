@@ -65,6 +65,8 @@ export class App {
   get stats() { return this.screen.stats; }
   get scene() { return this.viewport.scene; }
   get metric() { return this.data.sequence?.metrics.find((each) => each.name === this.state.metric); }
+  /** Whether columns are being added to the sequence in view. */
+  get streams() { return !!this.data.board?.going && this.state.sequence === this.data.board.sequences - 1; }
   get rowIndex() { return this.rows.findIndex((row) => row.name === this.state.layer); }
   draw(): void { this.screen.draw(); }
   goTo(layer: string | null, column: number | null): void { this.viewport.goTo(layer, column); }

@@ -37,6 +37,7 @@ export interface Board {
   notes: string[];
   python: string;
   ends?: [string, string]; // what values below and above 0 mean, where things are compared
+  choices?: string[]; // what its sequences are, where they are the same thing judged in several ways
   rows?: string; // what the rows are, where they are no layers in model order
   panels?: boolean; // whether there is more to say about a cell
   prompts?: boolean;

@@ -1,6 +1,7 @@
 // The details at the crosshair: the exact value, the row that it is in, and the panels about it.
 
 import type { App } from "./app";
+import { NOT_MEASURED } from "./colour";
 import { count, exact, h, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
 import { Panel, drawPanel } from "./panels";
@@ -10,7 +11,7 @@ export function renderDetails(app: App): void {
   const at = app.hover && app.hover.row >= 0 ? app.hover : { row: app.rowIndex, column: app.state.column };
   const row = app.rows[at.row];
   if (!row) return;
-  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.data.board.id, app.plane(row.plane)?.header?.version]);
+  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
   if (!app.screen.once("details", key)) return;
   void fill(app, row, at.column, key).catch((error: Error) => app.ui.details.replaceChildren(h("p", {}, error.message)));
 }
@@ -18,13 +19,15 @@ export function renderDetails(app: App): void {
 async function fill(app: App, row: Row, column: number, key: string): Promise<void> {
   const { data, state } = app;
   const values = await data.row(state.metric, row.plane, row.index);
-  const tracks = await Promise.all(data.sequence.tracks.map((_, i) => data.row("tracks", "tracks", i)));
+  // While columns stream in, as little as possible is asked: every question costs the process that scans.
+  const curves = app.streams && app.state.follow ? [] : data.sequence.tracks;
+  const tracks = await Promise.all(curves.map((_, i) => data.row("tracks", "tracks", i)));
   if (!app.screen.is("details", key)) return; // the crosshair is elsewhere by now
   const value = values[column];
   const facts = factsOf(values);
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
-  const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === 1;
+  const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
   const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));
   const [parts, panels] = [h("div", {}), h("div", {})];
   app.ui.details.replaceChildren(
@@ -32,7 +35,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
     h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
     histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
-    h("dl", {}, ...data.sequence.tracks.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column])))),
+    h("dl", {}, ...curves.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column], data.plane("tracks", "tracks").code(i, column) === NOT_MEASURED)))),
     parts, panels,
     ...data.sequence.panels.map((each) => panel(app, each)),
     h("h3", {}, "This row"),
@@ -78,7 +81,7 @@ const panel = (app: App, each: Panel) =>
 
 /** What other results say about this cell: attention, lenses. */
 async function fillPanels(app: App, row: Row, column: number, key: string, box: HTMLElement): Promise<void> {
-  if (!app.data.board.panels) return;
+  if (!app.data.board.panels || app.streams) return;
   const given = { sequence: app.state.sequence, row: row.name, column };
   const answer = await app.data.transport.ask("panels", given).catch((error: Error) => ({ panels: [], error }));
   if (app.screen.is("details", key)) box.replaceChildren(...answer.panels.map((each: Panel) => panel(app, each)));
@@ -87,7 +90,7 @@ async function fillPanels(app: App, row: Row, column: number, key: string, box: 
 /** The strongest voxels of a layer. */
 async function fillParts(app: App, row: Row, column: number, key: string, box: HTMLElement): Promise<void> {
   const { data, state: { metric, sequence } } = app;
-  if (row.plane !== "layers" || row.parts < 2 || data.sequence.voxels === false) return;
+  if ((app.streams && app.state.follow) || row.plane !== "layers" || row.parts < 2 || data.sequence.voxels === false) return;
   const names = (await data.transport.ask("plane", { sequence, metric, plane: row.name }).catch(() => null))?.names;
   const at = names && (await data.values({ metric, plane: row.name, first: column, last: column + 1 }).catch(() => null));
   if (!names || !at || !at.some(Number.isFinite) || !app.screen.is("details", key)) return;

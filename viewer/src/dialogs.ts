@@ -1,9 +1,10 @@
 // Keys, help, the picker of sequences, the menu and the table.
 
 import type { App } from "./app";
+import { Board } from "./data";
 import { count, exact, h, say, short, visible } from "./dom";
 import { closePopup, openPopup } from "./popup";
-import { finding, findings, nextMap } from "./toolbar";
+import { finding, findings, nextChoice, nextMap } from "./toolbar";
 
 interface Key {
   keys: string[];
@@ -27,6 +28,7 @@ export const KEYS: Key[] = [
   { keys: ["1", "2", "3", "4", "5"], name: "1–5", does: "what to show", act: (app, e) => app.showMetric(+e.key - 1) },
   { keys: ["n"], name: "n", does: "colours by row or over all rows", act: (app) => app.set({ norm: app.state.norm === "row" ? "global" : "row" }) },
   { keys: ["m"], name: "m", does: "another colour map", act: (app) => nextMap(app) },
+  { keys: ["c"], name: "c", does: "another threshold of a contrast", act: (app) => nextChoice(app) },
   { keys: ["a"], name: "a", does: "zoomed out: largest or mean value", act: (app) => app.set({ pool: app.state.pool === "max" ? "mean" : "max" }) },
   { keys: ["l"], name: "l", does: "blocks, parts, all layers", act: (app) => {
     const all = ["blocks", "parts", "all"] as const;
@@ -44,12 +46,21 @@ export const KEYS: Key[] = [
   { keys: ["?"], name: "?", does: "this help", act: (app) => openHelp(app) },
 ];
 
+function whatYouSee({ kind, axis, ends }: Board): string {
+  const layers = "each row a layer of the model, from its input at the top to its output at the bottom.";
+  const sides = ends ? ` One colour is “${ends[0]}”, the other “${ends[1]}”.` : "";
+  if (kind === "contrast")
+    return `Each column is a block of the model, each row a kind of layer. Colour is the effect.${sides} Faint cells have a small statistic, outlined ones survive the threshold.`;
+  if (kind === "diff") return `Each column is a ${axis}, ${layers} Colour is the difference.${sides}`;
+  return `Each column is a ${axis}, ${layers} The brighter a cell, the stronger the layer at that ${axis}.`;
+}
+
 export function openHelp(app: App): void {
   const { board } = app.data;
   openPopup(app,
     h("div", { class: "help" },
       h("h2", {}, "What you see"),
-      h("p", {}, `Each column is a ${board.axis}, each row a layer of the model, from its input at the top to its output at the bottom. The brighter a cell, the stronger the layer at that ${board.axis}. Hatched cells are NaN or infinite, plain grey ones were not measured. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
+      h("p", {}, `${whatYouSee(board)} Hatched cells are NaN or infinite, plain grey ones were not measured. Click a cell to read it; drag to move, turn the wheel to zoom, double-click to see inside a layer.`),
       h("dl", {}, ...app.data.sequence.metrics.flatMap((each) => [h("dt", {}, each.title), h("dd", {}, `${each.meaning} (${each.unit})`)])),
       h("h2", {}, "Keys"),
       h("dl", { class: "keys" }, ...KEYS.flatMap((each) => [h("dt", {}, h("kbd", {}, each.name)), h("dd", {}, each.does)]))),

@@ -73,7 +73,7 @@ function onControls(app: App): void {
   ui.tableButton.addEventListener("click", () => openTable(app));
   ui.theme.addEventListener("click", () => app.theme());
   ui.help.addEventListener("click", () => openHelp(app));
-  ui.live.addEventListener("click", () => app.set({ follow: !app.state.follow }));
+  ui.live.addEventListener("click", () => app.viewport.follow());
   ui.allFindings.addEventListener("click", () => openFindings(app));
   ui.search.addEventListener("keydown", (event) => {
     event.stopPropagation();

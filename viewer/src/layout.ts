@@ -7,7 +7,7 @@ export function layout() {
     h("canvas", { class: name, role: "img", "aria-label": label, ...options });
   const parts = {
     title: h("h1", {}),
-    live: h("span", { class: "live", hidden: true }),
+    live: h("button", { class: "live", hidden: true, title: "Pause or follow (Space)" }),
     sequence: h("button", { class: "chip", hidden: true, title: "Choose a sequence (s)" }),
     search: h("input", { type: "search", "aria-label": "Find", spellcheck: "false" }),
     exportButton: h("button", { title: "Export (e)", "aria-haspopup": "menu" }, "Export"),
@@ -16,6 +16,8 @@ export function layout() {
     help: h("button", { title: "Keys (?)", "aria-label": "Keys and help" }, "?"),
     metrics: h("div", { class: "segments", role: "group", "aria-label": "What to show" }),
     meaning: h("p", { class: "meaning" }),
+    choiceLabel: h("span", { class: "label", hidden: true }, "threshold"),
+    choices: h("div", { class: "segments small", role: "group", "aria-label": "Threshold of the outlines", hidden: true }),
     norms: h("div", { class: "segments small", role: "group", "aria-label": "Colours relative to" }),
     depthLabel: h("span", { class: "label" }, "layers"),
     depths: h("div", { class: "segments small", role: "group", "aria-label": "Layers" }),
@@ -56,7 +58,7 @@ export function layout() {
     parts.prompt, parts.doing,
     h("div", { class: "work" }, health,
     h("div", { class: "toolbar" }, parts.metrics, parts.meaning, h("span", { class: "space" }),
-      parts.depthLabel, parts.depths, h("span", { class: "label" }, "colours"), parts.norms),
+      parts.choiceLabel, parts.choices, parts.depthLabel, parts.depths, h("span", { class: "label" }, "colours"), parts.norms),
     parts.strip, stage,
     h("footer", {}, parts.bar, parts.status), parts.cover),
     parts.popup);

@@ -30,6 +30,7 @@ export class Plane {
   private tiles = new Map<string, Tile | "asked" | "failed">();
   private colours = new Map<number[], { key: string; table: Uint32Array }>();
   private asking = false;
+  private early: { version: number; first: number; count: number; codes: Uint8Array }[] = [];
   private raised = 0; // how often the tops of rows were raised by what came live
 
   constructor(
@@ -44,16 +45,28 @@ export class Plane {
     this.transport
       .ask("plane", this.place)
       .then((header: Header) => {
+        this.asking = false;
         const nothing = (each: number | null) => each ?? NaN;
         header.tops = header.tops.map(nothing);
         this.header = header;
         this.fetch(header.levels - 1, 0, false); // the whole of it, at once and coarse
+        this.catchUp(header);
       })
-      .catch((error: Error) => (this.failed = error.message))
-      .finally(() => {
+      .catch((error: Error) => {
         this.asking = false;
-        this.changed();
-      });
+        this.failed = error.message;
+      })
+      .finally(() => this.changed());
+  }
+
+  /** Take in what came live while the header was on its way; it may be the last that comes. */
+  private catchUp(header: Header): void {
+    for (const { version, first, count, codes } of this.early.splice(0)) {
+      const skip = Math.max(0, header.columns - first); // what the header knows of
+      if (skip >= count) continue;
+      const rest = count - skip;
+      this.append(version, first + skip, rest, codes.filter((_, i) => i % count >= skip));
+    }
   }
 
   /** Forget the tiles: the table was coded anew, or is another now. */
@@ -132,7 +145,10 @@ export class Plane {
   /** Add columns that came live; what does not fit to the tiles that are here is asked for later. */
   append(version: number, first: number, count: number, codes: Uint8Array): void {
     const header = this.header;
-    if (!header) return;
+    if (!header) {
+      if (this.asking) this.early.push({ version, first, count, codes });
+      return;
+    }
     if (header.version !== version) {
       this.renew();
       return;

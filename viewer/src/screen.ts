@@ -9,9 +9,10 @@ import { renderControls } from "./toolbar";
 import { renderTree } from "./tree_view";
 
 export const BAND = 32;
-const [AXIS, NUMBERS, OVERVIEW] = [84, 24, 30];
+const [AXIS, WORDS, NUMBERS, OVERVIEW] = [84, 30, 24, 30]; // columns by their texts, by short names, by numbers
 const PAINTS = 1; // tiles that are painted per frame
 const REST = 60; // milliseconds after which texts follow the picture
+const STREAM = 1000; // milliseconds between two looks at the details while columns stream in: each look asks the server
 const FRAMES = 5000;
 const DRAWN = "torchfmri-drawn"; // when the first tile was on the screen
 
@@ -22,6 +23,7 @@ export class Screen {
   private marked = false;
   private pending = 0;
   private resting = 0;
+  private detailed = -STREAM;
   private theirInks: Inks | null = null;
 
   constructor(private readonly app: App) {}
@@ -73,6 +75,9 @@ export class Screen {
       this.resting = 0;
       if (!app.ready) return;
       renderStrip(app);
+      const [streams, now] = [app.streams && app.state.follow && !app.hover, performance.now()];
+      if (streams && now - this.detailed < STREAM) return void setTimeout(() => this.draw(), STREAM);
+      this.detailed = now;
       renderDetails(app);
     }, REST);
     app.connection.watch();
@@ -121,7 +126,7 @@ export class Screen {
     if (overlay) drawOverlay(c, scene, (metric, plane) => data.whole(metric, plane), overlay, inks);
     drawMarks(c, scene, layers?.header ?? null, app.rowIndex, state.column, inks, app.hover);
     const texts = data.board.axis !== "step";
-    const axis = texts && scene.cell >= READABLE ? AXIS : NUMBERS;
+    const axis = !texts || scene.cell < READABLE ? NUMBERS : data.board.axis === "token" ? AXIS : WORDS;
     if (this.once("axis", String(axis))) ui.axis.style.height = `${axis}px`;
     c = this.context(ui.axis, axis, ratio);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);

@@ -43,7 +43,7 @@ function liveText(app: App): string {
 function renderHead(app: App, live: string): void {
   const { ui, state, data: { board, sequence, columns } } = app;
   const compares = board.kind === "diff" || board.kind === "contrast";
-  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, compares ? board.title : board.model), compares ? ` ${board.model}` : "");
+  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, compares ? board.title : board.model || sequence.name), compares ? ` ${board.model}` : "");
   ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
   ui.live.hidden = !live;
   ui.live.textContent = live;
@@ -63,10 +63,24 @@ function renderChoices(app: App): void {
   ui.norms.replaceChildren(
     pressed("each row", state.norm === "row", () => app.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
     pressed("all rows", state.norm === "global", () => app.set({ norm: "global" }), "One scale for all rows (n)"));
+  const choices = choicesOf(app);
+  ui.choiceLabel.hidden = ui.choices.hidden = !choices.length;
+  ui.choices.replaceChildren(...choices.map((each, i) => pressed(each, state.sequence === i, () => app.set({ sequence: i }), "What is outlined, counted and marked (c)")));
   const depths: State["depth"][] = ["blocks", "parts", "all"];
   const folds = app.tree!.folds;
   ui.depthLabel.hidden = ui.depths.hidden = !folds;
   ui.depths.replaceChildren(...depths.map((each) => pressed(each, state.depth === each, () => app.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
+}
+
+/** The thresholds of a contrast; a saved page has one of them alone. */
+function choicesOf({ data: { board } }: App): string[] {
+  return board.choices?.length === board.sequences ? board.choices : [];
+}
+
+export function nextChoice(app: App): void {
+  const { length } = choicesOf(app);
+  if (length) app.set({ sequence: (app.state.sequence + 1) % length });
+  else app.tell("There is no threshold here.");
 }
 
 function renderHealth(app: App, health: Health[], notes: string[]): void {

@@ -4,7 +4,7 @@ import type { App } from "./app";
 import { h, shortLeft } from "./dom";
 import { Row } from "./rows";
 
-const LABEL = 12; // pixels that a label takes
+const LABEL = 10.5; // pixels that a label takes
 
 export function renderTree(app: App): void {
   const { scene, rows } = app;

@@ -1,18 +1,21 @@
 """A contrast on the viewer's board: kinds of layers down, blocks across, as in its picture.
 
 A cell is the strongest of a layer's voxels; a row expands to all of them. Colour is the effect,
-faint cells have a small statistic, and what survives is outlined.
+faint cells have a small statistic, and what survives is outlined. The sequences of the board are
+the same contrast at several thresholds, its own first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._contrast.corrections import adjust_bonferroni, adjust_fdr
 from torchfmri._contrast.picture import block_number, opacities
 from torchfmri._contrast.record import Contrast
 from torchfmri._text import layer_label, number_text, plural, printable, star
@@ -20,7 +23,16 @@ from torchfmri._viewer import LAYERS, TRACKS, Board, Entry, Health, Metric, Over
 
 _BEFORE, _AFTER = "in", "out"
 _PEAKS = 20
-_CONTROLS = {"fdr": "FDR", "bonferroni": "Bonferroni", "max": "the largest statistic"}
+_CONTROLS = {
+    "fdr": "FDR", "bonferroni": "Bonferroni", "max": "the largest statistic", "fpr": "uncorrected",
+}  # fmt: skip
+_OTHERS: tuple[tuple[str | None, float], ...] = (
+    ("fdr", 0.05),
+    ("fdr", 0.01),
+    ("bonferroni", 0.05),
+    (None, 0.0),
+)
+"""Thresholds that can be chosen besides that of the contrast itself; None outlines nothing."""
 
 
 class ContrastBoard(Board):
@@ -35,14 +47,17 @@ class ContrastBoard(Board):
 
     def __init__(self, contrast: Contrast, path: Path | None = None) -> None:
         self.contrast, self.path = contrast, path
+        self._judged = _thresholds(contrast)
         self._lay_out()
-        self._shades = {
+        shades = {
             "g": contrast.g,
             "effect": contrast.effect,
             "statistic": contrast.statistic,
             "opacity": opacities(contrast),
-            "survives": contrast.survives.astype(np.float64),
         }
+        self._shades = [
+            {**shades, "survives": each.survives.astype(np.float64)} for each in self._judged
+        ]
 
     def _lay_out(self) -> None:
         """Give every layer a row by its kind and a column by its block."""
@@ -117,6 +132,8 @@ class ContrastBoard(Board):
             "python": place,
             "rows": "↑ kinds of layers",
         }
+        if len(self._judged) > 1:
+            about["choices"] = [_title(each) for each in self._judged]
         if not contrast.is_f:
             about["ends"] = ["lower", "higher"]
             if len(contrast.conditions) == 2:
@@ -125,9 +142,13 @@ class ContrastBoard(Board):
         return about
 
     def entries(self) -> Sequence[Entry]:
-        """The contrast itself."""
+        """The contrast at each threshold."""
         sizes = ", ".join(str(len(each)) for each in self.contrast.prompts.values())
-        return [Entry(printable(self.contrast.question), len(self._pieces), f"n = {sizes}")]
+        question = printable(self.contrast.question)
+        return [
+            Entry(question, len(self._pieces), f"n = {sizes}; {_title(each)}")
+            for each in self._judged
+        ]
 
     def length(self, sequence: int) -> int:
         """How many blocks there are, with what stands before and after them."""
@@ -154,7 +175,7 @@ class ContrastBoard(Board):
             Metric("opacity", "", "", shown=False),
             Metric("survives", "", "", shown=False),
         ]  # fmt: skip
-        return [each for each in found if not np.isnan(self._shades[each.name]).all()]
+        return [each for each in found if not np.isnan(self._shades[0][each.name]).all()]
 
     def _prompts(self) -> str:
         return " and ".join(
@@ -164,18 +185,19 @@ class ContrastBoard(Board):
 
     def overlay(self, sequence: int) -> Overlay:
         """Opacity by the statistic, an outline around what survives."""
-        contrast = self.contrast
+        contrast = self._judged[sequence]
         if np.isnan(contrast.p).all():
             meaning = "nothing is tested: effects only"
+        elif contrast.height_control is None:
+            meaning = "no threshold: nothing is outlined"
         else:
-            control = _CONTROLS.get(str(contrast.height_control), "no correction")
-            meaning = f"survives {control} at {contrast.alpha:g}"
+            meaning = f"survives {_CONTROLS[contrast.height_control]} at {contrast.alpha:g}"
         return Overlay(opacity="opacity", outline="survives", meaning=meaning)
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """How many survive in each block."""
         level = self.contrast.level
-        meaning = f"How many {level}s of the block survive."
+        meaning = f"How many {level}s of the block survive: {_title(self._judged[sequence])}."
         return [Metric("survivors", "Survivors", meaning, f"{level}s")]
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
@@ -188,12 +210,14 @@ class ContrastBoard(Board):
     def values(self, sequence: int, metric: str, plane: str) -> NDArray[np.floating[Any]]:
         """(block, row) the values of a plane."""
         if plane == TRACKS:
-            kept = sum(self._taken("survives", row).sum(0) for row in self._rows)
+            survives = self._shades[sequence]["survives"]
+            kept = sum(self._taken(survives, row).sum(0) for row in self._rows)
             return np.asarray(kept, np.float32)[:, None]
+        shade = self._shades[sequence][metric]
         if plane == LAYERS:
-            rows = [self._strongest(metric, row) for row in self._rows]
+            rows = [self._strongest(shade, row, metric == "survives") for row in self._rows]
             return np.stack(rows, 1).astype(np.float32)
-        return self._at(metric, self._places[plane]).T.astype(np.float32)
+        return _at(shade, self._places[plane]).T.astype(np.float32)
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
         """Blocks that have no such layer."""
@@ -219,7 +243,7 @@ class ContrastBoard(Board):
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """The table of peaks."""
-        contrast = self.contrast
+        contrast = self._judged[sequence]
         size, values = ("F", contrast.f) if contrast.is_f else ("g", contrast.g)
         rows: list[list[Any]] = []
         for index in contrast.ranked(_PEAKS):
@@ -231,7 +255,8 @@ class ContrastBoard(Board):
             numbers = number_text(values[index]), number_text(contrast.q[index])
             rows.append([mark, self._pieces[column], link, *numbers])
         data = {"columns": ["", "block", contrast.level, size, "q"], "rows": rows}
-        title = f"Peaks: {plural(int(contrast.survives.sum()), contrast.level)} survive"
+        count = plural(int(contrast.survives.sum()), contrast.level)
+        title = f"Peaks: {count} survive" if contrast.height_control else "Peaks: no threshold"
         return (Panel("peaks", title, "table", data),)
 
     def panels_at(self, sequence: int, row: str, column: int) -> Sequence[Panel]:
@@ -245,10 +270,11 @@ class ContrastBoard(Board):
         index = self._first(places)
         if index is None:
             return ()
-        peak, contrast = self.contrast.row(index), self.contrast
+        contrast = self._judged[sequence]
+        peak = contrast.row(index)
         pairs = {
             "n": f"{peak.n_a} and {peak.n_b}" if peak.n_b else str(peak.n_a),
-            f"{1 - contrast.alpha:.0%} interval of g":
+            f"{1 - self.contrast.alpha:.0%} interval of g":
                 f"{number_text(peak.ci_low)} to {number_text(peak.ci_high)}",
             "statistic": number_text(contrast.statistic[index]),
             "degrees of freedom": number_text(peak.dof),
@@ -264,13 +290,8 @@ class ContrastBoard(Board):
 
     # -- cells -------------------------------------------------------------------------------
 
-    def _at(self, metric: str, places: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The values at places; nan where there is none."""
-        found: NDArray[np.float64] = np.where(places >= 0, self._shades[metric][places], np.nan)
-        return found
-
-    def _taken(self, metric: str, row: str) -> NDArray[np.float64]:
-        return np.nan_to_num(self._at(metric, self._places[row]))
+    def _taken(self, shade: NDArray[np.float64], row: str) -> NDArray[np.float64]:
+        return np.nan_to_num(_at(shade, self._places[row]))
 
     def _first(self, places: NDArray[np.int64]) -> int | None:
         """The strongest of some places: by the statistic, else by the effect."""
@@ -282,14 +303,45 @@ class ContrastBoard(Board):
             sizes = np.abs(self.contrast.effect[kept])
         return int(kept[np.nan_to_num(sizes, nan=-1.0).argmax()])
 
-    def _strongest(self, metric: str, row: str) -> NDArray[np.float64]:
+    def _strongest(
+        self, shade: NDArray[np.float64], row: str, is_outline: bool
+    ) -> NDArray[np.float64]:
         """(block,) the value of the strongest part; outlined is what any of them survives."""
-        places = self._places[row]
-        if metric == "survives":
-            return np.asarray(self._taken(metric, row).max(0))
-        chosen = [self._first(column) for column in places.T]
-        values = self._shades[metric]
-        return np.array([np.nan if at is None else values[at] for at in chosen])
+        if is_outline:
+            return np.asarray(self._taken(shade, row).max(0))
+        chosen = [self._first(column) for column in self._places[row].T]
+        return np.array([np.nan if at is None else shade[at] for at in chosen])
+
+
+def _thresholds(contrast: Contrast) -> list[Contrast]:
+    """The contrast as it is, and judged by other thresholds; alone where nothing is tested."""
+    if np.isnan(contrast.p).all():
+        return [contrast]
+    found = [contrast]
+    for control, alpha in _OTHERS:
+        own = control == contrast.height_control
+        if own and (control is None or alpha == contrast.alpha):
+            continue
+        adjust = adjust_bonferroni if control == "bonferroni" else adjust_fdr
+        q = adjust(contrast.p) if control else contrast.p
+        with np.errstate(invalid="ignore"):
+            survives = q <= alpha if control else np.zeros(q.shape, np.bool_)
+        known = alpha if control else contrast.alpha
+        found.append(replace(contrast, height_control=control, alpha=known, q=q, survives=survives))
+    return found
+
+
+def _title(contrast: Contrast) -> str:
+    """The threshold of a contrast in a word or two."""
+    if contrast.height_control is None:
+        return "none"
+    return f"{_CONTROLS[contrast.height_control]} {contrast.alpha:g}"
+
+
+def _at(shade: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The values at places; nan where there is none."""
+    found: NDArray[np.float64] = np.where(places >= 0, shade[places], np.nan)
+    return found
 
 
 def _square(places: dict[int, list[int]], columns: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 MOST_MESSAGE = 64 << 10
 """Bytes of a message."""
 TICK = 0.05
-"""Seconds between looks at whether a board has grown."""
+"""Seconds between looks at whether a board has grown, at least."""
+IDLE = 0.2
+"""Seconds between looks where the last ones found nothing."""
+SHARE, REST = 0.01, 0.5
+"""How much of the processor time of this process looking and sending may take while columns come,
+and the longest pause that follows: the model that a page watches needs the processor itself."""
 FRAME_COLUMNS = 2048
 """Columns that are pushed at once."""
 _QUICK = 1 << 16
@@ -91,11 +97,13 @@ class Client:
     async def _push(self) -> None:
         """Look again and again whether something is new, and send it.
 
-        A slow client gets larger pieces less often: what was not sent yet stays in the board.
+        A slow client gets larger pieces less often, and so does every client of a busy machine:
+        what was not sent yet stays in the board.
         """
-        board = self._site.desk.board
+        board, pause, took = self._site.desk.board, TICK, 0.0
         while True:
-            await asyncio.sleep(TICK)
+            await self._rest(pause, took)
+            started, sent = time.thread_time(), self._sent
             if self._looks and await asyncio.to_thread(board.refresh):
                 self._site.changed()
             told = {"type": "doing", "going": board.going, **board.doing()}
@@ -104,6 +112,24 @@ class Client:
                 await self.say(told)
             if self._watched is not None:
                 await self._push_columns(self._watched)
+            # What other clients were served meanwhile counts as well: they share the processor.
+            took = time.thread_time() - started
+            pause = TICK if self._sent != sent else min(2 * pause, IDLE)
+            if self._sent - sent >= FRAME_COLUMNS:
+                took = 0.0  # there is more to send
+
+    async def _rest(self, pause: float, took: float) -> None:
+        """Wait, while columns come until a look that took so long is a small share of the work.
+
+        Work is processor time: on a busy machine a second may bring no column at all.
+        """
+        board = self._site.desk.board
+        began, worked = time.monotonic(), time.process_time()
+        await asyncio.sleep(pause)
+        while board.going and (time.process_time() - worked) * SHARE < took:
+            if time.monotonic() - began >= REST:
+                return
+            await asyncio.sleep(pause)
 
     async def _push_columns(self, watched: dict[str, Any]) -> None:
         """Send the columns that a page does not have yet, a limited number at once."""

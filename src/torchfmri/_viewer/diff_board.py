@@ -66,12 +66,15 @@ class DiffBoard(Board):
         """What the head of the page says."""
         first, second = (each.about() for each in self._pair)
         same = first["model"] == second["model"]
+        # Scans that are not saved are called the same.
+        names = second["title"], first["title"]
+        after, before = names if names[0] != names[1] else ("second", "first")
         return {
-            "title": f"{second['title']} − {first['title']}",
+            "title": f"{after} − {before}",
             "model": first["model"] if same else f"{second['model']} − {first['model']}",
             "notes": [*first["notes"], *second["notes"]],
             "python": f"{second['python']}\nother = {first['python']}",
-            "ends": [f"lower in {second['title']}", f"higher in {second['title']}"],
+            "ends": [f"lower in {after}", f"higher in {after}"],
         }
 
     def entries(self) -> Sequence[Entry]:

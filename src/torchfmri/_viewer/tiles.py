@@ -24,7 +24,8 @@ WIDTH = 256
 """Columns of a tile."""
 NOT_FINITE, NOT_MEASURED, ZERO, STEPS = 0, 1, 128, 126
 """Codes: of what is no number, of what was not measured, of 0; and how many follow it each way."""
-QUANTILE = 0.995
+QUANTILE, FEW = 0.995, 4
+"""The top of a row; of fewer values it is the largest. As in `torchfmri.visualization`."""
 SAMPLED = 8_192
 """Percentiles of a row are over at most so many evenly spaced columns."""
 _COMMON = 1 << 18
@@ -59,7 +60,7 @@ class Plane:
     Example:
         >>> plane = Plane(np.array([[1.0, -2.0], [4.0, np.nan]], np.float32), "activation")
         >>> plane.levels, list(plane.tile(0, 0))
-        (1, [181, 254, 2, 0])
+        (1, [163, 254, 2, 0])
     """
 
     def __init__(
@@ -163,20 +164,22 @@ class Plane:
     def _percentiles(self) -> tuple[NDArray[np.float64], dict[str, float]]:
         """(row,) the 99.5th percentile of |value|, and what a scale common to all rows needs.
 
-        It is the next lower of the values, as in the pictures: of few tokens the largest does not
-        count, for the first token of a text is often a hundred times as loud as any other.
+        It is the next lower of the values, as in the pictures: of a short text the largest does
+        not count, for its first token is often a hundred times as loud as any other. Of two or
+        three values the largest does count, because nothing else would tell them apart.
         """
         every = -(-self.columns // SAMPLED) or 1
         sample = np.abs(np.asarray(self.values[::every], np.float32).T)
         finite = np.isfinite(sample)
         tops = np.zeros(self.rows)
         if sample.size and finite.all():  # one call for all rows; the same as below
-            place = int(QUANTILE * (sample.shape[1] - 1))
+            place = int(_share(sample.shape[1]) * (sample.shape[1] - 1))
             tops = np.partition(sample, place, axis=1)[:, place].astype(np.float64)
         else:
             for row, kept in enumerate(finite):
                 if kept.any():
-                    tops[row] = np.quantile(sample[row][kept], QUANTILE, method="lower")
+                    share = _share(int(kept.sum()))
+                    tops[row] = np.quantile(sample[row][kept], share, method="lower")
         known = sample[finite & (sample > 0)]
         known = known[:: len(known) // _COMMON + 1]
         common = {"low": 0.0, "high": 1.0}
@@ -249,6 +252,11 @@ class Plane:
                 self._bytes -= len(self._tiles.popitem(last=False)[1])
         self._tiles.move_to_end(key)
         return self._tiles[key]
+
+
+def _share(count: int) -> float:
+    """The quantile that is the top of a row of so many values."""
+    return QUANTILE if count >= FEW else 1.0
 
 
 def pool(values: Table, step: int, *, mean: bool = False) -> Table:

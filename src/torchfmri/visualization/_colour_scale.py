@@ -14,6 +14,8 @@ Floats = npt.NDArray[np.float64]
 
 NORMALISE = ("layer", "global")
 QUANTILE = 0.995
+FEW = 4
+"""Of fewer values the largest counts: without it two would have the same colour, always."""
 DECADES_IN_ROW, DECADES = 2, 4
 _WIDE = 30
 _MEANING = {
@@ -60,14 +62,16 @@ def meaning(metric: str) -> str:
 def tops(values: npt.NDArray[np.floating[Any]]) -> Floats:
     """The 99.5th percentile of each row's finite values, 0 where there is none.
 
-    It is one of the values (the next lower one), so that of few tokens the largest does not count:
-    the first token of a text is often a hundred times as loud as any other.
+    It is one of the values (the next lower one), so that of a short text the largest does not
+    count: its first token is often a hundred times as loud as any other. Of two or three values
+    the largest does count, because nothing else would tell them apart.
     """
     found = np.zeros(len(values))
     for index, row in enumerate(values):
         finite = row[np.isfinite(row)]
         if len(finite):
-            found[index] = np.quantile(finite, QUANTILE, method="lower")
+            share = QUANTILE if len(finite) >= FEW else 1.0
+            found[index] = np.quantile(finite, share, method="lower")
     return found
 
 

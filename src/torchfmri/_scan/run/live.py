@@ -8,6 +8,7 @@ together. Nothing waits for the device.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -41,6 +42,10 @@ from torchfmri.exceptions import InspectionError
 
 _STEPS, _HOST_BYTES = 32, 1 << 24
 """How many steps wait before they are reduced, and how many bytes of them in the host's memory."""
+_SHARE = 0.02
+"""How much of the scan's processor time may go into telling, where tokens may wait."""
+_LONGEST = 10
+"""How many times `tell_every` they wait at most."""
 _WRITTEN = "its activations while generating: somebody writes into its output"
 
 
@@ -78,6 +83,7 @@ class LiveRecording(Attached):
         vectors: Layers of which mean vectors are kept.
         on_step: Told of each step.
         tell_every: Seconds between two calls of `on_step`; steps of the meantime are told as one.
+            Where telling is expensive they wait longer, up to ten times as long.
 
     Attributes:
         subject: As given.
@@ -104,7 +110,8 @@ class LiveRecording(Attached):
         tell_every: float = 0.0,
     ) -> None:
         self.subject, self._on_step = subject, on_step
-        self._tell_every, self._told_at = tell_every, -tell_every
+        self._tell_every, self._told_at = tell_every, -math.inf
+        self._worked = self._cost = 0.0  # processor time: when it was told last, and what that took
         self._untold: list[Tensor] = []  # the ids of steps that were not told yet, (b, n) each
         self._first_untold = 0
         self._prompt, self._mask, self._endings = prompt, mask, endings
@@ -350,19 +357,30 @@ class LiveRecording(Attached):
             if not self._untold:
                 self._first_untold = self._first
             self._untold.append(self._ids)
-            # To read one step takes as long as to read many: nobody sees more than a few pictures
-            # in a tenth of a second.
-            if time.monotonic() - self._told_at >= self._tell_every:
+            if self._is_time():
                 self._tell()
+
+    def _is_time(self) -> bool:
+        """Whether to tell now: reading one step takes as long as reading many.
+
+        Processor time counts, because on a busy machine seconds pass without any work.
+        """
+        waited = time.monotonic() - self._told_at
+        if waited < self._tell_every or not self._tell_every:
+            return not self._tell_every
+        worked = time.thread_time() - self._worked
+        return worked * _SHARE >= self._cost or waited >= _LONGEST * self._tell_every
 
     def _tell(self) -> None:
         """Tell of the steps that were not told yet."""
         if self._on_step is None or not self._untold:
             return
+        started = time.thread_time()
         self._flush()
         ids, self._untold = torch.cat(self._untold, 1), []
         self._on_step(self._step(self._first_untold, ids))
-        self._told_at = time.monotonic()
+        self._told_at, self._worked = time.monotonic(), time.thread_time()
+        self._cost = self._worked - started
 
     def _step(self, first: int, ids: Tensor) -> LiveStep:
         where = slice(first, first + ids.shape[1])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._scan.run.subject import ScanSubject
@@ -33,19 +33,15 @@ def norms_by_layer(norms: Tensor, subject: ScanSubject, experts: bool = False) -
 def rms_by_layer(norms: Tensor, subject: ScanSubject) -> Tensor:
     """Norms by voxel -> rms by layer, (..., layer)."""
     widths = [1 if each.axis is None else each.axis.width * each.calls for each in subject.layers]
-    return norms_by_layer(norms, subject) / _roots(widths, norms)
+    return norms_by_layer(norms, subject) / _roots(np.array(widths), norms)
 
 
 def rms_by_voxel(norms: Tensor, subject: ScanSubject) -> Tensor:
     """Norms by voxel -> rms by voxel."""
     anatomy = subject.anatomy
-    calls = [max(each.calls, 1) for each in subject.layers]
-    counts = [
-        count * calls[layer]
-        for count, layer in zip(anatomy.count.tolist(), anatomy.layer.tolist(), strict=True)
-    ]
-    return norms / _roots(counts, norms)
+    calls = np.array([max(each.calls, 1) for each in subject.layers])
+    return norms / _roots(anatomy.count * calls[anatomy.layer], norms)
 
 
-def _roots(counts: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(counts, dtype=like.dtype, device=like.device).sqrt()
+def _roots(counts: NDArray[np.integer], like: Tensor) -> Tensor:
+    return torch.from_numpy(counts).to(like).sqrt()

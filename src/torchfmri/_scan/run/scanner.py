@@ -119,7 +119,8 @@ class Scanner:
             seed: Of sampling; without it the present random state is used (and put back).
             on_token: Called with each token as soon as the model has been run on it.
             tell_every: Seconds for which tokens may wait, to be handed to `on_token` together: a
-                fast model is slowed less so. 0 hands each of them over at once.
+                fast model is slowed less so. Up to ten times as long where handing over takes more
+                than a fiftieth of the time. 0 hands each of them over at once.
             decode: Your own loop, called with the model and (b, s) ids; returns all ids.
             names: What to call the sequences.
             conditions: Their labels, for contrasts.

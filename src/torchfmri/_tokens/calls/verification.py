@@ -20,9 +20,9 @@ from torchfmri._tokens.calls.passes import KeptPass
 from torchfmri._tokens.calls.token_map import Rows, name_of
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.arguments import given_origins
-from torchfmri._tokens.rules.origins import CHANNELS_FIRST, Source, Sources
 from torchfmri._tokens.rules.record import Record, Watched
 from torchfmri._tokens.rules.rerun import Seen, quiet
+from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Source, Sources
 from torchfmri._torch import flatten, flatten_arguments
 from torchfmri.exceptions import InspectionError
 

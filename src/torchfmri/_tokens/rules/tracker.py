@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torchfmri._tokens.rules.operations import BY_IDS, MOVES, NEW, moved_like, name_of, tensors_in
-from torchfmri._tokens.rules.origins import Origins, Sources
+from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.recurrences import REASON
+from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.trace import Trace
 
 
@@ -157,6 +159,13 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
         for use in waiting:
             if use.output.requires_grad:
                 use.edge = get_gradient_edge(use.output)
+
+    def place_uses(self) -> None:
+        """Give uses that are steps of a recurrence the tokens at which these were placed."""
+        for use in self.uses:
+            step = None if use.origins is None else use.origins.use
+            if use.origins is not None and step is not None and step.is_moved:
+                use.origins = use.origins.but(first=step.place, reason=REASON)
 
     # -- one operation -----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def truth_by_rows(model: Kind, *inputs: Any) -> tuple[Tensor, Truth]:
     slow = copy.deepcopy(model)
     slow.is_slow = True
     for name, module in list(slow.named_modules()):
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             parent, _, key = name.rpartition(".")
             unrolled = Unrolled(module, name, numbers)
             setattr(slow.get_submodule(parent), key, unrolled)
@@ -129,7 +130,17 @@ def _in_torch(name: str) -> str:
     """The name of a parameter of a recurrent layer, of which `Unrolled` has made a Linear."""
     path, _, key = name.rpartition(".")
     path, _, cell = path.rpartition(".")
-    return f"{path}.{key}_{cell}" if cell.startswith(("ih_l", "hh_l", "hr_l")) else name
+    if path == "cell":  # of a GRUCell or LSTMCell
+        cell = cell.removesuffix("_l0")
+    return f"{path}.{key}_{cell}" if cell.startswith(("ih", "hh", "hr")) else name
+
+
+def _settings(module: Any) -> Any:
+    """What `Unrolled` asks a layer, or a cell, which has one layer."""
+    if isinstance(module, nn.RNNBase):
+        return module
+    mode = {nn.GRUCell: "GRU", nn.LSTMCell: "LSTM", nn.RNNCell: "RNN_TANH"}[type(module)]
+    return SimpleNamespace(mode=mode, batch_first=True, proj_size=0)
 
 
 class Unrolled(nn.Module):
@@ -144,12 +155,15 @@ class Unrolled(nn.Module):
 
     def __init__(self, module: Any, name: str, numbers: Ids) -> None:
         super().__init__()
-        self.settings, self.at, self.numbers = [module], name, numbers
+        self.settings, self.at, self.numbers = [_settings(module)], name, numbers
+        self.batch_first = self.settings[0].batch_first
         self.read = numbers.pop(name)
         for key, weight in module.named_parameters():
             kind, _, cell = key.partition("_")
             if kind == "weight":
-                bias = module._parameters.get(f"bias_{cell}")
+                own = f"bias_{cell}"
+                cell = cell if "_l" in cell else f"{cell}_l0"
+                bias = module._parameters.get(own)
                 made = nn.Linear(*weight.T.shape, bias=bias is not None)
                 made.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})})
                 self.add_module(cell, made)

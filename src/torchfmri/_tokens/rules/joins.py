@@ -18,7 +18,7 @@ from torchfmri._tokens.rules.numbers import (
     rows_of,
 )
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.recurrences import Pair, Recurrences, united, without_fixed
+from torchfmri._tokens.rules.recurrences import Chain, Pair, Recurrences, united, without_fixed
 from torchfmri._tokens.rules.sources import Sources
 
 
@@ -259,13 +259,14 @@ class Joins:
         if not sources or sources != others:
             return True
         is_all = 2 in sources[0].grid if older.is_sample else sources[0].grid[1] == 2
-        return is_all or any(each.is_first for uses in older.chain.values() for each in uses)
+        return is_all or _has_begun(older.chain)
 
     def _newer(self, one: Origins, other: Origins) -> Origins | None:
         """The one of two steps to which a result that is computed from both belongs.
 
         That is the one that has taken in the other already, or a position that was not taken in
-        before. Of two positions without any step before it is the one that was selected later.
+        before. Of two positions without any step before it is the one that has not gone through a
+        state made of constants, or was selected later.
         """
         seen, others = self._seen(one), self._seen(other)
         ours, theirs = (int(rows_of(each.first)[0]) for each in (one, other))
@@ -275,6 +276,9 @@ class Joins:
             return None  # two states, and both have a history
         if len(seen) != len(others):
             return one if len(seen) < len(others) else other
+        states = [_has_begun(each.chain) for each in (one, other)]
+        if states[0] != states[1]:
+            return other if states[0] else one
         if one.born != other.born:
             return one if one.born > other.born else other
         return one if ours > theirs else other
@@ -305,8 +309,13 @@ class Joins:
         if not bool((compact(first) >= 0).all()) or not first.numel():
             return False
         rows = all(is_constant_along(first, axis) for axis in range(1, first.ndim))
-        return self._grids.is_single(first) or (rows and origins.is_slice)
+        return self._grids.is_single(first) or (rows and (origins.is_slice or origins.is_sample))
 
     def _seen(self, origins: Origins) -> frozenset[int]:
         """The tokens of the first row that a step has taken in."""
         return origins.seen | {int(rows_of(origins.first)[0])}
+
+
+def _has_begun(chain: Chain) -> bool:
+    """Whether a use on the way has made a state of constants."""
+    return any(each.has_begun for uses in chain.values() for each in uses)

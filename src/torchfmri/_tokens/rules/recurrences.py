@@ -46,11 +46,12 @@ class StepUse:
     Attributes:
         own: The token of each entry of the result.
         is_first: It takes in what the parameters make of constants: a state to begin with.
+        has_begun: This use, or one before it, is such a first one.
         is_fresh: No step was taken on the way to it.
         pair: The two positions of which it was computed, where these are all.
         before: The uses of the same parameters that led to it.
         after: The uses of the same parameters to which it leads.
-        is_direct: One of those came before any step.
+        is_direct: One of those is at the same position: no step lies between.
         follows_step: A step lies between it and one of `before`.
         shift: How far away the step is that takes it in, for each row, (n,).
         through: Uses at that step which do not belong there themselves, but to the next one.
@@ -62,6 +63,7 @@ class StepUse:
 
     own: Tensor
     is_first: bool = False
+    has_begun: bool = False
     is_fresh: bool = True
     pair: Pair | None = None
     before: tuple[StepUse, ...] = ()
@@ -106,10 +108,12 @@ class Recurrences:
         leaves = tuple(leaves)
         use.before = tuple(dict.fromkeys(each for leaf in leaves for each in chain.get(leaf, ())))
         use.is_first = use.is_first and not use.before
+        use.has_begun = use.is_first or any(each.has_begun for each in use.before)
         for each in use.before:
+            is_same = bool(rows_of(each.own)[0] == rows_of(use.own)[0])
             each.after.append(use)
-            each.is_direct |= each.shift is None
-            use.follows_step |= each.shift is not None
+            each.is_direct |= is_same
+            use.follows_step |= not is_same
         self._all.append(use)
         for leaf in leaves:
             self.uses.setdefault(leaf, []).append(use)
@@ -177,8 +181,9 @@ class Recurrences:
         """
         ends = [each for each in several if not each.after and not each.is_fixed]
         taken = [each for each in ends if each.shift is not None and self._stays(each)]
-        if not taken:
-            return False
+        if not taken:  # what was made of two positions side by side may be the first step
+            samples = [bool(self._sources.is_sample(rows_of(each.own)[0])) for each in several]
+            return None if len({*samples}) > 1 else False
         is_regular = len(taken) == len(ends) and not any(each.is_passed for each in ends)
         for each in several:
             is_regular &= bool(each.before) or each.is_fresh or not self._stays(each)

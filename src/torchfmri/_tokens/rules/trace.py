@@ -280,7 +280,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         """Note that a step is the result of a use of parameters."""
         computed = any(id(each) in self._computed for each in operands)
         is_fresh = len(found.seen) <= 1
-        use = StepUse(found.first, computed and is_pointwise, is_fresh, found.pair)
+        use = StepUse(found.first, computed and is_pointwise, is_fresh=is_fresh, pair=found.pair)
         self.recurrences.add(use, found.chain, leaves)
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}

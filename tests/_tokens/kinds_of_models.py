@@ -221,8 +221,11 @@ class Unrolled(nn.Module):
         last = (h, c) if module.mode == "LSTM" else h
         if packed is not None:
             again = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
-            return (again if packed.sorted_indices is not None else packed._replace(
-                data=nn.utils.rnn.pack_padded_sequence(x, lengths).data)), last
+            return (
+                again
+                if packed.sorted_indices is not None
+                else packed._replace(data=nn.utils.rnn.pack_padded_sequence(x, lengths).data)
+            ), last
         return (x.transpose(0, 1) if module.batch_first else x), last
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from attribution import Places
-from kinds_of_models import KINDS, B, H, Ids, Kind, M, S, free, kind, linear, x_at
+from kinds_of_models import B, H, Ids, Kind, M, S, free, kind, linear, x_at
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
@@ -252,7 +251,9 @@ STEPS = ("layer on the state", "layer after the step", "norm after the step", "G
 class Steps(Loop):
     """The same loops from zeros or from the first position, with the last state or all of them."""
 
-    def __init__(self, how: str, start: int = 0, collected: bool = False, back: bool = False) -> None:
+    def __init__(
+        self, how: str, start: int = 0, collected: bool = False, back: bool = False
+    ) -> None:
         super().__init__()
         self.how, self.start, self.is_collected, self.is_back = how, start, collected, back
         gates = {"GRU": 6, "LSTM": 4, "highway": 3, "a gate of two": 2}.get(how, 1)
@@ -429,7 +430,7 @@ class Others(Kind):
             self.head = linear(2 * H, H)
         if how == "learned":
             self.start = free(H)
-        if how in ("unbound back", "halves", "clockwork", "pair", "tree"):
+        if how in ("unbound back", "halves", "clockwork", "pair", "tree", "token shift"):
             self.refused = ("w.weight", "w.bias", "u.weight", "u.bias")
         if how == "matrix":
             self.v = linear()

@@ -26,7 +26,7 @@ from torchfmri._tokens.rules.arguments import (
 from torchfmri._tokens.rules.numbers import NOBODY, SEVERAL, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.record import Record
-from torchfmri._tokens.rules.recurrences import REASON, StepUse
+from torchfmri._tokens.rules.recurrences import StepUse
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
 from torchfmri._tokens.rules.sources import Source, Sources
 from torchfmri._tokens.rules.trace import Trace
@@ -288,8 +288,9 @@ class Tracing:
         self.trace.recurrences.place()
         for record, origins, use, shape in self._outputs:
             placed = origins
-            if use is not None and use.place is not None and use.is_moved:
-                placed = origins.but(first=use.place.reshape(shape), reason=REASON)
+            use = use or origins.use_of(record.watched.parameters.values())  # it has landed since
+            if use is not None and use.is_moved:
+                placed = origins.placed(use)
             tokens = tokens_of(self.trace, record, placed, shape)
             tokens = tokens._replace(is_step=use is not None and use.is_moved)
             if id(origins) in lookups:

@@ -233,7 +233,9 @@ class Call:
             return None
         narrow = [each.moved(lambda numbers: numbers.narrow(-1, 0, 1)) for each in several]
         joined = self.joins.join(narrow, torch.Size((*result.shape[:-1], 1)), self.name)
-        assert joined is not None
+        is_open = joined is not None and not (joined.is_decided or joined.is_raw)
+        if joined is None or is_open or bool((compact(joined.first) == SEVERAL).any()):
+            return None  # two states, of which neither is the newer
         return joined.moved(lambda numbers: numbers.expand(result.shape))
 
     def _told(self, origins: Origins) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import compact, unique
-from torchfmri._tokens.rules.recurrences import Chain, Pair, StepUse
+from torchfmri._tokens.rules.recurrences import REASON, Chain, Pair, StepUse
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +71,12 @@ class Origins:
         """The origins after `move`, a function from numbers to numbers."""
         second = None if self.second is None else move(self.second)
         return self.like(move(self.first), second)
+
+    def placed(self, use: StepUse) -> Origins:
+        """The origins of a use of a recurrence, at the step to which it belongs."""
+        assert use.place is not None
+        first = use.place.reshape(self.first.shape)
+        return self.but(first=first, second=None, is_decided=True, is_raw=False, reason=REASON)
 
     def use_of(self, leaves: Iterable[str]) -> StepUse | None:
         """The use of one of these parameters that this is the result of, in another shape maybe.

@@ -541,7 +541,7 @@ class OwnerCall:
 
     def _fall_back(
         self,
-        failed: Mapping[str, str],
+        failed: dict[str, str],
         pairs: list[tuple[Tensor, Any]],
         leaves: Mapping[str, Tensor],
         found: OwnerParts,
@@ -549,6 +549,10 @@ class OwnerCall:
         """Parameters used in operations without a rule: a pass per position, if that is exact."""
         if not failed:
             return
+        for name in [each for each, reason in failed.items() if REASON in reason]:
+            # What it returns is at a position, but its use may belong to the next step.
+            text = f"it is used in {failed.pop(name)}"
+            found.unsupported[name] = UnsupportedLayerError(name, self.layer, text)
         names = list(failed)
         try:
             source, terms = position_terms(self, pairs, [leaves[name] for name in names])

@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from torchfmri._tokens.rules.operations import BY_IDS, MOVES, NEW, moved_like, name_of, tensors_in
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.recurrences import REASON
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.trace import Trace
 
@@ -123,8 +122,8 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
             self._remember(Derived(leaf, frozenset({name}), places))
         for tensor, origins in inputs:
             self._kept.append(tensor)
-            if origins is not None:
-                self.set(tensor, origins)
+            if origins is not None:  # uses of the pass in which it was called are not ours
+                self.set(tensor, origins.but(chain={}, pair=None))
 
     def leaves(self, tensor: Tensor) -> frozenset[str]:
         """The parameters of which a tensor was computed, where it depends on nothing else."""
@@ -165,7 +164,7 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
         for use in self.uses:
             step = None if use.origins is None else use.origins.use
             if use.origins is not None and step is not None and step.is_moved:
-                use.origins = use.origins.but(first=step.place, reason=REASON)
+                use.origins = use.origins.placed(step)
 
     # -- one operation -----------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from attribution import Places
-from kinds_of_models import B, H, Ids, Kind, M, S, free, kind, linear, x_at
+from kinds_of_models import KINDS, B, H, Ids, Kind, M, S, free, kind, linear, x_at
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+__all__ = ["KINDS"]  # those of the other file, and these
 
 ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
 LENGTHS = torch.tensor([4, 6])
@@ -244,8 +246,8 @@ class Loop(Kind):
 
 STEPS = ("layer on the state", "layer after the step", "norm after the step", "GRU", "LSTM",
          "decay", "lerp", "a layer on both", "two uses in a row", "two uses after the step",
-         "a masked weight", "a gate of two", "highway", "a shared layer", "addcmul", "a layer of "
-         "each kind", "features side by side", "a residual step")  # fmt: skip
+         "a masked weight", "a gate of two", "highway", "a shared layer", "addcmul",
+         "a layer of each kind", "features side by side", "a residual step")  # fmt: skip
 
 
 class Steps(Loop):

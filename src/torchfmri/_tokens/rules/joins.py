@@ -18,7 +18,13 @@ from torchfmri._tokens.rules.numbers import (
     rows_of,
 )
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.recurrences import Chain, Pair, Recurrences, united, without_fixed
+from torchfmri._tokens.rules.recurrences import (
+    Chain,
+    Recurrences,
+    TwoPositions,
+    united,
+    without_fixed,
+)
 from torchfmri._tokens.rules.sources import Sources
 
 
@@ -33,7 +39,7 @@ class Joins:
 
     def __init__(self, sources: Sources, grids: Grids, recurrences: Recurrences) -> None:
         self.sources, self._grids, self._recurrences = sources, grids, recurrences
-        self._pairs: dict[tuple[int, int], Pair] = {}
+        self._pairs: dict[tuple[int, int], TwoPositions] = {}
 
     def join(self, several: Sequence[Origins], shape: torch.Size, name: str) -> Origins | None:
         """The origins of the result of an operation entry by entry on these operands."""
@@ -245,7 +251,7 @@ class Joins:
         pair = None
         if is_fresh and len(self._seen(older)) == 1:
             key = int(rows[0]), int(shift[0])
-            pair = self._pairs.setdefault(key, Pair(key[1]))
+            pair = self._pairs.setdefault(key, TwoPositions(key[1]))
             pair.is_step |= self._is_told(rows[:1], older)
         elif older.pair is not None and newer.pair is None:
             older.pair.is_step |= int(shift[0]) == older.pair.shift

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import compact, unique
-from torchfmri._tokens.rules.recurrences import REASON, Chain, Pair, StepUse
+from torchfmri._tokens.rules.recurrences import REASON, Chain, StepUse, TwoPositions
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Origins:
     is_slice: bool = False
     is_sample: bool = False
     landed: Origins | None = None
-    pair: Pair | None = None
+    pair: TwoPositions | None = None
     use: StepUse | None = None
 
     def like(self, first: Tensor, second: Tensor | None = None) -> Origins:

@@ -28,7 +28,7 @@ Chain = Mapping[str, "tuple[StepUse, ...]"]
 
 
 @dataclass(slots=True, eq=False)
-class Pair:
+class TwoPositions:
     """Two positions that were joined without any step before: which of them came first?
 
     It was told from the order in which they were selected. If a third position continues in the
@@ -65,7 +65,7 @@ class StepUse:
     is_first: bool = False
     has_begun: bool = False
     is_fresh: bool = True
-    pair: Pair | None = None
+    pair: TwoPositions | None = None
     before: tuple[StepUse, ...] = ()
     after: list[StepUse] = field(default_factory=list)
     is_direct: bool = False

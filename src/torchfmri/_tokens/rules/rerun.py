@@ -613,11 +613,11 @@ class OwnerCall:
         if bool((rows < NOBODY).any()):
             raise NotUnderstoodError(f"its rows cannot be followed through {origins.reason}")
         sources = self.sources.present(rows)
-        if read.ndim == 2 and len(sources) == 1 and sources[0].is_given:
+        is_given = read.ndim == 2 and len(sources) == 1 and sources[0].is_given
+        if is_given and torch.equal(rows, sources[0].numbers(rows.device).reshape(-1)):
             # The model was handed steps without a batch, or a packed sequence.
-            if torch.equal(rows, sources[0].numbers(rows.device).reshape(-1)):
-                places = torch.arange(math.prod(grid), device=rows.device)
-                return [Tags(grid, places, sources[0].stack, sources[0].name)]
+            places = torch.arange(math.prod(grid), device=rows.device)
+            return [Tags(grid, places, sources[0].stack, sources[0].name)]
         is_row = torch.ones_like(rows, dtype=torch.bool)
         if isinstance(x, PackedSequence):
             packed = x._replace(data=(rows + 2).double()[:, None])

@@ -22,7 +22,8 @@ WAYS = ("einsum", "einsum, batch last", "bmm of samples", "matmul of (s, b, d)",
         "top two of three experts", "experts choose rows", "two sequences, joined and cut",
         "channels first in between", "a tied layer on two orders", "where between orders",
         "rows of one sample only", "triangle of pairs", "swapped halves",
-        "sorted by a feature", "cumulative maximum of a permutation", "a mean over windows")  # fmt: skip
+        "sorted by a feature", "cumulative maximum of a permutation",
+        "a mean over windows")  # fmt: skip
 
 
 class Moves(Kind):

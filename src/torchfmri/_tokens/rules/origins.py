@@ -7,7 +7,7 @@ operation sums one of them away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ class Origins:
         """A copy with other values; a use of its own is not part of it."""
         return replace(self, use=None, **changes)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Origins:
+    def moved(self, move: Any) -> Origins:
         """The origins after `move`, a function from numbers to numbers."""
         second = None if self.second is None else move(self.second)
         return self.like(move(self.first), second)

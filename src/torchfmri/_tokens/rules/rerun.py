@@ -353,16 +353,27 @@ class OwnerCall:
             known = next((self.tokens.steps[n] for n in several if n in self.tokens.steps), None)
             if known is None:
                 continue
-            if len(known) != len(uses) or any(
-                mine.own.shape != use.own.shape or not torch.equal(mine.own, use.own)
-                for mine, use in zip(uses, known, strict=True)
-            ):
+            if len(known) != len(uses) or not all(map(self._place_step, uses, known)):
                 lost.append(leaf)
-                continue
-            for mine, use in zip(uses, known, strict=True):
-                mine.place = mine.own if use.place is None or not use.is_moved else use.place
         tracker.place_uses()
         return lost
+
+    def _place_step(self, mine: StepUse, use: StepUse) -> bool:
+        """Place a use where the same one of the pass is; whether it is the same.
+
+        A grid that the call itself makes has other numbers when it is run again.
+        """
+        if mine.own.shape != use.own.shape:
+            return False
+        place = use.own if use.place is None else use.place
+        apart = mine.own - use.own
+        is_same = bool((apart == 0).all())
+        sources = self.sources.present(torch.stack([use.own, place]))
+        if not is_same and (bool((apart != apart.flatten()[0]).any()) or len(sources) != 1):
+            return False
+        is_told = place >= 0
+        mine.place = torch.where(is_told, place + apart, place) if use.is_moved else mine.own
+        return True
 
     def _as_leaves(self, handed: Mapping[int, Sequence[str]]) -> dict[int, Tensor]:
         """Those of the arguments, in whose place leaves of our own are put."""

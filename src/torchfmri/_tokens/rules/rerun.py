@@ -632,7 +632,7 @@ class OwnerCall:
         is_row = torch.ones_like(rows, dtype=torch.bool)
         if isinstance(x, PackedSequence):
             packed = x._replace(data=(rows + 2).double()[:, None])
-            padded, _ = pad_packed_sequence(packed, batch_first=self.module.batch_first)
+            padded, _ = pad_packed_sequence(packed, batch_first=bool(self.module.batch_first))
             rows = padded[..., 0].reshape(-1).long() - 2
             is_row, rows = rows != -2, rows.clamp(min=NOBODY)  # what is added has no gradient
         found = tags_of(self.sources, rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,6 +76,11 @@ def truth_by_rows(model: Kind, *inputs: Any) -> tuple[Tensor, Truth]:
     numbers = model.rows(at)
     slow = copy.deepcopy(model)
     slow.is_slow = True
+    for name, module in list(slow.named_modules()):
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            parent, _, key = name.rpartition(".")
+            unrolled = Unrolled(module, name, numbers)
+            setattr(slow.get_submodule(parent), key, unrolled)
     calls: dict[str, list[tuple[tuple[Any, ...], Tensor]]] = defaultdict(list)
     found: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # (ids, gradients)
     modules = {name: each for name, each in slow.named_modules() if isinstance(each, LAYERS)}
@@ -116,7 +122,111 @@ def truth_by_rows(model: Kind, *inputs: Any) -> tuple[Tensor, Truth]:
             each = torch.arange(len(own))
             rows[each, each] = whole.view(-1, whole.shape[-1])[: len(own)]
             found[name].append((own, parts))
-    return loss.detach(), Truth({name: [_placed(at, each)] for name, each in found.items()})
+    truth = {_in_torch(name): [_placed(at, each)] for name, each in found.items()}
+    return loss.detach(), Truth(truth)
+
+
+def _in_torch(name: str) -> str:
+    """The name of a parameter of a recurrent layer, of which `Unrolled` has made a Linear."""
+    path, _, key = name.rpartition(".")
+    path, _, cell = path.rpartition(".")
+    if path == "cell":  # of a GRUCell or LSTMCell
+        cell = cell.removesuffix("_l0")
+    return f"{path}.{key}_{cell}" if cell.startswith(("ih", "hh", "hr")) else name
+
+
+def _settings(module: Any) -> Any:
+    """What `Unrolled` asks a layer, or a cell, which has one layer."""
+    if isinstance(module, nn.RNNBase):
+        return module
+    mode = {nn.GRUCell: "GRU", nn.LSTMCell: "LSTM", nn.RNNCell: "RNN_TANH"}[type(module)]
+    return SimpleNamespace(mode=mode, batch_first=True, proj_size=0)
+
+
+class Unrolled(nn.Module):
+    """An RNN, GRU or LSTM as one Linear per product and step.
+
+    Args:
+        module: The layer.
+        name: In the model.
+        numbers: Those of the rows that it reads, for each call, are there under its name; those of
+            each Linear are added.
+    """
+
+    def __init__(self, module: Any, name: str, numbers: Ids) -> None:
+        super().__init__()
+        self.settings, self.at, self.numbers = [_settings(module)], name, numbers
+        self.batch_first = self.settings[0].batch_first
+        self.read = numbers.pop(name)
+        for key, weight in module.named_parameters():
+            kind, _, cell = key.partition("_")
+            if kind == "weight":
+                own = f"bias_{cell}"
+                cell = cell if "_l" in cell else f"{cell}_l0"
+                bias = module._parameters.get(own)
+                made = nn.Linear(*weight.T.shape, bias=bias is not None)
+                made.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})})
+                self.add_module(cell, made)
+                numbers[f"{name}.{cell}"] = []
+
+    def product(self, cell: str, ids: Tensor, x: Tensor) -> Tensor:
+        self.numbers[f"{self.at}.{cell}"].append(ids)
+        return self.get_submodule(cell)(x)  # type: ignore[no-any-return]
+
+    def cell(self, at: str, ids: Tensor, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        (module,) = self.settings
+        given, state = self.product(f"ih_{at}", ids, x), self.product(f"hh_{at}", ids, h)
+        if module.mode == "GRU":
+            (r, z, n), (hr, hz, hn) = given.chunk(3, -1), state.chunk(3, -1)
+            z = (z + hz).sigmoid()
+            return (1 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * h, c
+        if module.mode == "LSTM":
+            i, f, g, o = (given + state).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            return (self.product(f"hr_{at}", ids, h) if module.proj_size else h), c
+        both = given + state
+        return (both.tanh() if module.mode == "RNN_TANH" else both.relu()), c
+
+    def forward(self, x: Any, state: Any = None) -> Any:
+        (module,), ids, lengths = self.settings, self.read.pop(0), None
+        packed = x if isinstance(x, nn.utils.rnn.PackedSequence) else None
+        if packed is not None:
+            x, lengths = nn.utils.rnn.pad_packed_sequence(packed)
+            ids = ids.T if module.batch_first else ids
+        elif module.batch_first:
+            x, ids = x.transpose(0, 1), ids.T
+        size = (x.shape[1], module.proj_size or module.hidden_size)
+        zero = x.new_zeros(x.shape[1], module.hidden_size)
+        given = state if module.mode == "LSTM" else (state, None)
+        ends: list[tuple[Tensor, Tensor]] = []
+        for layer in range(module.num_layers):
+            both = []
+            for back in range(1 + module.bidirectional):
+                h = x.new_zeros(size) if state is None else given[0][len(ends)]
+                c = zero if state is None or given[1] is None else given[1][len(ends)]
+                made: dict[int, Tensor] = {}
+                for t in list(range(len(x)))[:: -1 if back else 1]:
+                    at = f"l{layer}{'_reverse' if back else ''}"
+                    new = self.cell(at, ids[t], x[t], h, c)
+                    if lengths is not None:
+                        here = (t < lengths)[:, None]
+                        new = torch.where(here, new[0], h), torch.where(here, new[1], c)
+                    h, c = new
+                    made[t] = h if lengths is None else torch.where(here, h, 0.0)
+                both.append(torch.stack([made[t] for t in sorted(made)]))
+                ends.append((h, c))
+            x = torch.cat(both, -1)
+        h, c = (torch.stack(each) for each in zip(*ends, strict=True))
+        last = (h, c) if module.mode == "LSTM" else h
+        if packed is not None:
+            again = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+            return (
+                again
+                if packed.sorted_indices is not None
+                else packed._replace(data=nn.utils.rnn.pack_padded_sequence(x, lengths).data)
+            ), last
+        return (x.transpose(0, 1) if module.batch_first else x), last
 
 
 def _by_row(
@@ -142,9 +252,11 @@ def _by_row(
 def _with_copies(slow: Kind, numbers: Ids) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Replace free parameters by copies, another one each time that it is read."""
     made: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    properties = {}
-    for name in [each for each in numbers if each in slow._parameters]:
-        parameter, left = slow._parameters.pop(name), list(numbers[name])
+    names = {name for name, _ in slow.named_parameters()}
+    for name in [each for each in numbers if each in names]:
+        path, _, key = name.rpartition(".")
+        owner = slow.get_submodule(path)
+        parameter, left = owner._parameters.pop(key), list(numbers[name])
         made[name] = several = []
 
         def read(
@@ -155,8 +267,7 @@ def _with_copies(slow: Kind, numbers: Ids) -> dict[str, list[tuple[Tensor, Tenso
             several.append((ids, spread.clone().requires_grad_()))
             return several[-1][1]
 
-        properties[name] = property(read)
-    slow.__class__ = type(type(slow).__name__, (type(slow),), properties)
+        owner.__class__ = type(type(owner).__name__, (type(owner),), {key: property(read)})
     return made
 
 

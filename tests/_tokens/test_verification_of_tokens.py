@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchfmri
+from torchfmri._tokens.rules.recurrences import Recurrences
 
 PROVED = {"local", "first"}
 
@@ -351,3 +352,34 @@ def test_the_last_of_several_passes_is_verified() -> None:
     found = tokens.verify(samples=10)
     assert {row.token for row in found} == {(0, 0), (0, 1), (0, 2)}
     assert {row.verdict for row in found} == {"local"}
+
+
+class Recurrence(nn.Module):
+    """A layer before or after the step of a recurrence."""
+
+    def __init__(self, is_after: bool) -> None:
+        super().__init__()
+        self.layer, self.is_after = nn.Linear(3, 3), is_after
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), 3)
+        for each in x.unbind(1):
+            h = self.layer(h + each) if self.is_after else self.layer(h).tanh() + each
+        return h
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_uses_at_the_wrong_steps_are_refuted(
+    is_after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 4, 3)
+    assert not tokens_of(Recurrence(is_after), x).verify().refuted
+
+    def taken_in(self: Recurrences) -> None:
+        """Place all uses at the next step, whatever the end of the recurrence says."""
+        for use in (each for uses in self.uses.values() for each in uses):
+            use.place = use.own if use.shift is None else use.own + use.shift[:, None]
+
+    monkeypatch.setattr(Recurrences, "place", taken_in)
+    found = tokens_of(Recurrence(is_after), x).verify()
+    assert {row.verdict for row in found} == ({"refuted"} if is_after else {"mixed"})

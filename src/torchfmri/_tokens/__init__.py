@@ -20,7 +20,8 @@ from torchfmri._tokens.losses.gradient import TokenLossGradient
 from torchfmri._tokens.losses.gradients import TokenLossGradients
 from torchfmri._tokens.losses.token_losses import token_losses
 from torchfmri._tokens.rules.arguments import given_origins
-from torchfmri._tokens.rules.origins import NOBODY, Origins
+from torchfmri._tokens.rules.numbers import NOBODY
+from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.trace import Trace
 
 __all__ = [

@@ -23,17 +23,12 @@ from torchfmri._tokens.rules.arguments import (
     main_element,
     with_layout,
 )
-from torchfmri._tokens.rules.origins import (
-    NOBODY,
-    SEVERAL,
-    Origins,
-    Source,
-    Sources,
-    compact,
-    is_constant_along,
-)
+from torchfmri._tokens.rules.numbers import NOBODY, SEVERAL, compact, is_constant_along
+from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.record import Record
+from torchfmri._tokens.rules.recurrences import StepUse
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
+from torchfmri._tokens.rules.sources import Source, Sources
 from torchfmri._tokens.rules.trace import Trace
 from torchfmri._torch import Element, flatten_arguments
 
@@ -164,10 +159,10 @@ class Tracing:
             )
             self.trace.beside = self._second.trace
             self._share_layouts()
-        self._outputs: list[tuple[Record, Origins, Origins, tuple[int, ...]]] = []
+        self._outputs: list[tuple[Record, Origins, StepUse | None, tuple[int, ...]]] = []
         self._owners: list[tuple[str, OwnerTokens]] = []
         self._calls: list[OwnerCall] = []
-        self._begun: dict[str, int] = {}
+        self._begun: dict[str, tuple[int, dict[str, int]]] = {}
         self._outer = OwnerTokens()
         self._constants: set[str] = set()
         self._named = self._given = len(self.trace.sources.all)
@@ -226,7 +221,8 @@ class Tracing:
 
     def owner_begins(self, layer: str) -> None:
         """A layer that is run again is called."""
-        self._begun[layer] = len(self.trace.sources.all)
+        counts = {leaf: len(uses) for leaf, uses in self.trace.recurrences.uses.items()}
+        self._begun[layer] = len(self.trace.sources.all), counts
         if self.second is not None:
             self.second.owner_begins(layer)
 
@@ -235,14 +231,17 @@ class Tracing:
     ) -> OwnerTokens:
         """A layer that is run again was called with these; its call may be the whole pass."""
         self._name_sources(layer or "the model")
-        start = self._given if is_outer else self._begun.get(layer, self._named)
+        start, counts = self._begun.get(layer, (self._named, {}))
+        start, counts = (self._given, {}) if is_outer else (start, counts)
         names = [each.name for each in self.trace.sources.all[start:]]
+        uses = self.trace.recurrences.uses.items()
+        steps = {leaf: several[counts.get(leaf, 0) :] for leaf, several in uses}
         with self.trace.aside():
             origins = [self.trace.origins(each.tensor) for each in arguments]
             if self.second is not None:
                 self.second.owner(layer, arguments, is_outer)
         sums = [self.trace.sum_of(each.tensor) for each in arguments]
-        found = OwnerTokens(origins, self.trace.sources.copy(), names, sums)
+        found = OwnerTokens(origins, self.trace.sources.copy(), names, sums, steps)
         if is_outer:
             self._outer = found
         else:
@@ -286,11 +285,14 @@ class Tracing:
         found.is_dynamic = self.trace.has_data_shapes
         found.given = [each for each in self.trace.sources.all[: self._given] if each.is_given]
         lookups = self._rows_of_constants()
+        self.trace.recurrences.place()
         for record, origins, use, shape in self._outputs:
-            if use is not origins:
-                origins.first = use.first.reshape(shape)
-            tokens = tokens_of(self.trace, record, origins, shape)
-            tokens = tokens._replace(is_step=use.is_step)
+            placed = origins
+            use = use or origins.use_of(record.watched.parameters.values())  # it has landed since
+            if use is not None and use.is_moved:
+                placed = origins.placed(use)
+            tokens = tokens_of(self.trace, record, placed, shape)
+            tokens = tokens._replace(is_step=use is not None and use.is_moved)
             if id(origins) in lookups:
                 tokens = tokens._replace(rows=(lookups[id(origins)],))
             landed = origins.landed
@@ -332,7 +334,7 @@ def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, 
         return CallTokens(record.watched.layer, record.stack)
     second = rule in rules.CHANNELS_SECOND
     if rule is rules.prelu and len(shape) > 2:
-        by_channel = trace.algebra.by_channel(origins).first
+        by_channel = trace.layouts.by_channel(origins).first
         second = record.is_second = is_constant_along(by_channel, 1) and (
             origins.is_raw or not is_constant_along(by_channel, -1)
         )
@@ -340,11 +342,11 @@ def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, 
     axes = [1] if second else list(range(len(shape) - features, len(shape)))
     if second and len(shape) < 2:
         return USUAL
-    algebra = trace.algebra
-    origins = algebra.by_channel(origins) if second else algebra.settled(origins, axes, True)
+    layouts = trace.layouts
+    origins = layouts.by_channel(origins) if second else layouts.settled(origins, axes, True)
     if origins.second is not None and not origins.is_decided and not origins.is_raw:
         return CallTokens(refused=_different(origins.reason))
-    numbers = trace.algebra.reduced(origins, axes, "", are_features=True).first
+    numbers = trace.sums.reduced(origins, axes, "", are_features=True).first
     numbers = numbers.squeeze(1) if second else numbers.flatten(len(shape) - features)[..., 0]
     small = compact(numbers)
     if bool((small == SEVERAL).any()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,14 +21,15 @@ from torchfmri._tokens.calls.passes import KeptPass
 from torchfmri._tokens.calls.token_map import Rows, name_of
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.arguments import given_origins
-from torchfmri._tokens.rules.origins import CHANNELS_FIRST, Source, Sources
 from torchfmri._tokens.rules.record import Record, Watched
 from torchfmri._tokens.rules.rerun import Seen, quiet
+from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Source, Sources
 from torchfmri._torch import flatten, flatten_arguments
 from torchfmri.exceptions import InspectionError
 
 _PRECISION = {torch.float64: 1e-10, torch.float32: 1e-5}
 OWN, EARLIER, LATER, SAMPLE, COLUMN, OTHERS, UNKNOWN = range(7)  # what a row is to the token
+_ON_STATE = "the state of a recurrence belongs to the step that reads it"
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
@@ -102,12 +104,27 @@ class Verification:
                     found[layer].append(row)
         rows: list[TokenVerificationRow] = []
         for layer, watched in self._watched.items():
+            self._compare_steps(layer, found[layer])
             refused = [reasons[name] for name in watched.parameters.values() if name in reasons]
             if refused or not found[layer]:
                 note = str(refused[0]) if refused else self._why_not(watched)
                 found[layer] = [self._row(layer, None, "", "not judged", note)]
             rows += found[layer] if watched.parameters else ()
         return TokenVerification(rows)
+
+    def _compare_steps(self, layer: str, found: list[TokenVerificationRow]) -> None:
+        """Refute uses in a recurrence of which some read a state, and others their own position.
+
+        A use on the state does not change with the token of its step. If one of as many uses as
+        there are positions does, then all of them come after their steps.
+        """
+        calls = len(self._records.get(layer, ()))
+        states = [row for row in found if row.note == _ON_STATE]
+        others = [row for row in found if row.verdict in ("local", "first")]
+        is_told = all(calls <= each.grid[1] for each in self._kept.tokens.given[:1])
+        if states and others and is_told:
+            note = "its uses come after the steps of a recurrence, and are at the next ones"
+            found[:] = [replace(row, verdict="refuted", note=note) for row in found]
 
     def _row(
         self, layer: str, token: tuple[int, int] | None, of: str, verdict: str, note: str
@@ -264,7 +281,7 @@ class Verification:
             return "refuted", "rows of other samples change: wrong tokens, or samples are mixed"
         if is_missing and found & {EARLIER, LATER}:
             if any(each.is_step for each in tokens.calls.get(layer, ())):
-                return "mixed", "the state of a recurrence belongs to the step that reads it"
+                return "mixed", _ON_STATE
             if any(each.skips for each in before):
                 return "mixed", "a convolution leaves out the position that it computes"
             return "refuted", "its rows do not change, and rows of other tokens do"

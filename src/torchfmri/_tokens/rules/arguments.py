@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.axes import TOKENS
-from torchfmri._tokens.rules.origins import (
-    CHANNELS_FIRST,
-    NOBODY,
-    Layout,
-    Origins,
-    Source,
-    Sources,
-)
+from torchfmri._tokens.rules.numbers import NOBODY
+from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Layout, Source, Sources
 from torchfmri._torch import Element, flatten_arguments
 
 

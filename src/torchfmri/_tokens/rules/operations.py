@@ -13,17 +13,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.rules.origins import (
+from torchfmri._tokens.rules.grids import Grids
+from torchfmri._tokens.rules.joins import Joins
+from torchfmri._tokens.rules.layouts import Layouts
+from torchfmri._tokens.rules.numbers import (
     NOBODY,
     SEVERAL,
     UNKNOWN,
-    Algebra,
-    Origins,
-    Source,
-    Sources,
     compact,
+    constant,
     is_constant_along,
 )
+from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.recurrences import united
+from torchfmri._tokens.rules.sources import Source, Sources
+from torchfmri._tokens.rules.sums import Sums
 from torchfmri._torch import map_tensors
 
 # Operations that move entries and change none.
@@ -79,7 +83,10 @@ class Known(Protocol):
     """What is known of the tensors of a run."""
 
     sources: Sources
-    algebra: Algebra
+    grids: Grids
+    layouts: Layouts
+    joins: Joins
+    sums: Sums
     count: int
     of_layers: frozenset[str]
 
@@ -100,7 +107,8 @@ class Call:
     def __init__(
         self, trace: Known, function: Any, name: str, arguments: Any, keywords: Any, results: Any
     ) -> None:
-        self.trace, self.algebra = trace, trace.algebra
+        self.trace, self.grids, self.layouts = trace, trace.grids, trace.layouts
+        self.joins, self.sums = trace.joins, trace.sums
         self.function, self.name = function, name
         self.arguments, self.keywords, self.results = arguments, keywords, results
         schema = getattr(function, "_schema", None)
@@ -157,16 +165,16 @@ class Call:
         for each in operands:
             if self.of(each) is None and self.trace.leaves(each):
                 for found in several:
-                    self.algebra.used_by_entry(found, each.shape)
-        return self.algebra.join(several, shape, self.name)
+                    self.layouts.used_by_entry(found, each.shape)
+        return self.joins.join(several, shape, self.name)
 
     def _rows_of(self, operand: Tensor, axis: int = -1) -> Origins | None:
         """The origins of an operand, for a result with another length along one axis."""
         found = self.of(operand)
         if found is None:
             return None
-        found = self.algebra.summed_by_layer(found, [axis]) or found
-        found = self.algebra.reduced(found, [axis % operand.ndim], self.name, are_features=True)
+        found = self.layouts.summed_by_layer(found, [axis]) or found
+        found = self.sums.reduced(found, [axis % operand.ndim], self.name, are_features=True)
         return found.moved(lambda numbers: numbers.expand(self.results[0].shape))
 
     # -- moves -------------------------------------------------------------------------------
@@ -190,10 +198,10 @@ class Call:
                 return [step]
         if not all(each.is_raw for each in found.values()):  # what is decided decides for all
             found = {
-                key: self.algebra.settled(each, []) if each.is_raw else each
+                key: self.layouts.settled(each, []) if each.is_raw else each
                 for key, each in found.items()
             }
-        first = {key: each.first for key, each in found.items()}
+        first = {key: self._told(each) for key, each in found.items()}
         moved = moved_like(self.function, self.arguments, self.keywords, first)
         second: list[Tensor | None] = [None] * len(moved)
         if any(each.second is not None for each in found.values()):
@@ -208,7 +216,8 @@ class Call:
         raw = all(each.is_raw for each in several)
         return [
             one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided, is_raw=raw,
-                    born=self.trace.count, is_slice=one.is_slice or self._is_slice(),
+                    born=one.born if self.joins.is_step(one) else self.trace.count,
+                    is_slice=one.is_slice or self._is_slice(),
                     is_sample=all(each.is_sample for each in several) or self._is_sample())
             for a, b in zip(moved, second, strict=True)
         ]  # fmt: skip
@@ -216,18 +225,29 @@ class Call:
     def _steps_beside(self, several: Collection[Origins]) -> Origins | None:
         """Steps side by side: a sequence of them, or the features of one step of a recurrence."""
         steps = [each for each in several if each.chain or each.seen]
-        if not steps or not all(map(self.algebra.is_step, several)):
+        if not steps or not all(map(self.joins.is_step, several)):
             return None
         (result,) = self.results
         axis = self.named.get("dim", 0) % result.ndim
         if self.name == "stack" or axis != result.ndim - 1:
-            for each in steps:
-                each.collected()
             return None
         narrow = [each.moved(lambda numbers: numbers.narrow(-1, 0, 1)) for each in several]
-        joined = self.algebra.join(narrow, torch.Size((*result.shape[:-1], 1)), self.name)
-        assert joined is not None
+        joined = self.joins.join(narrow, torch.Size((*result.shape[:-1], 1)), self.name)
+        is_open = joined is not None and not (joined.is_decided or joined.is_raw)
+        if joined is None or is_open or bool((compact(joined.first) == SEVERAL).any()):
+            return None  # two states, of which neither is the newer
         return joined.moved(lambda numbers: numbers.expand(result.shape))
+
+    def _told(self, origins: Origins) -> Tensor:
+        """The numbers of an operand that is moved.
+
+        Steps are put beside others when their recurrence is over: what is no step by then was
+        computed from two positions.
+        """
+        is_pair = origins.pair is not None and not origins.pair.is_step
+        if is_pair and self.name in ("cat", "stack"):
+            return torch.full_like(origins.first, SEVERAL)
+        return origins.first
 
     def _is_slice(self) -> bool:
         """Whether one position of each row is taken: x[:, t]."""
@@ -259,8 +279,8 @@ class Call:
         axis = self.named.get("dim", 0) % result.ndim
         data = [found for each in self.arguments[0] if (found := self.of(each)) is not None]
         for each in data if self.name == "cat" and axis != result.ndim - 1 else ():
-            self.algebra.lengthened(each, axis)
-        data = [self.algebra.settled(each, []) for each in data]
+            self.layouts.lengthened(each, axis)
+        data = [self.layouts.settled(each, []) for each in data]
         if self.name == "stack" or any(bool((compact(e.first) < 0).any()) for e in data):
             return None
         numbers = torch.cat([each.first for each in data], axis)
@@ -273,7 +293,7 @@ class Call:
         place = torch.arange(result.shape[axis], device=result.device)
         place = place.view([-1 if k == axis else 1 for k in range(result.ndim)])
         keys = samples * result.shape[axis] + place
-        fresh = self.algebra.fresh(keys, samples.expand(keys.shape))
+        fresh = self.grids.fresh(keys, samples.expand(keys.shape))
         return Origins(fresh.expand(result.shape), is_dynamic=dynamic)
 
     # -- writing -----------------------------------------------------------------------------
@@ -288,7 +308,7 @@ class Call:
         old, new = self.of(target), self.of(given)
         values = constant(NOBODY, given)
         if new is not None:
-            values = self.algebra.settled(new, []).first
+            values = self.layouts.settled(new, []).first
         adds = self.name in ("index_add", "scatter_add", "index_reduce", "scatter_reduce")
         adds |= bool(self.named.get("accumulate"))
         base = constant(NOBODY, result) if adds or old is None else old.first
@@ -296,7 +316,7 @@ class Call:
         if adds:
             clash = self._clashes(first, values)
             several = [Origins(first), *([] if old is None else [old])]
-            joined = self.algebra.join(several, result.shape, self.name)
+            joined = self.joins.join(several, result.shape, self.name)
             assert joined is not None
             first = joined.first
             if clash:
@@ -308,9 +328,10 @@ class Call:
         dynamic |= any(self.of(each) is not None for each in chosen)
         places = [each for each in chosen if isinstance(each, Tensor)]
         dynamic |= not all(map(self.trace.is_fixed, places))
-        chain = {key: use for each in pieces for key, use in each.chain.items()}
-        found = Origins(first, is_dynamic=dynamic, chain=chain, reason=self.name)
-        filled = self.algebra.filled(first)
+        found = Origins(first, is_dynamic=dynamic, reason=self.name)
+        for each in pieces:
+            found.chain = united(found.chain, each.chain)
+        filled = self.grids.filled(first)
         if filled is not None:
             found.first, found.is_dynamic = filled, False
         return found
@@ -374,7 +395,7 @@ class Call:
         axes = [each % max(1, operand.ndim) for each in ([axes] if isinstance(axes, int) else axes)]
         if not operand.ndim:
             return [found] * len(self.results)
-        reduced = self.algebra.reduced(found, axes, self.name)
+        reduced = self.sums.reduced(found, axes, self.name)
         keeps = bool(self.named.get("keepdim", False))
 
         def squeezed(numbers: Tensor) -> Tensor:
@@ -393,10 +414,10 @@ class Call:
             axes = range(operand.ndim - len(self.named["normalized_shape"]), operand.ndim)
         axes = [axes] if isinstance(axes, int) else list(axes)
         if "layer_norm" in self.name or "rms_norm" in self.name:
-            found = self.algebra.summed_by_layer(found, axes) or found
-            found = self.algebra.settled(found, axes, are_features=True)
+            found = self.layouts.summed_by_layer(found, axes) or found
+            found = self.layouts.settled(found, axes, are_features=True)
         elif "norm" in self.name and operand.ndim > 1:
-            found = self.algebra.by_channel(found)
+            found = self.layouts.by_channel(found)
         # A softmax is over keys: its result has both candidates still.
         return [found if each.shape == operand.shape else None for each in self.results]
 
@@ -408,7 +429,7 @@ class Call:
             return None
         if operand.ndim < 3 or result.ndim != operand.ndim:
             return self._unknown(result)
-        found = self.algebra.by_channel(found)
+        found = self.layouts.by_channel(found)
         if not is_constant_along(found.first, 1):
             return self._unknown(result)
         numbers = found.first.narrow(1, 0, 1)
@@ -427,12 +448,12 @@ class Call:
         rows, columns = self._summed(rows, other, -1), self._summed(columns, one, -2)
         found = self._selected(one, other)
         if found is None:
-            found = self.algebra.product(rows, columns, shape, self.name)
+            found = self.sums.product(rows, columns, shape, self.name)
             if found is not None and self.of(one) is None and result.ndim == 3:
                 found = self._asked(one, found)
         bias = self.of(self.arguments[0]) if shift else None
         both = [each for each in (found, bias) if each is not None]
-        return [self.algebra.join(both, shape, self.name)]
+        return [self.joins.join(both, shape, self.name)]
 
     def _summed(self, factor: Origins | None, matrix: Tensor, axis: int) -> Origins | None:
         """The origins of a factor, with what a product with a parameter says about its layout."""
@@ -441,8 +462,8 @@ class Call:
             return factor
         is_free = names.isdisjoint(self.trace.of_layers)
         if is_free and matrix.shape[-1] == matrix.shape[-2]:
-            return self.algebra.mixed_by_parameter(factor, axis)
-        return self.algebra.summed_by_layer(factor, [axis])
+            return self.layouts.mixed_by_parameter(factor, axis)
+        return self.layouts.summed_by_layer(factor, [axis])
 
     def _selected(self, one: Tensor, other: Tensor) -> Origins | None:
         """The rows that a product with a matrix of zeros and ones moves to other places.
@@ -453,7 +474,7 @@ class Call:
             found = self.of(rows)
             if found is None or matrix.requires_grad:
                 continue
-            found = self.algebra.settled(found, [-2])
+            found = self.layouts.settled(found, [-2])
             if is_constant_along(found.first, -2) or not is_constant_along(found.first, -1):
                 continue
             if not bool((((matrix == 0) | (matrix == 1)) & (matrix.sum(-1, True) <= 1)).all()):
@@ -488,7 +509,7 @@ class Call:
             return None
         count = queries.shape[-2]
         place = torch.arange(count, device=queries.device)[:, None]
-        numbers = self.algebra.fresh(samples * count + place, samples)
+        numbers = self.grids.fresh(samples * count + place, samples)
         if bool((numbers < 0).any()):
             return None
         self.trace.land(queries, self.trace.sources.present(numbers)[0])
@@ -511,10 +532,10 @@ class Call:
         shift = 1 if self.name == "addmv" else 0
         one, other = self.of(self.arguments[shift]), self.of(self.arguments[shift + 1])
         if self.trace.leaves(self.arguments[shift + 1]):
-            one = self.algebra.summed_by_layer(one, [-1])
+            one = self.layouts.summed_by_layer(one, [-1])
         column = None if other is None else other.moved(lambda numbers: numbers[:, None])
         shape = torch.Size((*result.shape, 1))
-        found = self.algebra.product(one, column, shape, self.name)
+        found = self.sums.product(one, column, shape, self.name)
         return [None if found is None else found.moved(lambda numbers: numbers[..., 0])]
 
     def _linear(self) -> list[Origins | None]:
@@ -533,7 +554,7 @@ class Call:
         found = self.of(operand)
         if found is None:
             return [None]
-        found = self.algebra.by_channel(found)
+        found = self.layouts.by_channel(found)
         stride = self.named.get("stride", [1])
         transposed = self.named.get("transposed", False)
         numbers = found.first.narrow(1, 0, 1)
@@ -541,7 +562,7 @@ class Call:
         if not is_constant_along(found.first, 1):
             if bool((compact(found.first) < NOBODY).any()):
                 return [self._unknown(result, found.reason)]
-            found = found.but(first=self.algebra.reduced(found, [1], self.name).first, second=None)
+            found = found.but(first=self.sums.reduced(found, [1], self.name).first, second=None)
             numbers = found.first
         length = operand.shape[-1]
         tokens = compact(numbers)
@@ -565,7 +586,7 @@ class Call:
 
     def _by_new_place(self, result: Tensor, found: Origins, numbers: Tensor) -> Origins:
         samples = self.trace.sources.sample_of(numbers)
-        fresh = self.algebra.grid_by_place(samples, [len(result), 1, *result.shape[2:]])
+        fresh = self.grids.by_place(samples, [len(result), 1, *result.shape[2:]])
         if bool((fresh < 0).any()):
             return self._unknown(result)
         return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
@@ -613,7 +634,7 @@ class Call:
             return [None]
         length = self.results[0].shape[axis]
         halves = [found.moved(lambda n, k=k: n.narrow(axis, k * length, length)) for k in (0, 1)]
-        return [self.algebra.join(halves, self.results[0].shape, self.name)]
+        return [self.joins.join(halves, self.results[0].shape, self.name)]
 
     def _as_complex(self) -> list[Origins | None]:
         found = self.of(self.arguments[0])
@@ -634,14 +655,31 @@ class Call:
             if (found := self.of(each)) is not None
         ]
         shape = (*self.results[0].shape[:-1], 1)
-        joined = self.algebra.join(narrow, torch.Size(shape), self.name)
+        joined = self.joins.join(narrow, torch.Size(shape), self.name)
         return [
             None if joined is None else joined.moved(lambda n, to=each.shape: n.expand(to))
             for each in self.results
         ]
 
     def _sequence(self) -> list[Origins | None]:
-        return self._only_first(self._rows_of(self.arguments[0]))
+        """A recurrent layer as one operation: (s, b, h), and the states that it ends with.
+
+        These are (b, h), or (layers, b, h) where the operation has several layers and directions.
+        """
+        found = self._rows_of(self.arguments[0])
+        if found is None:
+            return [None] * len(self.results)
+        steps, is_back = found.first, bool(self.named.get("reverse", False))
+        made: list[Origins | None] = [found]
+        for each in self.results[1:]:
+            if steps.ndim != 3 or each.ndim not in (2, 3) or each.shape[-2] != steps.shape[1]:
+                made.append(None)
+                continue
+            ends = steps[0 if is_back else -1]
+            if each.ndim == 3 and self.named.get("bidirectional"):
+                ends = torch.stack([steps[-1], steps[0]]).repeat(len(each) // 2, 1, 1)
+            made.append(found.but(first=ends[..., :1].expand(each.shape), second=None))
+        return made
 
     def _unfolded(self) -> list[Origins | None]:
         found = self.of(self.arguments[0])
@@ -659,7 +697,7 @@ class Call:
         found = self.of(self.arguments[0])
         if found is None:
             return [None] * len(self.results)
-        found = self.algebra.settled(found, [])
+        found = self.layouts.settled(found, [])
         arguments = list(self.arguments[1:])
         if self.name == "_pad_packed_sequence":
             arguments[2] = NOBODY  # what is added is nobody's
@@ -764,11 +802,6 @@ def _strided(
     memory = torch.full((max(ends) + 1,), UNKNOWN, dtype=torch.int64, device=tensor.device)
     memory.as_strided(tensor.shape, tensor.stride()).copy_(numbers)
     return memory.as_strided(size, stride, start)
-
-
-def constant(code: int, tensor: Tensor) -> Tensor:
-    """One code for all entries of a tensor."""
-    return torch.full((), code, dtype=torch.int64, device=tensor.device).expand(tensor.shape)
 
 
 def window(numbers: Tensor, base: Tensor, view: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.algebra.factors import Term
-from torchfmri._tokens.rules.origins import Source
+from torchfmri._tokens.rules.sources import Source
 from torchfmri._tokens.rules.uses import NotUnderstoodError
 
 _MOST = 4096

@@ -146,7 +146,8 @@ def recurrent_terms(
     return _terms(module, run, pairs, x.shape[:2], is_batched)
 
 
-def _input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def recurrent_input(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """What a recurrent layer reads: a tensor or a packed sequence."""
     return arguments[0] if arguments else keywords["input"]
 
 
@@ -154,7 +155,7 @@ def _steps_first(
     module: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, bool]:
     """The input as (s, b, i), the lengths of packed samples, and whether there is a batch axis."""
-    x = _input(arguments, keywords)
+    x = recurrent_input(arguments, keywords)
     if isinstance(x, PackedSequence):
         padded, lengths = pad_packed_sequence(x)
         return padded.detach(), lengths.to(padded.device), True
@@ -185,7 +186,7 @@ def _pairs(
     is_batched: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """What was computed again, each with its gradient."""
-    x = _input(arguments, keywords)
+    x = recurrent_input(arguments, keywords)
     made = {"0": result.transpose(0, 1) if module.batch_first and is_batched else result}
     if isinstance(x, PackedSequence):
         made = {

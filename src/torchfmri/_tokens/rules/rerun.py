@@ -18,22 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchfmri._capture import TokenMask
-from torchfmri._tokens.algebra.factors import Term, squares, total
+from torchfmri._tokens.algebra.factors import Term, grouped, squares, total
 from torchfmri._tokens.rules.arguments import given_origins
-from torchfmri._tokens.rules.origins import (
-    NOBODY,
-    Origins,
-    Source,
-    Sources,
-    compact,
-    is_constant_along,
-)
+from torchfmri._tokens.rules.numbers import NOBODY, compact, is_constant_along
+from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.positions import position_terms
 from torchfmri._tokens.rules.record import Axis, Part, sums_to
-from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_terms
+from torchfmri._tokens.rules.recurrences import REASON, StepUse
+from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_input, recurrent_terms
+from torchfmri._tokens.rules.sources import Source, Sources
+from torchfmri._tokens.rules.trace import Trace
 from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
 from torchfmri._tokens.rules.uses import (
     NotUnderstoodError,
@@ -115,12 +112,14 @@ class OwnerTokens(NamedTuple):
         sources: What their numbers mean.
         names: Of the grids of positions that the call makes, in order.
         sums: The parameters of other layers of which each argument is the sum.
+        steps: By parameter, its uses in the call that may be steps of a recurrence.
     """
 
     origins: Sequence[Origins | None] = ()
     sources: Sources = Sources()
     names: Sequence[str] = ()
     sums: Sequence[frozenset[str]] = ()
+    steps: Mapping[str, Sequence[StepUse]] = {}
 
 
 class OwnerCall:
@@ -322,6 +321,7 @@ class OwnerCall:
             with tracker, self._without_calls(tracker, beside_calls):
                 output = self._called(modules, leaves)
             tracker.settle()
+            lost = self._place_steps(tracker, handed)
             self._name_sources(before)
             outputs = [
                 each
@@ -329,7 +329,7 @@ class OwnerCall:
                 if (derived := tracker.derived(each.tensor)) is None
                 or derived.leaves.isdisjoint(given_away)
             ]
-            self._collect(tracker, outputs, leaves, found, beside_calls)
+            self._collect(tracker, outputs, leaves, found, beside_calls, lost)
         self._tracker = None
         for number, names in handed.items():
             several = found.parts.pop(_argument(number), [])
@@ -340,6 +340,40 @@ class OwnerCall:
                     reason = str(refusal.reason)
                     found.unsupported[name] = UnsupportedLayerError(name, self.layer, reason)
         return found
+
+    def _place_steps(self, tracker: Tracker, handed: Mapping[int, Sequence[str]]) -> list[str]:
+        """Find out where uses in recurrences belong; return the leaves of which that is not known.
+
+        A call may be one step of a recurrence, of which the pass as a whole was followed.
+        """
+        tracker.recurrences.place()
+        lost = []
+        for leaf, uses in tracker.recurrences.uses.items():
+            several = next((n for k, n in handed.items() if _argument(k) == leaf), [leaf])
+            known = next((self.tokens.steps[n] for n in several if n in self.tokens.steps), None)
+            if known is None:
+                continue
+            if len(known) != len(uses) or not all(map(self._place_step, uses, known)):
+                lost.append(leaf)
+        tracker.place_uses()
+        return lost
+
+    def _place_step(self, mine: StepUse, use: StepUse) -> bool:
+        """Place a use where the same one of the pass is; whether it is the same.
+
+        A grid that the call itself makes has other numbers when it is run again.
+        """
+        if mine.own.shape != use.own.shape:
+            return False
+        place = use.own if use.place is None else use.place
+        apart = mine.own - use.own
+        is_same = bool((apart == 0).all())
+        sources = self.sources.present(torch.stack([use.own, place]))
+        if not is_same and (bool((apart != apart.flatten()[0]).any()) or len(sources) != 1):
+            return False
+        is_told = place >= 0
+        mine.place = torch.where(is_told, place + apart, place) if use.is_moved else mine.own
+        return True
 
     def _as_leaves(self, handed: Mapping[int, Sequence[str]]) -> dict[int, Tensor]:
         """Those of the arguments, in whose place leaves of our own are put."""
@@ -432,6 +466,7 @@ class OwnerCall:
         leaves: Mapping[str, Tensor],
         found: OwnerParts,
         beside_calls: bool,
+        lost: Collection[str],
     ) -> None:
         """The terms of all uses, from one backward pass through the graph of the re-run."""
         distinct = {id(each.tensor): each for each in reversed(outputs)}  # returned twice: once
@@ -455,7 +490,7 @@ class OwnerCall:
             allow_unused=True,
             retain_graph=True,
         )
-        failed = dict(tracker.unknown)
+        failed = dict(tracker.unknown) | dict.fromkeys(lost, REASON)
         terms: dict[str, list[tuple[Tags, Term]]] = defaultdict(list)
         for use, g in zip(uses, brought, strict=False):
             if g is None:
@@ -517,7 +552,7 @@ class OwnerCall:
 
     def _fall_back(
         self,
-        failed: Mapping[str, str],
+        failed: dict[str, str],
         pairs: list[tuple[Tensor, Any]],
         leaves: Mapping[str, Tensor],
         found: OwnerParts,
@@ -525,6 +560,10 @@ class OwnerCall:
         """Parameters used in operations without a rule: a pass per position, if that is exact."""
         if not failed:
             return
+        for name in [each for each, reason in failed.items() if REASON in reason]:
+            # What it returns is at a position, but its use may belong to the next step.
+            text = f"it is used in {failed.pop(name)}"
+            found.unsupported[name] = UnsupportedLayerError(name, self.layer, text)
         names = list(failed)
         try:
             source, terms = position_terms(self, pairs, [leaves[name] for name in names])
@@ -543,20 +582,67 @@ class OwnerCall:
             found.parts[name].append(Part(axis, rule, self._mask, [term]))
 
     def _recurrent(self, wanted: Mapping[str, nn.Parameter], found: OwnerParts) -> None:
-        """An RNN, GRU or LSTM: computed again step by step."""
+        """An RNN, GRU or LSTM: computed again step by step, at the tokens of the rows it reads."""
         try:
             grid, terms = recurrent_terms(
                 self.module, self._arguments, self._keywords, self.gradients, self._outputs
             )
+            several = self._steps_read(grid)
         except NotUnderstoodError as reason:
             raise self._refused(wanted, str(reason)) from reason
         keys = {id(each): key for key, each in self.module._parameters.items()}
         for name, parameter in wanted.items():
-            axis = Axis(self.axis.run, self.axis.stack, grid)
-            part = Part(
-                axis, f"unrolled {self.module.mode}", self._mask, [terms[keys[id(parameter)]]]
-            )
-            found.parts[name].append(part)
+            whole = terms[keys[id(parameter)]]
+            for tags in several:
+                term, numbers = whole, tags.numbers
+                if not torch.equal(numbers, torch.arange(whole.tokens, device=numbers.device)):
+                    kept = (numbers >= 0).nonzero()[:, 0]
+                    term = grouped(numbers[kept], math.prod(tags.grid), whole.at(kept))
+                axis = Axis(self.axis.run, tags.stack or self.axis.stack, tags.grid, tags.of)
+                rule = f"unrolled {self.module.mode}"
+                found.parts[name].append(Part(axis, rule, self._mask, [term]))
+
+    def _steps_read(self, grid: tuple[int, int]) -> list[Tags]:
+        """The tokens of the rows that a recurrent layer reads, for each source of tokens.
+
+        Args:
+            grid: The rows of its input, in their order: (b, s), or (s, b).
+        """
+        x = recurrent_input(self._arguments, self._keywords)
+        read = x.data if isinstance(x, PackedSequence) else x
+        elements = flatten((self._arguments, self._keywords))
+        known = dict(zip([id(each.tensor) for each in elements], self._known(), strict=True))
+        origins = known.get(id(read))
+        if origins is None:
+            raise NotUnderstoodError("the tokens of its rows cannot be told")
+        trace = Trace(self.sources)
+        origins = trace.layouts.settled(origins, [read.ndim - 1], are_features=True)
+        if origins.second is not None and not origins.is_decided:
+            raise NotUnderstoodError(f"its rows are of different positions, by {origins.reason}")
+        numbers = trace.sums.reduced(origins, [read.ndim - 1], "", are_features=True).first[..., 0]
+        rows = numbers.reshape(-1)
+        if bool((rows < NOBODY).any()):
+            raise NotUnderstoodError(f"its rows cannot be followed through {origins.reason}")
+        sources = self.sources.present(rows)
+        is_given = read.ndim == 2 and len(sources) == 1 and sources[0].is_given
+        if is_given and torch.equal(rows, sources[0].numbers(rows.device).reshape(-1)):
+            # The model was handed steps without a batch, or a packed sequence.
+            places = torch.arange(math.prod(grid), device=rows.device)
+            return [Tags(grid, places, sources[0].stack, sources[0].name)]
+        is_row = torch.ones_like(rows, dtype=torch.bool)
+        if isinstance(x, PackedSequence):
+            packed = x._replace(data=(rows + 2).double()[:, None])
+            padded, _ = pad_packed_sequence(packed, batch_first=bool(self.module.batch_first))
+            rows = padded[..., 0].reshape(-1).long() - 2
+            is_row, rows = rows != -2, rows.clamp(min=NOBODY)  # what is added has no gradient
+        found = tags_of(self.sources, rows)
+        nobody = (is_row & (rows == NOBODY)).nonzero()[:, 0]
+        if len(nobody):
+            own = torch.full_like(rows, -1)
+            own[nobody] = torch.arange(len(nobody), device=rows.device)
+            name = f"rows of {self.layer} that come from no token"
+            found.append(Tags((len(nobody), 1), own, self.axis.stack, name))
+        return found
 
     def _without_graph(self, name: str) -> UnsupportedLayerError:
         return UnsupportedLayerError(

@@ -14,25 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchfmri._tokens.rules.grids import Grids
+from torchfmri._tokens.rules.joins import Joins
+from torchfmri._tokens.rules.layouts import Layouts
+from torchfmri._tokens.rules.numbers import (
+    NOBODY,
+    UNKNOWN,
+    compact,
+    constant,
+    is_constant_along,
+)
 from torchfmri._tokens.rules.operations import (
     MOVES,
     NEW,
     Call,
-    constant,
     name_of,
     tensors_in,
     window,
 )
-from torchfmri._tokens.rules.origins import (
-    NOBODY,
-    UNKNOWN,
-    Algebra,
-    Origins,
-    Source,
-    Sources,
-    compact,
-    is_constant_along,
-)
+from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
+from torchfmri._tokens.rules.sources import Source, Sources
+from torchfmri._tokens.rules.sums import Sums
 from torchfmri._tokens.rules.way import step
 from torchfmri._torch import DispatchMode
 
@@ -60,13 +63,18 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, sources: Sources | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sources = Sources() if sources is None else sources
-        self.algebra = Algebra(self.sources)
+        self.recurrences = Recurrences(self.sources)
+        self.grids = Grids(self.sources)
+        self.layouts = Layouts(self.sources, self.grids)
+        self.joins = Joins(self.sources, self.grids, self.recurrences)
+        self.sums = Sums(self.sources, self.grids, self.layouts, self.joins)
         self._origins: dict[int, Origins] = {}
         self._leaves: dict[int, frozenset[str]] = {}
         self._floating: dict[int, list[Origins]] = {}
         self._sums: dict[int, frozenset[str]] = {}
         self._written: set[int] = set()
         self._states: set[int] = set()
+        self._computed: set[int] = set()
         self._fixed: set[int] = set()
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.count = 0
@@ -157,14 +165,13 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and found() is tensor:
             return
         tables = (self._origins, self._leaves, self._floating, self._sums, self._alive)
-        written, states, fixed = self._written, self._states, self._fixed
+        sets = (self._written, self._states, self._computed, self._fixed)
 
         def forget(_: object) -> None:
             for table in tables:
                 table.pop(key, None)
-            written.discard(key)
-            states.discard(key)
-            fixed.discard(key)
+            for each in sets:
+                each.discard(key)
 
         forget(None)
         self._alive[key] = weakref.ref(tensor, forget)
@@ -173,9 +180,8 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything: callbacks on tensors refer to these tables."""
         for table in (self._origins, self._leaves, self._floating, self._sums, self._alive):
             table.clear()
-        self._written.clear()
-        self._states.clear()
-        self._fixed.clear()
+        for some in (self._written, self._states, self._computed, self._fixed):
+            some.clear()
         if self.beside is not None:
             self.beside.close()
 
@@ -259,14 +265,25 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
             if leaves:
                 if name not in MOVES and name != "embedding":
                     found = found.but()
-                    if self.algebra.is_step(found):  # maybe of a recurrence
-                        found.used_by(leaves, any(id(each) in self._states for each in operands))
+                    if self.joins.is_step(found):  # maybe of a recurrence
+                        self._note_use(found, leaves, operands, torch.Tag.pointwise in tags)
                 self._land(operands, found)
-            if (found.chain or found.seen) and not self.algebra.is_step(found):
-                found = found.but(chain={}, seen=frozenset())  # a recurrence is over
+            if (found.chain or found.seen) and not self.joins.is_step(found):
+                found = found.but(chain={}, seen=frozenset(), pair=None)  # a recurrence is over
             self.set(each, found)
         if results and results[0] is arguments[0] and function._schema.is_mutable:
             self._write_to_base(arguments[0])
+
+    def _note_use(
+        self, found: Origins, leaves: frozenset[str], operands: Sequence[Tensor], is_pointwise: bool
+    ) -> None:
+        """Note that a step is the result of a use of parameters."""
+        computed = any(id(each) in self._computed for each in operands)
+        is_fresh = len(found.seen) <= 1
+        use = StepUse(found.first, computed and is_pointwise, is_fresh=is_fresh, pair=found.pair)
+        self.recurrences.add(use, found.chain, leaves)
+        found.use = use
+        found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}
 
     def _note_derived(
         self, name: str, operands: Sequence[Tensor], result: Tensor, leaves: frozenset[str]
@@ -292,6 +309,10 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         if constants or spread or any(id(each) in self._states for each in operands):
             self._watch(result)
             self._states.add(id(result))
+        others = [each for each in operands if each.ndim and not self.leaves(each)]
+        if others or spread or any(id(each) in self._computed for each in operands):
+            self._watch(result)
+            self._computed.add(id(result))
 
     def _land(self, operands: Sequence[Tensor], found: Origins) -> None:
         """Outputs that were computed from constants meet data: they have its tokens."""
@@ -322,14 +343,12 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         if base is None or found is None:
             return
         old = self._origins.get(id(base))
-        if found.chain and self.algebra.is_step(found):
-            found.collected()
         first = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64,
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.first)
         window(first, base, tensor).copy_(found.first)
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
-        filled = self.algebra.filled(first)
+        filled = self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)
         self.set(base, found.but(first=first, second=None, is_dynamic=dynamic))
         self._written.add(id(base))

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torchfmri._tokens.rules.operations import BY_IDS, MOVES, NEW, moved_like, name_of, tensors_in
-from torchfmri._tokens.rules.origins import Origins, Sources
+from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.trace import Trace
 
 
@@ -121,8 +122,8 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
             self._remember(Derived(leaf, frozenset({name}), places))
         for tensor, origins in inputs:
             self._kept.append(tensor)
-            if origins is not None:
-                self.set(tensor, origins)
+            if origins is not None:  # uses of the pass in which it was called are not ours
+                self.set(tensor, origins.but(chain={}, pair=None))
 
     def leaves(self, tensor: Tensor) -> frozenset[str]:
         """The parameters of which a tensor was computed, where it depends on nothing else."""
@@ -157,6 +158,13 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
         for use in waiting:
             if use.output.requires_grad:
                 use.edge = get_gradient_edge(use.output)
+
+    def place_uses(self) -> None:
+        """Give uses that are steps of a recurrence the tokens at which these were placed."""
+        for use in self.uses:
+            step = None if use.origins is None else use.origins.use
+            if use.origins is not None and step is not None and step.is_moved:
+                use.origins = use.origins.placed(step)
 
     # -- one operation -----------------------------------------------------------------------
 

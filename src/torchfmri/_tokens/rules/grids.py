@@ -1,0 +1,237 @@
+"""New tokens for values that are computed from several old ones, and grids of tokens compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchfmri._tokens.rules.numbers import (
+    NOBODY,
+    SEVERAL,
+    UNKNOWN,
+    broadcast,
+    compact,
+    is_constant_along,
+    unique,
+)
+from torchfmri._tokens.rules.sources import Sources
+
+_MOST_PIECES = 8  # of features of different grids, side by side
+
+
+class Grids:
+    """Makes and compares grids of tokens.
+
+    Args:
+        sources: The tokens of the pass.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+
+    def merged(
+        self, numbers: Tensor, along: Sequence[int], entries: Tensor | None = None
+    ) -> Tensor:
+        """New tokens for values that are summed over several old ones.
+
+        Args:
+            numbers: The old ones.
+            along: The axes.
+            entries: Finer numbers than those of tokens, where a row is known by these.
+        """
+        shape, axes = list(numbers.shape), [each % numbers.ndim for each in along]
+        for axis in axes:
+            shape[axis] = 1
+        small = compact(numbers)
+        if bool((small < NOBODY).any()):
+            lost = small.amin(axes, keepdim=True)
+            return lost.expand(shape)
+        known, far = small != NOBODY, int(small.max()) + 1  # constants have no say
+        samples = self.sources.sample_of(small)
+        lowest = torch.where(known, small, far).amin(axes, keepdim=True)
+        if bool(((small == lowest) | ~known).all()):
+            return torch.where(lowest == far, NOBODY, lowest).expand(shape)
+        least = torch.where(known, samples, far).amin(axes, keepdim=True)
+        most = torch.where(known, samples, NOBODY).amax(axes, keepdim=True)
+        nobody = most == NOBODY
+        if bool(((least != most) & ~nobody).any()):  # of several samples
+            return torch.full_like(lowest, NOBODY).expand(shape)
+        finer = self._finest(small, axes)
+        if finer is not None:
+            return finer.expand(shape)
+        rows = _rows_along(small if entries is None else compact(entries), axes)
+        keys = _sets(rows)
+        if keys is None:
+            return torch.full_like(lowest, SEVERAL).expand(shape)
+        keys = keys.view(lowest.shape)
+        if bool(nobody.any()):  # rows of padding alone
+            found = torch.full_like(lowest, NOBODY)
+            found[~nobody] = self.fresh(keys[~nobody], most[~nobody])
+            return found.expand(shape)
+        found = self.fresh(keys, most)
+        source = self.sources.all[-1]
+        is_new = bool((found >= source.start).all()) and source.name != "samples"
+        old = small[known]
+        if is_new and entries is None and _sets_are_apart(old, keys.expand(small.shape)[known]):
+            source.members = torch.full((source.start,), -1, device=found.device)
+            source.members[old] = found.expand(small.shape)[known]
+        return found.expand(shape)
+
+    def _finest(self, small: Tensor, axes: Sequence[int]) -> Tensor | None:
+        """The tokens of rows whose features come from grids of which one is finer than the others.
+
+        A U-Net puts the features of an upsampled grid beside those of the finer one.
+        """
+        rows = small.movedim(tuple(axes), tuple(range(len(axes)))).flatten(0, len(axes) - 1)
+        changes = (rows[1:] != rows[:-1]).flatten(1).any(1).nonzero()[:, 0] + 1
+        if len(changes) > _MOST_PIECES:
+            return None
+        result = rows[0]
+        for each in rows[changes]:
+            found = self.finer(result, each)
+            if found is None:
+                return None
+            result = found
+        for axis in sorted(axes):
+            result = result.unsqueeze(axis)
+        return result
+
+    def finer(self, a: Tensor, b: Tensor) -> Tensor | None:
+        """Of two grids of tokens of the same samples, place by place, the finer one.
+
+        Every token of it meets one of the other, which has fewer or meets several.
+        """
+        a, b = broadcast(compact(a), compact(b))
+        ours, theirs = self.sources.present(a), self.sources.present(b)
+        is_told = bool((a >= 0).all()) and bool((b >= 0).all()) and a.numel() > 0
+        if not is_told or len(ours) != 1 or len(theirs) != 1 or ours[0].true is theirs[0].true:
+            return None
+        if not bool((self.sources.sample_of(a) == self.sources.sample_of(b)).all()):
+            return None
+        pairs = len(unique(a * (int(b.max()) + 1) + b))
+        counts = len(unique(a)), len(unique(b))
+        whole = [n == math.prod(e[0].grid) for n, e in zip(counts, (ours, theirs), strict=True)]
+        if whole[0] and pairs == counts[0] and (counts[1] < pairs or not whole[1]):
+            return a
+        if whole[1] and pairs == counts[1] and (counts[0] < pairs or not whole[0]):
+            return b
+        return None
+
+    def fresh(self, keys: Tensor, samples: Tensor) -> Tensor:
+        """Numbers of new tokens: one for each key, in the order of keys within each sample."""
+        found, inverse = unique(keys, return_inverse=True)
+        owner = found.new_zeros(len(found)).index_put_((inverse.flatten(),), samples.flatten())
+        b = int(owner.max()) + 1 if len(owner) else 1
+        counts = torch.bincount(owner.clamp(0), minlength=b)
+        if bool((owner < 0).any()) or int(counts.min()) != int(counts.max()):
+            return torch.full_like(keys, UNKNOWN)
+        s = int(counts[0])
+        source = self.sources.whole_samples(b) if s == 1 else self.sources.add((b, s))
+        order = torch.argsort(owner, stable=True)
+        ranks = torch.empty_like(order)
+        ranks[order] = torch.arange(len(order), device=order.device)
+        return ranks[inverse] + source.start
+
+    def by_place(self, samples: Tensor, shape: Sequence[int]) -> Tensor:
+        """Numbers of new tokens at every place of (n, 1, *positions).
+
+        Args:
+            samples: Of what is at (n, ...).
+            shape: (n, 1, *positions); n is the batch, or has several rows of each sample in turn.
+        """
+        n, count = shape[0], math.prod(shape[2:])
+        lost = torch.full((n, 1, *shape[2:]), UNKNOWN, device=samples.device)
+        rows = compact(samples).reshape(compact(samples).shape[0], -1)
+        first = rows.amax(1, keepdim=True) if rows.numel() else rows  # constants have no say
+        if not rows.numel() or bool(((rows != first) & (rows != NOBODY) | (first < 0)).any()):
+            return lost
+        order = first[:, 0].expand(n) if len(rows) == 1 else first[:, 0]
+        found, counts = unique(order, return_counts=True)
+        b, each = len(found), int(counts[0])
+        if len(order) != n or bool((counts != each).any()) or int(found[-1]) != b - 1:
+            return lost
+        is_sample = count == each == 1
+        source = self.sources.whole_samples(b) if is_sample else self.sources.add((b, each * count))
+        turn = torch.empty_like(order)
+        turn[torch.argsort(order, stable=True)] = torch.arange(n, device=order.device) % each
+        place = torch.arange(count, device=samples.device)
+        numbers = source.start + (order * each + turn)[:, None] * count + place
+        return numbers.view(n, 1, *shape[2:])
+
+    def filled(self, numbers: Tensor) -> Tensor | None:
+        """Rows that are back at their places, and the tokens of places that were left out.
+
+        None where the rows are in another order.
+        """
+        sources = self.sources.present(numbers)
+        if numbers.ndim < 2 or len(sources) != 1 or not is_constant_along(numbers, -1):
+            return None
+        rows, (source,) = numbers[..., 0], sources
+        if rows.numel() != source.stop - source.start:
+            return None
+        places = torch.arange(source.start, source.stop, device=rows.device).view(rows.shape)
+        if not bool(((rows == places) | (rows == NOBODY)).all()):
+            return None
+        return places[..., None].expand(numbers.shape)
+
+    def is_single(self, numbers: Tensor) -> bool:
+        """Whether each sample has one position in a tensor."""
+        small = compact(numbers)
+        small = small[small >= 0]
+        if not small.numel():
+            return False
+        found = unique(small)
+        return len(unique(self.sources.sample_of(found))) == len(found)
+
+    def is_whole(self, numbers: Tensor) -> bool:
+        """Whether a tensor has all tokens of a source, each at one place."""
+        small = compact(numbers)
+        sources = self.sources.present(small)
+        if len(sources) != 1 or small.numel() % math.prod(sources[0].grid):
+            return False
+        found = unique(small[small >= 0])
+        return len(found) == math.prod(sources[0].grid) and bool((small >= 0).all())
+
+
+def _rows_along(small: Tensor, axes: Sequence[int]) -> Tensor:
+    """The numbers as (rows, k): what is summed over comes last."""
+    last = tuple(range(-len(axes), 0))
+    rows = small.movedim(tuple(axes), last).flatten(-len(axes))
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _sets(rows: Tensor) -> Tensor | None:
+    """A number for each row (n, k), the same for rows of the same tokens, in order of appearance.
+
+    None where this does not tell rows apart: the same tokens in another order are another row, as
+    in x + x.flip(1), and so are two rows among others that they overlap with.
+    """
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    unordered = torch.where(rows < 0, 0, _scrambled(rows)).sum(1)
+    ordered = torch.where(rows < 0, 0, _scrambled(rows * len(columns) + columns)).sum(1)
+    sets, inverse = unique(unordered, return_inverse=True)
+    if len(sets) != len(unique(ordered)):
+        return None
+    first = torch.full((len(sets),), len(rows), device=rows.device)
+    places = torch.arange(len(rows), device=rows.device)
+    first = first.scatter_reduce(0, inverse, places, "amin")
+    keys = first[inverse]
+    known = rows >= 0
+    apart = _sets_are_apart(rows[known], keys[:, None].expand(rows.shape)[known])
+    return keys if apart or len(sets) == len(rows) else None
+
+
+def _sets_are_apart(numbers: Tensor, keys: Tensor) -> bool:
+    """Whether no number is in two sets, which are known by their keys."""
+    pairs = unique(numbers * (int(keys.max()) + 1) + keys)
+    return len(pairs) == len(unique(numbers))
+
+
+def _scrambled(numbers: Tensor) -> Tensor:
+    """Numbers of 64 bits whose sums tell sets apart."""
+    mixed = (numbers + 1) * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    return mixed ^ (mixed >> 32)

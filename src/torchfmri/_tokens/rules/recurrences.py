@@ -1,0 +1,270 @@
+"""Uses of parameters in a recurrence: to which step does each belong?
+
+A state takes in one position after the other. Each such join is a step, at the position that is
+new. A parameter may be used before it, on the state alone (`w(h) + x[:, t]`), or after it
+(`w(h + x[:, t])`). A single step does not tell the two apart, because the use in one step is
+followed by the join of the next. The ends of the recurrence do: a first use on constants belongs
+to the state, and so does a last use that a step still takes in. A last use that nothing takes in is
+at its own position, and so are all uses before it.
+
+So uses are collected while a pass is followed, and placed when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchfmri._tokens.rules.numbers import SEVERAL, rows_of
+from torchfmri._tokens.rules.sources import Source, Sources
+
+REASON = "the steps of a recurrence that does not tell whether it uses them before or after"
+
+# The latest uses of each parameter on the way to a tensor, by name.
+Chain = Mapping[str, "tuple[StepUse, ...]"]
+
+
+@dataclass(slots=True, eq=False)
+class TwoPositions:
+    """Two positions that were joined without any step before: which of them came first?
+
+    It was told from the order in which they were selected. If a third position continues in the
+    same direction, this was the beginning of a recurrence. Otherwise nothing is known.
+    """
+
+    shift: int
+    is_step: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class StepUse:
+    """One use of parameters whose result has one position per sample.
+
+    Attributes:
+        own: The token of each entry of the result.
+        is_first: It takes in what the parameters make of constants: a state to begin with.
+        has_begun: This use, or one before it, is such a first one.
+        is_fresh: No step was taken on the way to it.
+        pair: The two positions of which it was computed, where these are all.
+        before: The uses of the same parameters that led to it.
+        after: The uses of the same parameters to which it leads.
+        is_direct: One of those is at the same position: no step lies between.
+        follows_step: A step lies between it and one of `before`.
+        shift: How far away the step is that takes it in, for each row, (n,).
+        through: Uses at that step which do not belong there themselves, but to the next one.
+        is_fixed: It was made of the position that a step took in, and belongs there.
+        is_passed: A further step followed the one that took it in.
+        is_on_state: It is a use on a state; None where that cannot be told.
+        place: The token of each entry in the end.
+    """
+
+    own: Tensor
+    is_first: bool = False
+    has_begun: bool = False
+    is_fresh: bool = True
+    pair: TwoPositions | None = None
+    before: tuple[StepUse, ...] = ()
+    after: list[StepUse] = field(default_factory=list)
+    is_direct: bool = False
+    follows_step: bool = False
+    shift: Tensor | None = None
+    through: tuple[StepUse, ...] = ()
+    is_fixed: bool = False
+    is_passed: bool = False
+    is_on_state: bool | None = False
+    place: Tensor | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether it makes the state that the next use reads out of constants."""
+        return self.is_first and self.is_direct
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it belongs to another step than the one whose state it reads."""
+        return self.place is not None and self.place is not self.own
+
+
+class Recurrences:
+    """All uses of a pass that may be steps of a recurrence.
+
+    Args:
+        sources: The tokens of the pass.
+
+    Attributes:
+        uses: By parameter, in order.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._all: list[StepUse] = []
+        self.uses: dict[str, list[StepUse]] = {}
+
+    def add(self, use: StepUse, chain: Chain, leaves: Iterable[str]) -> None:
+        """Note a use of these parameters; `chain` holds those that led to it."""
+        leaves = tuple(leaves)
+        use.before = tuple(dict.fromkeys(each for leaf in leaves for each in chain.get(leaf, ())))
+        use.is_first = use.is_first and not use.before
+        use.has_begun = use.is_first or any(each.has_begun for each in use.before)
+        for each in use.before:
+            is_same = bool(rows_of(each.own)[0] == rows_of(use.own)[0])
+            each.after.append(use)
+            each.is_direct |= is_same
+            use.follows_step |= not is_same
+        self._all.append(use)
+        for leaf in leaves:
+            self.uses.setdefault(leaf, []).append(use)
+
+    def step(self, newer: Chain, older: Chain, rows: Tensor, shift: Tensor, is_fresh: bool) -> None:
+        """Note that a position takes in a state.
+
+        Args:
+            newer: The uses that led to what is new.
+            older: Those that led to the state.
+            rows: The token of each row of what is new, (n,).
+            shift: How far that is from the state, (n,).
+            is_fresh: Whether no step was taken on the way to what is new.
+        """
+        held = [each for uses in newer.values() for each in uses if each.shift is None]
+        for each in held if is_fresh else ():
+            each.is_fixed = True
+        # Two states are joined, of which a later step takes in both: w(h1) + v(h2) + x[:, t].
+        waiting = [] if is_fresh else [e for e in held if rows_of(e.own)[0] == rows[0]]
+        for each in dict.fromkeys(each for uses in older.values() for each in uses):
+            if each.is_fixed:
+                continue
+            if each.shift is None:
+                each.shift, each.through = shift, tuple(e for e in waiting if e is not each)
+            elif is_fresh:
+                each.is_passed |= bool(rows_of(each.own)[0] + each.shift[0] != rows[0])
+
+    # -- placing -----------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """Find out where each use belongs."""
+        connected = self._connected()
+        for several in connected:
+            begins = any(each.begins for each in several)
+            recurs = begins or any(each.follows_step for each in several)
+            on_state = begins or (recurs and self._is_taken_in(several))
+            is_pair = any(each.pair is not None and not each.pair.is_step for each in several)
+            for each in several:
+                each.is_on_state = on_state
+                if is_pair or on_state is None:
+                    each.place = torch.full_like(each.own, SEVERAL)
+        for several in connected:
+            _place(several)
+
+    def _connected(self) -> list[list[StepUse]]:
+        """The uses that lead to each other, in order."""
+        found: list[list[StepUse]] = []
+        seen: set[StepUse] = set()
+        for start in self._all:
+            waiting, several = [start], []
+            while waiting:
+                each = waiting.pop()
+                if each not in seen:
+                    seen.add(each)
+                    several.append(each)
+                    waiting += [*each.before, *each.after]
+            if several:
+                found.append(several)
+        return found
+
+    def _is_taken_in(self, several: Sequence[StepUse]) -> bool | None:
+        """Whether steps take in uses of which the first reads data, by what becomes of the last.
+
+        None where that does not tell: something else may follow that takes in positions as well.
+        """
+        ends = [each for each in several if not each.after and not each.is_fixed]
+        taken = [each for each in ends if each.shift is not None and self._stays(each)]
+        if not taken:  # what was made of two positions side by side may be the first step
+            samples = [bool(self._sources.is_sample(rows_of(each.own)[0])) for each in several]
+            return None if len({*samples}) > 1 else False
+        is_regular = len(taken) == len(ends) and not any(each.is_passed for each in ends)
+        for each in several:
+            is_regular &= bool(each.before) or each.is_fresh or not self._stays(each)
+            is_regular &= all(
+                before.shift is None or before.is_fixed
+                or bool(rows_of(before.own)[0] + before.shift[0] == rows_of(each.own)[0])
+                for before in each.before
+            )  # fmt: skip
+        return True if is_regular else None
+
+    def _stays(self, use: StepUse) -> bool:
+        """Whether the step that takes a use in is of the same sequence, if there is one."""
+        if use.shift is None:
+            return True
+        row = rows_of(use.own)[:1]
+        return self._source(row) is self._source(row + use.shift[:1])
+
+    def _source(self, numbers: Tensor) -> Source | None:
+        found = self._sources.present(numbers)
+        return found[0] if found else None
+
+
+def _place(several: Sequence[StepUse]) -> None:
+    """Place uses: those on a state at the step that takes it in.
+
+    Several uses in a row belong to the same step, w(w(h)) + x[:, t], as many as there are in the
+    other steps: the first state may have been made by one more.
+    """
+    most = min((_uses_in_a_row(each) for each in several if each.follows_step), default=1)
+    for each in several:
+        last = each
+        for _ in range(most - 1):
+            last = next((use for use in last.after if not use.follows_step), last)
+        is_moved = each.is_on_state and last.shift is not None and not last.is_direct
+        if each.place is None:
+            is_moved = is_moved and not (each.is_fixed or each.begins)
+            each.place = _moved(each, last) if is_moved else each.own
+
+
+def _uses_in_a_row(use: StepUse) -> int:
+    """How many uses follow each other without a step, from this one on."""
+    count, waiting = 1, use
+    while waiting.is_direct:
+        following = next((each for each in waiting.after if not each.follows_step), None)
+        if following is None:
+            break
+        count, waiting = count + 1, following
+    return count
+
+
+def _moved(use: StepUse, last: StepUse) -> Tensor:
+    """The tokens of a use at the step that takes in the last one of its row."""
+    shift = torch.zeros(1, dtype=torch.int64, device=use.own.device)
+    seen: list[StepUse] = []
+    following: StepUse | None = last
+    while following is not None and following.shift is not None and following not in seen:
+        seen.append(following)
+        shift = shift + following.shift
+        following = next((each for each in following.through if each.is_on_state), None)
+    if bool((shift == shift[0]).all()):  # the rows may have another shape since
+        shift = shift[:1]
+    own = use.own
+    if len(shift) not in (1, own.shape[0] if own.ndim else 1):
+        return torch.full_like(own, SEVERAL)
+    shift = shift.view(-1, *[1] * (own.ndim - 1)) if own.ndim else shift[0]
+    return torch.where(own >= 0, own + shift, own)
+
+
+def united(one: Chain, other: Chain) -> Chain:
+    """The latest uses of parameters on the ways to two operands."""
+    if not one or not other:
+        return one or other
+    found: dict[str, tuple[StepUse, ...]] = dict(one)
+    for leaf, uses in other.items():
+        both = dict.fromkeys((*found.get(leaf, ()), *uses))
+        earlier = {before for each in both for before in each.before}
+        found[leaf] = tuple(each for each in both if each not in earlier)
+    return found
+
+
+def without_fixed(chain: Chain) -> Chain:
+    """The uses that may still be those of a state."""
+    kept = {leaf: tuple(e for e in uses if not e.is_fixed) for leaf, uses in chain.items()}
+    return {leaf: uses for leaf, uses in kept.items() if uses}

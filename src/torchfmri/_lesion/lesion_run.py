@@ -116,7 +116,7 @@ class LesionRun:
             if each.source is not None and each.feature is not None:
                 name = each.source.name
                 if name not in encoded:
-                    encoded[name] = each.source.encode(part).detach().float()
+                    encoded[name] = each.source.features(part).detach().float()
                 part = _feature(encoded[name], each.feature, name)
             found.append(float(part.float().square().mean().sqrt()))
         return np.array(found)
@@ -135,7 +135,7 @@ class LesionRun:
                 if key not in values:
                     raise InspectionError(f"Layer {key[0]!r} was never called as a module.")
                 with torch.no_grad():
-                    on = source.encode(_units(values[key], source.place)) > 0
+                    on = source.features(_units(values[key], source.place)) > 0
                 found[name].update(on.flatten(0, -2).any(0).nonzero().flatten().tolist())
         return {name: sorted(each) for name, each in found.items()}
 
@@ -212,6 +212,7 @@ class LesionRun:
             raise InspectionError(
                 f"Layer {missing[0][0]!r} was never called as a module: it cannot be lesioned."
             )
+        question.refuse_infinite(float(metric.detach()))
         detached = {key: value.detach() for key, value in values.items()}
         return detached, float(metric.detach()), estimates
 

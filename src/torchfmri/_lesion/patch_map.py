@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class PatchMap:
         patched: (n, labels) the metric of the corrupted prompt with each patch.
         unmatched: Tokens of either prompt that stand for none of the other, which stay as they are.
         to: What the patches reach; "" where everything after them.
+        unreached: Places from which nothing arrives at `to`, because no path leads there; their
+            score is 0.
 
     Example:
         >>> import torchfmri
@@ -53,6 +56,7 @@ class PatchMap:
     patched: Floats
     unmatched: tuple[str, ...] = ()
     to: str = ""
+    unreached: tuple[str, ...] = ()
 
     @property
     def score(self) -> Floats:
@@ -80,6 +84,13 @@ class PatchMap:
         found = self.top(count)
         way = self.to and f", on the direct way to {self.to}"
         notes = [f"not matched by role: {', '.join(self.unmatched)}"] if self.unmatched else []
+        if self.unreached:
+            shown = ", ".join(self.unreached[:_MOST_NAMES])
+            more = ", ..." * (len(self.unreached) > _MOST_NAMES)
+            notes.append(
+                f"no path leads to {self.to} from {plural(len(self.unreached), 'place')} ({shown}"
+                f"{more}), which come after it or beside it: nothing arrives, and the score is 0"
+            )
         return Grid(
             title=(
                 f"clean values of {plural(len(self.names), 'place')} put into the corrupted "

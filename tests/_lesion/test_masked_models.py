@@ -109,6 +109,11 @@ def test_the_file_says_that_answers_are_masked(model: nn.Module, tmp_path: Path)
     assert found.to_dict()["masked"] is True
 
 
+def test_a_model_without_a_head_is_not_asked_for_a_mask() -> None:
+    with pytest.raises(InspectionError, match="CLIPModel has no language modelling head"):
+        lesion(ARCHITECTURES["clip"].build(), TOKENIZER, [PROMPT], [[11]], of="text_model.L*.mlp")
+
+
 @pytest.mark.parametrize("ask", ["lesion", "patch"])
 def test_an_encoder_and_a_decoder_are_refused_with_what_to_do(ask: str) -> None:
     model = ARCHITECTURES["t5"].build()

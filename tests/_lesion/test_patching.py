@@ -176,6 +176,9 @@ def test_places_from_which_no_path_leads_are_noted(tiny: Subject) -> None:
     assert list(found.unreached) == late
     scores = dict(zip(found.names, found.score[:, 0], strict=True))
     assert all((scores[each] == 0) == (each in late) for each in found.names)
+    grey = found.plot().axes[0]
+    assert "on the direct way to L2.mlp\n(grey: no path)" in grey.get_title(loc="left")
+    assert int(np.ma.getmaskarray(grey.images[0].get_array()).sum()) == len(late)
     assert f"no path leads to L2.mlp from {len(late)} places (L2.mlp, L3H0," in found.table(
         width=200
     )

@@ -25,6 +25,8 @@ Key = tuple[str, str]
 """Layer, and "inputs" or "activations"."""
 _ROUNDING = 300.0
 """How far equal rows may be apart in units of the dtype: other batch sizes sum in other orders."""
+_MOST_ROUNDING = 0.1
+"""The same relative to the largest logit; in bfloat16 300 units would be more than all of it."""
 
 
 class Measured(NamedTuple):
@@ -176,7 +178,8 @@ class LesionRun:
         with torch.no_grad():
             alone = logits_for(self.model, question.ids[None], question.needed)[0].double()
             together = logits_for(self.model, ids, question.needed)[0]
-        limit = _ROUNDING * torch.finfo(together.dtype).eps * float(alone.abs().max())
+        share = min(_ROUNDING * torch.finfo(together.dtype).eps, _MOST_ROUNDING)
+        limit = share * float(alone.abs().max())
         apart = float((together.double() - alone).abs().max())
         if apart > limit:
             raise InspectionError(

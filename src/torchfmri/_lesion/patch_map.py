@@ -62,7 +62,7 @@ class PatchMap:
     def score(self) -> Floats:
         """(n, labels) 0 where it is as corrupted, 1 where it is as clean."""
         found: Floats = (self.patched - self.corrupted) / (self.clean - self.corrupted)
-        return found
+        return found + 0.0  # no -0
 
     def top(self, count: int = 10) -> list[tuple[str, str, float]]:
         """Place, token and score of the patches with the highest scores."""
@@ -108,8 +108,9 @@ class PatchMap:
 
     def plot(self) -> Figure:
         """The scores: places down, tokens across."""
+        score = np.where(np.isin(self.names, self.unreached)[:, None], np.nan, self.score)
         picture = PatchPicture(
-            names=self.names, labels=self.labels, score=self.score, metric=self.metric
+            names=self.names, labels=self.labels, score=score, metric=self.metric, to=self.to
         )
         figure = new_figure(*picture.inches)
         draw_patches(figure, picture)

@@ -209,6 +209,13 @@ def _masks(
     if callable(metric):
         return ()  # it is given all logits, and knows where to look
     kind, mask = type(unwrap(model)).__name__, getattr(tokenizer, "mask_token_id", None)
+    head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
+    if head is None and "MaskedLM" not in kind:
+        raise InspectionError(
+            f"{kind} has no language modelling head, so that nothing can be said about an answer. "
+            "Give a model with one (AutoModelForCausalLM, AutoModelForMaskedLM), or a metric of "
+            "your own."
+        )
     if mask is None:
         raise InspectionError(
             f"{kind} predicts tokens that are masked, not the next one, and no tokenizer says what "

@@ -125,6 +125,7 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
     for name, words in {
         "t5": r"T5ForConditionalGeneration has an encoder and a decoder.*a lens .*decoder\.L3H1",
         "albert": "no stream",
+        "vit": "ViTForImageClassification is fed pixel_values and no token ids",
     }.items():
         with pytest.raises(InspectionError, match=words):
             torchfmri.lens(ARCHITECTURES[name].build(), None, ids)

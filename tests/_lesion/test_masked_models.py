@@ -112,6 +112,8 @@ def test_the_file_says_that_answers_are_masked(model: nn.Module, tmp_path: Path)
 def test_a_model_without_a_head_is_not_asked_for_a_mask() -> None:
     with pytest.raises(InspectionError, match="CLIPModel has no language modelling head"):
         lesion(ARCHITECTURES["clip"].build(), TOKENIZER, [PROMPT], [[11]], of="text_model.L*.mlp")
+    with pytest.raises(InspectionError, match="is fed pixel_values and no token ids"):
+        lesion(ARCHITECTURES["vit"].build(), None, [PROMPT], of="mlps", metric=lambda x, _: x.sum())
 
 
 @pytest.mark.parametrize("ask", ["lesion", "patch"])

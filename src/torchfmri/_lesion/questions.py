@@ -19,6 +19,7 @@ from torchfmri._scan import (
     logits_of,
     refuse_two_stacks,
     refuse_unknown_ids,
+    refuse_without_tokens,
     takes,
 )
 from torchfmri._text import plural
@@ -138,6 +139,7 @@ def read_questions(
             "each prompt, such as ' London'."
         )
     refuse_two_stacks(model, _TWO_STACKS)
+    refuse_without_tokens(model)
     rows = zip(
         several, texts or [None] * len(several), others or [None] * len(several), strict=True
     )

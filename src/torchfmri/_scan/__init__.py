@@ -26,7 +26,7 @@ from torchfmri._scan.run.model_call import (
     takes,
 )
 from torchfmri._scan.run.prompt import Prompt, encode
-from torchfmri._scan.run.refusals import refuse_two_stacks
+from torchfmri._scan.run.refusals import refuse_two_stacks, refuse_without_tokens
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.run.stream import ScanStream
@@ -67,6 +67,7 @@ __all__ = [
     "outline_of",
     "refuse_two_stacks",
     "refuse_unknown_ids",
+    "refuse_without_tokens",
     "repair",
     "require_replaceable",
     "rows_of",

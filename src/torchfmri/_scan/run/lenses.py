@@ -35,6 +35,7 @@ from torchfmri._scan.run.refusals import (
     refuse_two_stacks,
     refuse_unrunnable,
     refuse_virtual_tokens,
+    refuse_without_tokens,
 )
 from torchfmri._scan.run.spelling import Speller
 from torchfmri.exceptions import InspectionError
@@ -128,6 +129,7 @@ def _reading(model: nn.Module, tokenizer: Any, prompt: Prompt, chat: bool) -> It
     check_flag("chat", chat)
     refuse_unrunnable(model)
     refuse_two_stacks(model, _TWO_STACKS)
+    refuse_without_tokens(model)
     refuse_virtual_tokens(model)
     model = runnable(model)
     encoded = encode(prompt, tokenizer, chat, "left" if is_causal(model) else "right")

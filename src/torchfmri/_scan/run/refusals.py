@@ -47,6 +47,16 @@ def refuse_two_stacks(model: nn.Module, reason: str = _SCAN) -> None:
         )
 
 
+def refuse_without_tokens(model: nn.Module) -> None:
+    """Raise for models of transformers that are fed images or sound, and no token ids."""
+    name = getattr(unwrap(model), "main_input_name", "input_ids")
+    if name != "input_ids" and not takes(model, "input_ids"):
+        raise InspectionError(
+            f"{type(unwrap(model)).__name__} is fed {name} and no token ids, so it has no words to "
+            "read. Edit it (torchfmri.edited) or watch it (Inspector) in passes of your own."
+        )
+
+
 def refuse_unrunnable(model: nn.Module) -> None:
     """Raise for a model that computes nothing, or whose layers cannot be watched."""
     if isinstance(model, torch.jit.ScriptModule):

@@ -180,7 +180,8 @@ def _question(
             f"The answer {answer!r} and the foil {foil!r} begin with the same token: their "
             "difference is always 0. Choose others."
         )
-    fed, masks = ids, ()
+    fed = ids
+    masks: tuple[int, ...] = ()
     if not is_causal(model):
         masks = _masks(model, tokenizer, ids, answer, answer_ids, metric)
     elif metric != "logit_difference" and len(answer_ids):

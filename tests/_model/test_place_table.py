@@ -12,7 +12,7 @@ from torchfmri._model import named_layers, place_table, places_of, stored_layers
 NAMES = (
     *("L1", "L1.attn", "L1.mlp", "L*.mlp", "blocks.1.hook_resid_post", "blocks.1.hook_attn_out"),
     *("blocks.*.hook_mlp_out", "layers.1.self_attn", "layers.1.mlp", "blocks.1.attn.hook_q"),
-    *("layers.1.self_attn.o_proj", "h.0.mlp.down_proj"),
+    *("layers.1.self_attn.o_proj", "h.0.mlp.down_proj", "layers.1.self_attn.q_proj"),
 )
 
 
@@ -31,7 +31,10 @@ def test_names_mean_the_same_layers_as_in_the_model(name: str) -> None:
         try:
             places = places_of(layers, each)
         except InspectionError:
-            with pytest.raises(InspectionError, match=r"has no known|part of"):
+            if each.startswith(("layers", "h.")):
+                assert stored_layers(each, known, table) == []
+                continue
+            with pytest.raises(InspectionError, match="has no known"):
                 stored_layers(each, known, table)
             continue
         if any(place.what != "activations" or place.units is not None for place in places):
@@ -78,6 +81,16 @@ def test_a_layer_that_was_not_scanned_is_named() -> None:
     with pytest.raises(InspectionError, match="post_feedforward_layernorm', which is not among"):
         stored_layers("L1.mlp", few, table)
     assert stored_layers("layers.1.mlp", few, table) == ["model.layers.1.mlp"]
+
+
+def test_a_name_of_llamas_that_no_layer_has_is_none() -> None:
+    """So that the caller says `LayerNotFoundError`, as of any other name of a layer."""
+    table, known, _ = stored("llama")
+    names = ("model.layers.99", "encoder.layer.1", "model.layers.1.mlpp", "layers.1.x", "h.9.mlp")
+    for name in names:
+        assert stored_layers(name, known, table) == stored_layers(name, known, None) == []
+    few = [each for each in known if not each.endswith("mlp")]
+    assert stored_layers("model.layers.1.mlp", few, table) == []
 
 
 def test_what_each_head_wrote_is_found_where_it_was_scanned() -> None:

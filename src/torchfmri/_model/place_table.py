@@ -59,7 +59,7 @@ def _parts(block: Block) -> list[tuple[str, _Stored]]:
             place = find(block)
         except InspectionError:  # this architecture has no such part, and `stored_layers` says so
             continue
-        heads = len(place.heads or ()) if part in LENS_PLACES else 0
+        heads = len(place.heads or ())
         inner = place.layer.removeprefix(block.name).removeprefix(".")
         found.append((part, _Stored(inner, place.what, heads if place.units is None else -heads)))
     return found
@@ -84,8 +84,8 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
     stacks = _checked(table)
     if not stacks:
         return _whole_blocks(place, name, known)
-    if place.is_plain and place.part not in PLAIN_PLACES:
-        return _inside(stacks, place, known)
+    if place.is_plain:
+        return _plain(stacks, place, name, known)
     if place.part in NOWHERE:
         raise InspectionError(f"{name!r} cannot be resolved: {NOWHERE[place.part]}.")
     stack = choose_stack(list(stacks), place.stack, name)
@@ -107,14 +107,28 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
     return found
 
 
-def _inside(stacks: Mapping[str, Any], place: PlaceName, known: Sequence[str]) -> list[str]:
-    """The layers of the scan that a plain name means by what the model itself calls them."""
+def _plain(
+    stacks: Mapping[str, Any], place: PlaceName, name: str, known: Sequence[str]
+) -> list[str]:
+    """The layers that a name of Llama's means; none where it is simply no layer of the scan.
+
+    Raises:
+        InspectionError: It is a part of a layer.
+    """
     wanted = [each for each in stacks if not place.stack or f".{place.stack}." in f".{each}."]
-    number = r"\d+" if place.block == "*" else place.block
-    names = re.compile(
-        rf"(?:{'|'.join(map(re.escape, wanted))})\.{number}\.{re.escape(place.part)}"
-    )
-    return [each for each in known if len(wanted) == 1 and names.fullmatch(each)]
+    if len(wanted) != 1:
+        return []
+    of, parts = stacks[wanted[0]]["of"], stacks[wanted[0]]["parts"]
+    found = []
+    for number in range(len(of)):
+        if place.block not in ("*", str(number)):
+            continue
+        stored = _Stored(*parts[of[number]].get(place.part, (place.part, "activations", 0)))
+        block = f"{wanted[0]}.{number}".lstrip(".")
+        layer = f"{block}.{stored.inner}" if stored.inner else block
+        if layer in known:
+            found.append(_layer(block, stored, place, name, known))
+    return found
 
 
 def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequence[str]) -> str:
@@ -161,6 +175,8 @@ def _whole_blocks(place: PlaceName, name: str, known: Sequence[str]) -> list[str
     is_block = place.part in ("block", "") and place.head is None
     if is_block and len({each["stack"] for each in wanted}) == 1:
         return [each[0] for each in wanted]
+    if place.is_plain:
+        return []
     raise InspectionError(
         f"{name!r} cannot be resolved: nothing is stored here that says where the parts of a block "
         "are in this model. Name the layer as the model does; scan.layers lists them."

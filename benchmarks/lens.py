@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     """How many architectures are right, refused and wrong, by subject."""
-    counts = {name: Counter[str]() for name in ("attention", "lens", "logit", "inputs")}
+    subjects = ("attention", "lens", "masked lens", "logit", "inputs")
+    counts = {name: Counter[str]() for name in subjects}
     lines: dict[str, list[str]] = {REFUSED: [], WRONG: [], NO_ORACLE: []}
     built = 0
     for kind, model_type, name in _zoo.architectures():
@@ -54,8 +55,10 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _judge(small: _zoo.Small) -> list[tuple[str, str, str]]:
     subjects: dict[str, Any] = {"attention": _attention}
+    if small.kind in ("causal", "masked"):
+        subjects["lens" if small.kind == "causal" else "masked lens"] = _lens
     if small.kind == "causal":
-        subjects |= {"lens": _lens, "logit": _logit, "inputs": _inputs}
+        subjects |= {"logit": _logit, "inputs": _inputs}
     found = []
     for subject, judge in subjects.items():
         try:
@@ -149,8 +152,10 @@ def _lens(small: _zoo.Small) -> tuple[str, str]:
     lens = torchfmri.lens(small.model, None, ids)
     with torch.no_grad():
         logits = small.model(input_ids=ids).logits[0]
-    shares = logits.softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-    apart = float((torch.tensor(lens.probability[-1, :-1]) - shares).abs().max())
+    ahead = 1 if small.kind == "causal" else 0  # a masked model speaks about the token itself
+    said = ids.shape[1] - ahead
+    shares = logits.softmax(-1)[:said].gather(-1, ids[0, ahead:, None])[:, 0]
+    apart = float((torch.tensor(lens.probability[-1, :said]) - shares).abs().max())
     return (RIGHT, "") if apart <= _TOLERANCE else (WRONG, f"{apart:.1e}")
 
 

@@ -57,12 +57,14 @@ def test_the_last_row_is_what_the_model_itself_says(name: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0]
     expected = logits.softmax(-1)
-    following = ids[0, 1:]
-    shares = expected[:-1].gather(-1, following[:, None])[:, 0]
-    assert np.allclose(lens.probability[-1, :-1], shares, rtol=1e-5)
-    assert np.isnan(lens.probability[:, -1]).all()
+    ahead = 0 if name == "bert" else 1  # a masked language model speaks about the token itself
+    following, said = ids[0, ahead:], len(ids[0]) - ahead
+    shares = expected[:said].gather(-1, following[:, None])[:, 0]
+    assert lens.ahead == ahead
+    assert np.allclose(lens.probability[-1, :said], shares, rtol=1e-5)
+    assert np.isnan(lens.probability[:, said:]).all()
     ranks = [(row > row[token]).sum() + 1 for row, token in zip(logits, following, strict=False)]
-    assert lens.rank[-1].tolist() == [*map(int, ranks), 0]
+    assert lens.rank[-1].tolist() == [*map(int, ranks), *[0] * ahead]
     assert np.array_equal(lens.top[-1, :, 0], logits.argmax(-1))
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert np.allclose(lens.entropy[-1], entropy, atol=1e-5)
@@ -121,8 +123,9 @@ class _Shifted(nn.Module):
 def test_what_cannot_be_read_is_refused_by_name() -> None:
     ids = tokens(batch=1)
     for name, words in {
-        "t5": "T5ForConditionalGeneration has an encoder and a decoder",
+        "t5": r"T5ForConditionalGeneration has an encoder and a decoder.*a lens .*decoder\.L3H1",
         "albert": "no stream",
+        "vit": "ViTForImageClassification is fed pixel_values and no token ids",
     }.items():
         with pytest.raises(InspectionError, match=words):
             torchfmri.lens(ARCHITECTURES[name].build(), None, ids)
@@ -132,6 +135,44 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
     assert isinstance(body, nn.Module)
     with pytest.raises(InspectionError, match="LlamaModel returns no logits"):
         torchfmri.lens(body, None, ids)
+
+
+def test_an_encoder_by_itself_is_one_stack() -> None:
+    """Its configuration is that of the whole model, which says that there are two."""
+    with pytest.raises(InspectionError, match="T5Stack returns no logits"):
+        torchfmri.lens(ARCHITECTURES["t5"].build().encoder, None, tokens(batch=1))  # type: ignore[union-attr, arg-type]
+
+
+def test_a_masked_language_model_speaks_about_the_token_that_stands_there() -> None:
+    model, ids = ARCHITECTURES["bert"].build().eval(), tokens(batch=1)
+    lens = torchfmri.lens(model, None, ids)
+    table = lens.table(4)
+    assert "at token 4" in table
+    assert "would say here" in table
+    assert "next" not in table
+    label = lens.plot("probability").get_xlabel()
+    assert label == "what was read; the cells say what would stand there"
+    scan = torchfmri.scan(model, None, ids[0].tolist(), max_new_tokens=0, per=None, lens=True)
+    stored = scan.lens()
+    assert stored.ahead == 0
+    assert np.array_equal(stored.rank, lens.rank)
+    assert np.allclose(stored.probability, lens.probability, rtol=1e-5)
+    decoder = torchfmri.lens(_bert_decoder(), None, ids)
+    assert decoder.ahead == 1
+    assert "would say next" in decoder.table(4)
+
+
+def _bert_decoder() -> nn.Module:
+    sizes = {**ARCHITECTURES["bert"].sizes, "is_decoder": True}
+    return Architecture("bert", "BertLMHeadModel", "BertConfig", sizes, _causal).build()
+
+
+def test_a_stream_of_zeros_is_read() -> None:
+    """Relative to the largest logit, 0 is 0 away from 0."""
+    model, ids = SINGLE["llama"].build().eval(), tokens(batch=1)
+    with torchfmri.edited(model, {"L*": "zero"}):
+        lens = torchfmri.lens(model, None, ids)
+    assert np.allclose(lens.probability[-1, :-1], 1 / 67)
 
 
 def test_bad_input() -> None:

@@ -1,5 +1,6 @@
 """Lesions compared with a loop of plain forward passes, and with a forward pass written out."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,15 +230,22 @@ class Mixing(nn.Module):
         return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
-def test_rows_that_influence_each_other_are_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_influence_each_other_are_refused(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, ids = Mixing(), torch.tensor([3, 5, 7, 2])
+    model, ids = Mixing().to(dtype), torch.tensor([3, 5, 7, 2])
     with pytest.raises(InspectionError, match="Rows of one batch influence each other in Mixing"):
         lesion(model, None, ids, [[4]], of="layers.0.*")
     found = lesion(model, None, ids, [[4]], of="layers.0.*", batch=1)
     with torch.no_grad(), torchfmri.edited(model, {"layers.0.1": "zero"}):
-        wanted = -float(model.eval()(ids[None])[0, -1].log_softmax(-1)[4])
+        wanted = -float(model.eval()(ids[None])[0, -1].double().log_softmax(-1)[4])
     assert found.lesioned[0, found.names.index("layers.0.1")] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_rows_of_a_model_in_bfloat16_are_not_taken_for_mixed(tiny: Subject) -> None:
+    model = copy.deepcopy(tiny[0]).bfloat16()
+    found = lesion(model, tiny[1], "Once upon a", " time", of="mlps")
+    assert np.isfinite(found.effect).all()
 
 
 # -- files ---------------------------------------------------------------------------------------

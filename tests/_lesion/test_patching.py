@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import torchfmri
 from tests._edit.written_out import logits_of
@@ -155,9 +156,47 @@ def test_paths_are_passes_that_are_written_out(receiver: str) -> None:
     assert f"on the direct way to {receiver}" in " ".join(found.table().split())
 
 
-def test_nothing_arrives_where_no_path_leads(tiny: Subject) -> None:
-    found = patch(*tiny, CLEAN, CORRUPTED, " happy", of="L3H*", to=["L3H*.q", "L1.mlp"])
-    np.testing.assert_allclose(found.score, 0.0, atol=1e-4)
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        ("L3H*", ["L3H*.q", "L1.mlp"]),
+        ("L3.mlp", "L3H1"),
+        ("L3", "L3"),
+        ("L0H1", "model.embed_tokens"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused(tiny: Subject, of: str, to: str) -> None:
+    with pytest.raises(InspectionError, match=r"No path leads from L\d.* to .*name later ones"):
+        patch(*tiny, CLEAN, CORRUPTED, " happy", of=of, to=to)
+
+
+def test_places_from_which_no_path_leads_are_noted(tiny: Subject) -> None:
+    found = patch(*tiny, CLEAN, CORRUPTED, " happy", of=["heads", "mlps"], to="L2.mlp", batch=7)
+    late = [each for each in found.names if int(each[1]) > 2 or each == "L2.mlp"]
+    assert list(found.unreached) == late
+    scores = dict(zip(found.names, found.score[:, 0], strict=True))
+    assert all((scores[each] == 0) == (each in late) for each in found.names)
+    grey = found.plot().axes[0]
+    assert "on the direct way to L2.mlp\n(grey: no path)" in grey.get_title(loc="left")
+    assert int(np.ma.getmaskarray(grey.images[0].get_array()).sum()) == len(late)
+    assert f"no path leads to L2.mlp from {len(late)} places (L2.mlp, L3H0," in found.table(
+        width=200
+    )
+
+
+def test_attention_reaches_no_mlp_that_stands_beside_it() -> None:
+    """GPT-NeoX computes both from the same stream."""
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    model = GPTNeoXForCausalLM(config).eval().double()
+    with pytest.raises(InspectionError, match=r"No path leads from L1H0.* to L1\.mlp"):
+        patch(model, None, CLEAN_IDS, CORRUPTED_IDS, [3], [4], of="L1H*", to="L1.mlp")
+    found = patch(model, None, CLEAN_IDS, CORRUPTED_IDS, [3], [4], of="L0H*", to="L1.mlp")
+    assert found.unreached == ()
+    assert np.abs(found.score).min() > 0
 
 
 def test_everything_arrives_by_the_last_block(tiny: Subject) -> None:

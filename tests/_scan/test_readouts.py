@@ -108,6 +108,25 @@ def test_readouts_are_stored_and_loaded(tmp_path: Path) -> None:
     assert len(loaded.plot_attention(layer, [0, 2], sequence=1).axes) == 3
 
 
+def test_names_of_places_work_on_a_stored_scan(tmp_path: Path) -> None:
+    model = ARCHITECTURES["gpt2"].build()
+    torchfmri.scan(model, None, SHORT, max_new_tokens=0, per=None).save(tmp_path / "a.fmri")
+    scan = torchfmri.load(tmp_path / "a.fmri")
+    for name, layer in (
+        ("L1.mlp", "transformer.h.1.mlp"),
+        ("layers.0.self_attn", "transformer.h.0.attn"),
+    ):
+        assert scan.values("activation", pattern=name).names == (layer,)
+        assert scan.statistics(name) == scan.statistics(layer)
+        assert scan.plot_voxels(name).get_title() == scan.plot_voxels(layer).get_title()
+    every = scan.values("activation", pattern=["L*.mlp", "L0"]).names
+    assert every == ("transformer.h.0", "transformer.h.0.mlp", "transformer.h.1.mlp")
+    with pytest.raises(InspectionError, match=r"head 1 of the inputs.*c_proj"):
+        scan.values("activation", pattern="L0H1")
+    with pytest.raises(InspectionError, match="stands for 2 layers"):
+        scan.statistics("L*.mlp")
+
+
 def test_the_lens_of_a_scan_is_that_of_its_text() -> None:
     model, tokenizer = torchfmri.load_model("tiny")
     prompts = ["The capital of France is", "The cat"]
@@ -249,6 +268,7 @@ def test_what_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"features": torch.relu}, "hook_name"),
         ({"features": {"*.mlp": torch.relu}}, "2 places"),
         ({"features": {"L0.mlp": lambda x: x.sum()}}, "one row of features per token"),
+        ({"features": {"L0.mlp": torch.nn.Linear(99, 5)}}, r"'L0\.mlp' failed on values .*99x5"),
     ):
         with pytest.raises(InspectionError, match=words):
             torchfmri.scan(model, None, SHORT, 0, None, **options)  # type: ignore[arg-type]

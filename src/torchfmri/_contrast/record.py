@@ -22,7 +22,7 @@ from torchfmri._contrast.prompt_table import Columns
 from torchfmri._contrast.report import ContrastReport
 from torchfmri._contrast.saving import write_contrast
 from torchfmri._files import new_file
-from torchfmri._model import match_names, nearest_names
+from torchfmri._model import match_names, nearest_names, stored_layers
 from torchfmri._text import Column, Grid, number_text, plural, printable
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
@@ -175,7 +175,7 @@ class Contrast:
     def ranked(self, number: int | None = _PEAKS, layers: str = "*") -> list[int]:
         """The places of the peaks in the arrays; see `peaks`."""
         own = list(dict.fromkeys(self.columns.layer.tolist()))
-        found = match_names(layers, own)
+        found = match_names(layers, own) or stored_layers(layers, own, None)
         if not found:
             raise LayerNotFoundError(layers, nearest_names(layers, own), len(own), "scan.layers")
         size = np.nan_to_num(np.abs(np.where(np.isnan(self.g), self.effect, self.g)), nan=-1.0)
@@ -373,10 +373,11 @@ class Contrast:
             LayerNotFoundError: There is no mean vector of such a layer.
             InspectionError: There are no mean vectors for these tokens; the message says why.
         """
-        if layer not in self.differences:
-            known = list(self.differences)
+        known = list(self.differences)
+        found = [layer] if layer in known else stored_layers(layer, known, None)
+        if len(found) != 1:
             raise LayerNotFoundError(layer, nearest_names(layer, known), len(known), "scan.layers")
-        return Direction(layer, self.differences[layer], self.question, self.tokens)
+        return Direction(found[0], self.differences[found[0]], self.question, self.tokens)
 
     # -- calibration, pictures, files ------------------------------------------------------------
 

@@ -33,6 +33,20 @@ class FeatureSource:
     encode: Callable[[Tensor], Tensor]
     dictionary: Any
 
+    def features(self, values: Tensor) -> Tensor:
+        """What the dictionary makes of activations.
+
+        Raises:
+            InspectionError: It fails on them, usually because it was made for another width.
+        """
+        try:
+            return self.encode(values)
+        except RuntimeError as error:
+            raise InspectionError(
+                f"The encoder at {self.name!r} failed on values {tuple(values.shape)} of layer "
+                f"{self.place.layer!r}: {error}"
+            ) from error
+
 
 def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
     """What to read where.
@@ -148,7 +162,7 @@ class FeatureReader(Attached):
         values = flatten(holder)[0].tensor.detach()
         if source.place.units is not None:
             values = torch.cat([values[..., a:b] for a, b in source.place.units], -1)
-        features = source.encode(values)
+        features = source.features(values)
         if not isinstance(features, Tensor) or features.shape[:-1] != values.shape[:-1]:
             shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)
             raise InspectionError(

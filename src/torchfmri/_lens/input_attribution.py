@@ -34,7 +34,7 @@ class InputAttribution:
         method: "gradient_x_input" or "integrated_gradients".
         token: The text of the token whose logit it is.
         against: The text of the other token, where it is a difference; else None.
-        position: The position that predicts it.
+        position: The position whose prediction it is.
         pieces: The text of each input token.
         values: (s,) what each adds.
         logit: The logit, or the difference.
@@ -76,7 +76,7 @@ class InputAttribution:
         what = f"logit of {self.token!r}"
         if self.against is not None:
             what += f" less that of {self.against!r}"
-        return f"{what} after token {self.position}, {self.method.replace('_', ' ')}"
+        return f"{what} at position {self.position}, {self.method.replace('_', ' ')}"
 
     def table(self) -> str:
         """One line per token, then the sum and what it misses."""

@@ -21,6 +21,8 @@ _CHUNK_BYTES = 256 << 20
 class LensReading:
     """What the streams of one pass say about the next token, (b, s, ...) by layer.
 
+    Masked language models say it about the token that stands there instead.
+
     Attributes:
         names: The layers: the embedding, then the blocks.
         rank: (layer, b, s) of the token that came next, 1 for the likeliest; 0 where none came.
@@ -47,6 +49,7 @@ def read_lens(
     ids: Tensor,
     top: int = 5,
     translate: Translate | None = None,
+    ahead: int = 1,
 ) -> LensReading:
     """Run a model once and read its stream after each block through its own final norm and head.
 
@@ -58,6 +61,8 @@ def read_lens(
         top: How many of the likeliest tokens are kept.
         translate: Applied to the stream (b, s, width) after block i, called with both; the last
             block's, which the model itself reads, is left alone.
+        ahead: 1 where a position predicts the token after it; 0 where it predicts its own, as in
+            masked language models.
 
     Raises:
         InspectionError: The stream, or what reads it, cannot be resolved for this model.
@@ -70,7 +75,7 @@ def read_lens(
             stream.states[1:last] = [
                 translate(state, index) for index, state in enumerate(stream.states[1:last])
             ]
-        return read_stream(stream, unembedding, ids, top)
+        return read_stream(stream, unembedding, ids, top, ahead=ahead)
 
 
 def read_stream(
@@ -79,6 +84,7 @@ def read_stream(
     ids: Tensor,
     top: int = 5,
     mask: Tensor | None = None,
+    ahead: int = 1,
 ) -> LensReading:
     """Read the states of a stream through an unembedding; see `read_lens`.
 
@@ -88,10 +94,10 @@ def read_stream(
         ids: (b, s) the tokens.
         top: How many of the likeliest tokens are kept.
         mask: (b, s) 0 for padding, which does not come next.
+        ahead: As for `read_lens`.
     """
-    following = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1)
-    if mask is not None:
-        following[:, :-1] = following[:, :-1].masked_fill(mask[:, 1:] == 0, -1)
+    known = ids if mask is None else ids.masked_fill(mask == 0, -1)
+    following = torch.cat([known[:, ahead:], torch.full_like(ids[:, :ahead], -1)], 1)
     parts = [_read(state, unembedding, following, top) for state in stream.states]
     rank, probability, entropy, best, best_probability = (
         torch.stack(each) for each in zip(*parts, strict=True)

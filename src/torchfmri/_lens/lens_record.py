@@ -24,15 +24,16 @@ METRICS = ("probability", "rank", "entropy", "top_probability")
 class Lens:
     """What each layer would have said next, read through the model's own final norm and head.
 
-    Column t is the stream at token t: what is said there is about token t + 1. The first row is
-    the embedding, the last one what the model itself says.
+    Column t is the stream at token t: what is said there is about token t + 1, or about token t
+    itself in a masked language model (`ahead` is 0 then). The first row is the embedding, the last
+    one what the model itself says.
 
     Attributes:
         layers: The rows: "embedding", then the blocks.
         pieces: The text of each token.
         ids: (s,) the tokens.
-        rank: (layer, s) of the token that came next, 1 for the likeliest; 0 for the last token.
-        probability: (layer, s) of the token that came next; nan for the last token.
+        rank: (layer, s) of the token that it is about, 1 for the likeliest; 0 where none came.
+        probability: (layer, s) of the token that it is about; nan where none came.
         entropy: (layer, s) of the distribution, in nats.
         top: (layer, s, k) the likeliest tokens, the first most so.
         top_probability: (layer, s, k).
@@ -55,6 +56,11 @@ class Lens:
     top: NDArray[np.int64]
     top_probability: NDArray[np.float32]
     spelling: Mapping[int, str]
+
+    @property
+    def ahead(self) -> int:
+        """1 where a column is about the token after it, 0 where it is about its own token."""
+        return 0 if self.rank.size and self.rank[-1, -1] else 1  # nothing comes after the last one
 
     def spell(self, token: int) -> str:
         """The text of a token, or its number where it has none."""
@@ -89,10 +95,11 @@ class Lens:
             )
             for row in range(len(self.layers))
         ]
-        columns = [Column("would say next", cells, importance=2, right=False)]
-        title = f"after token {place}, {self.pieces[place]!r}"
-        if place + 1 < s:
-            title += f"; {self.pieces[place + 1]!r} came next"
+        heading = "would say next" if self.ahead else "would say here"
+        columns = [Column(heading, cells, importance=2, right=False)]
+        title = f"{'after' if self.ahead else 'at'} token {place}, {self.pieces[place]!r}"
+        if place + self.ahead < s:
+            title += f"; {self.pieces[place + 1]!r} came next" if self.ahead else ""
             ranks = [str(each) for each in self.rank[:, place]]
             shares = [f"{each:.2%}" for each in self.probability[:, place]]
             columns += [Column("its rank", ranks, 1), Column("probability", shares, 1)]
@@ -135,4 +142,6 @@ class Lens:
         if metric == "rank":
             values = np.where(values > 0, values, np.nan)
         words = [[self.spell(each) for each in row] for row in self.top[:, :, 0]]
-        return plot_lens(values, words, self.layers, list(self.pieces), metric=metric, ax=ax)
+        pieces = list(self.pieces)
+        ahead = bool(self.ahead)
+        return plot_lens(values, words, self.layers, pieces, metric=metric, ahead=ahead, ax=ax)

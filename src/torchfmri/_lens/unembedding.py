@@ -110,7 +110,8 @@ def find_unembedding(model: nn.Module, stream: Stream, logits: Tensor | None) ->
             f"returns logits {tuple(logits.shape)}. A lens cannot read it."
         )
     own = own[:, -logits.shape[1] :].double()  # a head may run on the last positions alone
-    difference = float((own - logits.double()).abs().max() / logits.double().abs().max())
+    largest = logits.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    difference = float((own - logits.double()).abs().max() / largest)
     if not difference <= _tolerance(logits.dtype):
         raise InspectionError(
             f"{kind}: {chain} of the last block's output is {difference:.2g} of the largest logit "

@@ -61,15 +61,16 @@ def lesion(
     Args:
         model: A language model; its logits are asked for.
         tokenizer: That of the model; None for token ids.
-        prompts: One or several, texts or token ids.
+        prompts: One or several, texts or token ids. For a masked language model (BERT) they have a
+            mask token for each token of the answer.
         answers: One for each prompt, with the space before it, such as `" Paris"`.
         foils: Other answers, for `metric="logit_difference"`.
         of: What to lesion: `"heads"`, `"mlps"`, `"attentions"`, `"blocks"`, `"voxels"` (64 hidden
             units of an MLP each), names of places such as `"L3H*"`, `"features"` (all those of
             `features=` that are on at the prompts), `"L2[feature 17]"`, or several of these.
         metric: `"surprisal"` of the answer (nats, summed over its tokens), `"logit_difference"`
-            (answer minus foil, at the last token of the prompt), or a function of the logits
-            (s, vocabulary) and the ids (s,) that returns a number.
+            (answer minus foil, at the last token of the prompt or at its first mask), or a function
+            of the logits (s, vocabulary) and the ids (s,) that returns a number.
         edit: What a lesion puts there: `"zero"`, `"mean"` (of the unit over all tokens of all
             prompts) or `"resample"` (a token of these prompts drawn by position).
         method: `"lesion"`, `"attribution"` (attribution patching: all lesions estimated from one
@@ -186,6 +187,7 @@ def _assemble(
         activation=np.stack([each.activation for each in done]),
         key=key,
         labels=labels,
+        masked=bool(questions[0].masks),
     )
 
 

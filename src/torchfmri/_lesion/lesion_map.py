@@ -48,6 +48,7 @@ class LesionMap:
         activation: (p, n) the root mean square of what was lesioned, without lesions.
         key: What the lesions were made with, to tell whether a file can be continued.
         labels: The user's texts for features, one for each lesion; none where no table was given.
+        masked: Whether the answers are masked in the prompts (BERT), and do not come after them.
 
     Example:
         >>> import torchfmri
@@ -74,6 +75,7 @@ class LesionMap:
     activation: Floats
     key: str = ""
     labels: tuple[str, ...] = ()
+    masked: bool = False
 
     @property
     def effect(self) -> Floats:
@@ -84,7 +86,7 @@ class LesionMap:
     @property
     def is_exact(self) -> bool:
         """Whether the lesions were made, and not only estimated."""
-        return not bool(np.isnan(self.lesioned).any())
+        return not bool(np.isnan(self.lesioned).all())
 
     def over_prompts(self, level: float = 0.95) -> Paired:
         """Mean, interval, paired t and p of each effect over prompts."""
@@ -192,7 +194,13 @@ class LesionMap:
             )
         else:
             notes.append("One prompt: no interval. Give several prompts for t and p.")
-        notes += self._without_space()
+        lost = np.isnan(self.effect).any(0)
+        if lost.any():
+            first = self.names[int(lost.argmax())]
+            notes.append(
+                f"The metric is NaN with {plural(int(lost.sum()), 'lesion')}, such as {first}."
+            )
+        notes += [] if self.masked else self._without_space()
         if self.is_exact and not np.isnan(self.estimate).any():
             error = self.estimate_error()
             notes.append(
@@ -271,13 +279,14 @@ class LesionMap:
             "t": found.t.tolist(),
             "p": found.p.tolist(),
             **({"labels": list(self.labels)} if self.labels else {}),
+            **({"masked": True} if self.masked else {}),
         }
 
     def save(self, path: str | Path) -> None:
         """Write the map to a file, whole or not at all."""
         record = {"format": _FORMAT, "version": _VERSION, "key": self.key}
         fields = ("names", "kinds", "prompts", "answers", "foils", "metric", "edit", "labels")
-        record |= {name: _plain(getattr(self, name)) for name in fields}
+        record |= {name: _plain(getattr(self, name)) for name in (*fields, "masked")}
         arrays = ("blocks", "columns", "intact", "lesioned", "estimate", "activation")
         record |= {name: getattr(self, name).tolist() for name in arrays}
         with new_file(check_path("path", path)) as new:
@@ -311,6 +320,7 @@ class LesionMap:
                 activation=_floats(record["activation"], 2),
                 key=str(record["key"]),
                 labels=tuple(map(str, record.get("labels", ()))),
+                masked=record.get("masked") is True,
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise FileFormatError(

@@ -25,6 +25,8 @@ Key = tuple[str, str]
 """Layer, and "inputs" or "activations"."""
 _ROUNDING = 300.0
 """How far equal rows may be apart in units of the dtype: other batch sizes sum in other orders."""
+_MOST_ROUNDING = 0.1
+"""The same relative to the largest logit; in bfloat16 300 units would be more than all of it."""
 
 
 class Measured(NamedTuple):
@@ -116,7 +118,7 @@ class LesionRun:
             if each.source is not None and each.feature is not None:
                 name = each.source.name
                 if name not in encoded:
-                    encoded[name] = each.source.encode(part).detach().float()
+                    encoded[name] = each.source.features(part).detach().float()
                 part = _feature(encoded[name], each.feature, name)
             found.append(float(part.float().square().mean().sqrt()))
         return np.array(found)
@@ -135,7 +137,7 @@ class LesionRun:
                 if key not in values:
                     raise InspectionError(f"Layer {key[0]!r} was never called as a module.")
                 with torch.no_grad():
-                    on = source.encode(_units(values[key], source.place)) > 0
+                    on = source.features(_units(values[key], source.place)) > 0
                 found[name].update(on.flatten(0, -2).any(0).nonzero().flatten().tolist())
         return {name: sorted(each) for name, each in found.items()}
 
@@ -176,7 +178,8 @@ class LesionRun:
         with torch.no_grad():
             alone = logits_for(self.model, question.ids[None], question.needed)[0].double()
             together = logits_for(self.model, ids, question.needed)[0]
-        limit = _ROUNDING * torch.finfo(together.dtype).eps * float(alone.abs().max())
+        share = min(_ROUNDING * torch.finfo(together.dtype).eps, _MOST_ROUNDING)
+        limit = share * float(alone.abs().max())
         apart = float((together.double() - alone).abs().max())
         if apart > limit:
             raise InspectionError(
@@ -212,6 +215,7 @@ class LesionRun:
             raise InspectionError(
                 f"Layer {missing[0][0]!r} was never called as a module: it cannot be lesioned."
             )
+        question.refuse_infinite(float(metric.detach()))
         detached = {key: value.detach() for key, value in values.items()}
         return detached, float(metric.detach()), estimates
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class PatchMap:
         patched: (n, labels) the metric of the corrupted prompt with each patch.
         unmatched: Tokens of either prompt that stand for none of the other, which stay as they are.
         to: What the patches reach; "" where everything after them.
+        unreached: Places from which nothing arrives at `to`, because no path leads there; their
+            score is 0.
 
     Example:
         >>> import torchfmri
@@ -53,12 +56,13 @@ class PatchMap:
     patched: Floats
     unmatched: tuple[str, ...] = ()
     to: str = ""
+    unreached: tuple[str, ...] = ()
 
     @property
     def score(self) -> Floats:
         """(n, labels) 0 where it is as corrupted, 1 where it is as clean."""
         found: Floats = (self.patched - self.corrupted) / (self.clean - self.corrupted)
-        return found
+        return found + 0.0  # no -0
 
     def top(self, count: int = 10) -> list[tuple[str, str, float]]:
         """Place, token and score of the patches with the highest scores."""
@@ -80,6 +84,13 @@ class PatchMap:
         found = self.top(count)
         way = self.to and f", on the direct way to {self.to}"
         notes = [f"not matched by role: {', '.join(self.unmatched)}"] if self.unmatched else []
+        if self.unreached:
+            shown = ", ".join(self.unreached[:_MOST_NAMES])
+            more = ", ..." * (len(self.unreached) > _MOST_NAMES)
+            notes.append(
+                f"no path leads to {self.to} from {plural(len(self.unreached), 'place')} ({shown}"
+                f"{more}), which come after it or beside it: nothing arrives, and the score is 0"
+            )
         return Grid(
             title=(
                 f"clean values of {plural(len(self.names), 'place')} put into the corrupted "
@@ -97,8 +108,9 @@ class PatchMap:
 
     def plot(self) -> Figure:
         """The scores: places down, tokens across."""
+        score = np.where(np.isin(self.names, self.unreached)[:, None], np.nan, self.score)
         picture = PatchPicture(
-            names=self.names, labels=self.labels, score=self.score, metric=self.metric
+            names=self.names, labels=self.labels, score=score, metric=self.metric, to=self.to
         )
         figure = new_figure(*picture.inches)
         draw_patches(figure, picture)

@@ -60,7 +60,8 @@ def patch(
 
     Raises:
         InspectionError: No token matches, the metric is the same for both prompts, rows of a batch
-            influence each other, or what is in between cannot be held in this architecture.
+            influence each other, no path leads to `to`, or what is in between cannot be held in
+            this architecture.
     """
     check_module("model", model)
     require(per in ("place", "token"), "per", per, "choose 'place' or 'token'")
@@ -83,6 +84,7 @@ def patch(
             with torch.no_grad(), run.reading() as found:
                 logits = logits_for(run.model, question.ids[None], question.needed)
             metrics.append(float(question.measure(logits)[0]))
+            question.refuse_infinite(metrics[-1])
             values = values or dict(found)  # the clean run's
         _refuse_equal(metrics, asked)
         way = None if to is None else Paths(run, to, asked[1])
@@ -94,7 +96,9 @@ def patch(
             if way is None:
                 patched += run.rows(asked[1], len(several), bound, passes)
             else:
-                patched += way.rows([each for each, _ in several], bound, passes)
+                patched += way.rows([each for each, _ in several], bound, passes, metrics[1])
+        if way is not None:
+            way.refuse_unreached(targets)
     labels = ["all tokens"]
     if per == "token":
         labels = [token_label(tokenizer, asked[1].ids, position) for _, position in matched]
@@ -109,6 +113,7 @@ def patch(
         patched=np.array(patched).reshape(len(targets), len(groups)),
         unmatched=unmatched_tokens(tokenizer, asked, matched),
         to="" if way is None else way.name,
+        unreached=() if way is None else way.unreached(targets),
     )
 
 

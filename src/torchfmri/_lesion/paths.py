@@ -8,7 +8,7 @@ where all else runs freely. Norms are computed anew in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -68,9 +68,14 @@ class Paths:
         with torch.no_grad(), run.reading(keys) as values:
             logits_for(run.model, question.ids[None], question.needed)
         self._corrupted: dict[Key, Tensor] = values
+        self._arrived: dict[str, bool] = {}  # whether anything of a sender does
 
     def rows(
-        self, senders: Sequence[Target], patches: Sequence[BoundEdit], passes: Passes
+        self,
+        senders: Sequence[Target],
+        patches: Sequence[BoundEdit],
+        passes: Passes,
+        corrupted: float,
     ) -> list[float]:
         """The metric with the patch of each sender, one in each row, where only receivers get it.
 
@@ -78,25 +83,83 @@ class Paths:
             senders: What is patched in each row.
             patches: The patches.
             passes: What they know of the pass.
+            corrupted: The metric without a patch, which is that of a row where nothing arrives.
         """
-        bound = [*patches, *self._hold(senders, passes)]
+        held = self._hold(senders, passes)
         question, count = self._question, len(senders)
         if not self._receivers:
-            return self._run.rows(question, count, bound, passes)
-        keys = list(dict.fromkeys((each.layer, each.what) for each in self._receivers))
-        ids = question.ids.expand(count, -1)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(attached(self._run.model, bound, passes, {}))
-            # Receivers that are held themselves, such as an MLP, are read before they are.
-            arrived = stack.enter_context(self._run.reading(keys, before_edits=True))
-            logits_for(self._run.model, ids, question.needed)
+            self._arrived |= {each.place.name: True for each in senders}
+            return self._run.rows(question, count, [*patches, *held], passes)
+        arrived = self._arrivals(count, [*patches, *held], passes)
+        reached = self._reached(senders, arrived)
         second = Passes()
         received = [
             self._run.bind(place, Edit.replace(arrived[place.layer, place.what]), second)
             for place in self._receivers
         ]
-        return self._run.rows(question, count, received, second)
+        found = self._run.rows(question, count, received, second)
+        for sender, reaches in zip(senders, reached, strict=True):
+            name = sender.place.name
+            self._arrived[name] = reaches or self._arrived.get(name, False)
+        pairs = zip(found, reached, strict=True)
+        return [each if reaches else corrupted for each, reaches in pairs]
+
+    def _arrivals(
+        self, count: int, bound: Sequence[BoundEdit], passes: Passes
+    ) -> dict[Key, Tensor]:
+        """What receivers are handed in an edited pass."""
+        keys = list(dict.fromkeys((each.layer, each.what) for each in self._receivers))
+        ids = self._question.ids.expand(count, -1)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(attached(self._run.model, bound, passes, {}))
+            # Receivers that are held themselves, such as an MLP, are read before they are.
+            values = stack.enter_context(self._run.reading(keys, before_edits=True))
+            logits_for(self._run.model, ids, self._question.needed)
+        return values
+
+    def _reached(self, senders: Sequence[Target], arrived: Mapping[Key, Tensor]) -> list[bool]:
+        """Whether anything of each sender arrives.
+
+        A block reaches all later ones by the stream. Within a block it depends on the architecture,
+        so that it is tried: the same pass without the patches hands receivers the same values, bit
+        for bit, where no path leads.
+        """
+        blocks = [self._block_of(each.layer) for each in self._receivers]
+        last = max((each for each in blocks if each is not None), default=-1)
+        where = [self._place_of(each.place) for each in senders]
+        certain = [block < last for block, _ in where]
+        if all(certain):
+            return certain
+        passes = Passes()
+        plain = self._arrivals(len(senders), self._hold(senders, passes), passes)
+        return [
+            sure or any(not torch.equal(arrived[key][row], plain[key][row]) for key in plain)
+            for row, sure in enumerate(certain)
+        ]
+
+    def _block_of(self, layer: str) -> int | None:
+        blocks = [each for each in self._blocks if f"{layer}.".startswith(f"{each.name}.")]
+        return blocks[0].index if blocks else None
+
+    def unreached(self, senders: Sequence[Target]) -> tuple[str, ...]:
+        """The senders of which nothing arrived in any row so far."""
+        names = (each.place.name for each in senders)
+        return tuple(name for name in names if not self._arrived.get(name, False))
+
+    def refuse_unreached(self, senders: Sequence[Target]) -> None:
+        """Raise where nothing of any sender arrives.
+
+        Raises:
+            InspectionError: Naming both ends.
+        """
+        missing = self.unreached(senders)
+        if len(missing) == len(senders):
+            shown = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+            raise InspectionError(
+                f"No path leads from {shown} to {self.name}: nothing of the patch arrives there. "
+                "Receivers come after what sends to them; name later ones in to=, or leave it out."
+            )
 
     def _hold(self, senders: Sequence[Target], passes: Passes) -> list[BoundEdit]:
         """Edits that hold everything after each sender, in its row."""

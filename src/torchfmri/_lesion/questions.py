@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,11 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import require
-from torchfmri._scan import device_of, encode, logits_of, refuse_unknown_ids, takes
+from torchfmri._model import unwrap
+from torchfmri._scan import (
+    device_of,
+    encode,
+    is_causal,
+    logits_of,
+    refuse_two_stacks,
+    refuse_unknown_ids,
+    refuse_without_tokens,
+    takes,
+)
+from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError
 
 Metric: TypeAlias = "str | Callable[[Tensor, Tensor], Tensor | float]"
 METRICS = ("surprisal", "logit_difference")
+_TWO_STACKS = (
+    "a prompt is read by the encoder and an answer written by the decoder, and here both are one "
+    "sequence. Edit either side and compare your own passes: "
+    "torchfmri.edited(model, {'decoder.L3H1': 'zero'})."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +42,11 @@ class Question:
         prompt: As text, or the ids in words.
         answer: As text; "" where there is none.
         foil: The other answer, as text; "" where there is none.
-        ids: (s,) prompt and answer; of a logit difference, the prompt.
+        ids: (s,) prompt and answer; of a logit difference and of masked models, the prompt.
         answer_ids: (a,) the answer's.
         foil_id: The first of the foil's.
         metric: "surprisal", "logit_difference", or a function of logits and ids.
+        masks: Where the answer's tokens are masked in the prompt; () where the answer comes after.
     """
 
     prompt: str
@@ -38,11 +56,12 @@ class Question:
     answer_ids: Tensor
     foil_id: int | None
     metric: Metric
+    masks: tuple[int, ...] = ()
 
     @property
     def needed(self) -> int | None:
         """How many of the last positions the metric looks at; None for all."""
-        if callable(self.metric):
+        if callable(self.metric) or self.masks:
             return None
         return 1 if self.metric == "logit_difference" else len(self.answer_ids)
 
@@ -62,12 +81,28 @@ class Question:
                 )
             return torch.stack([torch.as_tensor(each).reshape(()) for each in found])
         wide = logits.double()
+        if self.masks:
+            wide = wide[:, list(self.masks)]
         if self.metric == "logit_difference":
             assert self.foil_id is not None
-            return wide[:, -1, int(self.answer_ids[0])] - wide[:, -1, self.foil_id]
+            at = 0 if self.masks else -1
+            return wide[:, at, int(self.answer_ids[0])] - wide[:, at, self.foil_id]
         answers = self.answer_ids.to(logits.device)
         picked = wide.log_softmax(-1).gather(-1, answers.expand(len(wide), -1)[..., None])
         return -picked.sum((1, 2))
+
+    def refuse_infinite(self, found: float) -> None:
+        """Raise where the metric of the prompt as it is cannot be compared with anything.
+
+        Raises:
+            InspectionError: It is NaN or infinite.
+        """
+        if not math.isfinite(found):
+            name = self.metric if isinstance(self.metric, str) else "metric"
+            raise InspectionError(
+                f"The {name} of {self.prompt[:40]!r} is {found} before anything is changed, so "
+                "nothing can be compared with it. Look for NaN in the model, or at your metric."
+            )
 
 
 def read_questions(
@@ -103,6 +138,8 @@ def read_questions(
             "metric='logit_difference' compares the answer with another one: give foils=, one for "
             "each prompt, such as ' London'."
         )
+    refuse_two_stacks(model, _TWO_STACKS)
+    refuse_without_tokens(model)
     rows = zip(
         several, texts or [None] * len(several), others or [None] * len(several), strict=True
     )
@@ -144,7 +181,10 @@ def _question(
             "difference is always 0. Choose others."
         )
     fed = ids
-    if metric != "logit_difference" and len(answer_ids):
+    masks: tuple[int, ...] = ()
+    if not is_causal(model):
+        masks = _masks(model, tokenizer, ids, answer, answer_ids, metric)
+    elif metric != "logit_difference" and len(answer_ids):
         end = None if callable(metric) else -1  # the last token predicts nothing that counts
         fed = torch.cat([ids, answer_ids[:end]])
     place = device_of(model)
@@ -157,7 +197,43 @@ def _question(
         answer_ids=answer_ids.to(place),
         foil_id=foil_id,
         metric=metric,
+        masks=masks,
     )
+
+
+def _masks(
+    model: nn.Module, tokenizer: Any, ids: Tensor, answer: Any, answer_ids: Tensor, metric: Metric
+) -> tuple[int, ...]:
+    """Where a masked language model is asked for the tokens of an answer.
+
+    Raises:
+        InspectionError: The prompt has not one mask for each token of the answer.
+    """
+    if callable(metric):
+        return ()  # it is given all logits, and knows where to look
+    kind, mask = type(unwrap(model)).__name__, getattr(tokenizer, "mask_token_id", None)
+    head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
+    if head is None and "MaskedLM" not in kind:
+        raise InspectionError(
+            f"{kind} has no language modelling head, so that nothing can be said about an answer. "
+            "Give a model with one (AutoModelForCausalLM, AutoModelForMaskedLM), or a metric of "
+            "your own."
+        )
+    if mask is None:
+        raise InspectionError(
+            f"{kind} predicts tokens that are masked, not the next one, and no tokenizer says what "
+            "the mask token is. Give the model's tokenizer, or a metric of your own."
+        )
+    found = (ids == int(mask)).nonzero().flatten().tolist()
+    wanted = 1 if metric == "logit_difference" else len(answer_ids)
+    if len(found) < 1 or (len(found) != wanted and metric != "logit_difference"):
+        text = getattr(tokenizer, "mask_token", mask)
+        raise InspectionError(
+            f"{kind} predicts tokens that are masked, not the next one. The prompt has "
+            f"{plural(len(found), 'mask token')}, and the answer {answer!r} has "
+            f"{plural(len(answer_ids), 'token')}: write {text!r} for each of them in the prompt."
+        )
+    return tuple(found[:wanted])
 
 
 def _answer_ids(text: Any, tokenizer: Any, what: str) -> Tensor:

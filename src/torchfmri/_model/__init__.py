@@ -1,11 +1,11 @@
 """The user's model: the names of its layers, and running it without leaving a trace.
 
 `patterns` and `layers` turn wildcards into names and modules. `place_names` takes names such as
-`L9H6` apart, `blocks` and `block_places` find what they mean in a block of any architecture, and
-`places` in a model. `attachment` is the off switch. `snapshot` and `generators`
-put back what a pass changed; `interruption` keeps Ctrl-C from ending that half-way, `threads` two
-threads from doing it at a time. `forward_pass` and `backward_pass` run the user's data,
-`optimizer_steps` notices steps, `named_models` and `factory` load the model a command names.
+`L9H6` apart, `blocks` and `block_places` find what they mean in a block of any architecture,
+`places` in a model, and `place_table` in a stored scan. `attachment` is the off switch. `snapshot`
+and `generators` put back what a pass changed; `interruption` keeps Ctrl-C from ending that
+half-way, `threads` two threads from doing it at a time. `forward_pass` and `backward_pass` run the
+user's data, `optimizer_steps` notices steps, `named_models` and `factory` load named models.
 """
 
 from torchfmri._model.attachment import compiled_code_as_eager, switched_off
@@ -46,6 +46,7 @@ from torchfmri._model.named_models import CHOICES, NamedModel, load_model
 from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
 from torchfmri._model.patterns import check_names, match_names, nearest_names, not_found
 from torchfmri._model.place_names import PlaceName, names_in_block, parse_place
+from torchfmri._model.place_table import place_table, stored_layers
 from torchfmri._model.places import input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
 from torchfmri._model.threads import TrainedModel, one_thread, own_turn, resting, watched
@@ -98,6 +99,7 @@ __all__ = [
     "own_loss",
     "own_turn",
     "parse_place",
+    "place_table",
     "places_of",
     "prepare_backward",
     "random_state",
@@ -106,6 +108,7 @@ __all__ = [
     "run_backward",
     "runnable",
     "spared_grad",
+    "stored_layers",
     "switched_off",
     "thawed",
     "unchanged",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -13,7 +13,7 @@ from torchfmri._model.patterns import match_names, nearest_names
 from torchfmri._model.place_names import PlaceName, parse_place
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
-_ELSEWHERE = {
+NOWHERE = {
     "attn.hook_result": "the outputs of single heads are never computed: edit attn.hook_z instead",
     "attn.hook_attn_scores": "scores before the softmax never stand between two layers",
     "attn.hook_rot_q": "rotated queries never stand between two layers: use attn.hook_q",
@@ -98,7 +98,8 @@ def resolve_places(layers: Mapping[str, nn.Module], name: str) -> list[Place] | 
     stacks = find_stacks(layers)
     if parsed.is_plain and not _has_plain(stacks, parsed):
         return None
-    blocks = _choose_stack(stacks, parsed.stack, name)
+    blocks = stacks[choose_stack(list(stacks), parsed.stack, name)]
+    _refuse_repeated(blocks, name)
     numbers = range(len(blocks)) if parsed.block == "*" else [int(parsed.block)]
     if numbers[-1] >= len(blocks):
         raise InspectionError(
@@ -127,8 +128,8 @@ def _has_plain(stacks: Mapping[str, list[Block]], parsed: PlaceName) -> bool:
     return any(parsed.part in each.inside or parsed.part in PLAIN_PLACES for each in blocks)
 
 
-def _choose_stack(stacks: Mapping[str, list[Block]], wanted: str, name: str) -> list[Block]:
-    """The blocks of the stack that a name means."""
+def choose_stack(stacks: Sequence[str], wanted: str, name: str) -> str:
+    """The list of blocks that a name means, of those that a model has."""
     if not stacks:
         raise InspectionError(
             f"{name!r} names a block, and the model has no list of blocks (nn.ModuleList). Name a "
@@ -136,8 +137,7 @@ def _choose_stack(stacks: Mapping[str, list[Block]], wanted: str, name: str) -> 
         )
     fitting = [each for each in stacks if not wanted or f".{wanted}." in f".{each}."]
     if len(fitting) == 1:
-        _refuse_repeated(stacks[fitting[0]], name)
-        return stacks[fitting[0]]
+        return fitting[0]
     listed = ", ".join(map(repr, stacks))
     if not fitting:
         raise InspectionError(
@@ -149,10 +149,14 @@ def _choose_stack(stacks: Mapping[str, list[Block]], wanted: str, name: str) -> 
     )
 
 
-def _refuse_repeated(blocks: list[Block], name: str) -> None:
-    """Raise where one block is called several times: a number then means a call, not a layer."""
-    count = getattr(blocks[0].config, "num_hidden_layers", None)
-    if any(each.find(("albert_layers",)) for each in blocks):
+def is_repeated(blocks: Sequence[Block]) -> bool:
+    """Whether one block is called several times: a number then means a call, not a layer."""
+    return any(each.find(("albert_layers",)) for each in blocks)
+
+
+def _refuse_repeated(blocks: Sequence[Block], name: str) -> None:
+    if is_repeated(blocks):
+        count = getattr(blocks[0].config, "num_hidden_layers", None)
         raise InspectionError(
             f"{name!r} cannot be resolved: the model has {len(blocks)} block and calls it {count} "
             "times. Name a layer: they are listed by torchfmri.Inspector(model).layers()."
@@ -168,8 +172,8 @@ def _telling_part(names: list[str]) -> str:
 def _places_in(block: Block, parsed: PlaceName, name: str) -> list[Place]:
     part = parsed.part
     known = PLAIN_PLACES if parsed.is_plain else LENS_PLACES
-    if part in _ELSEWHERE:
-        raise InspectionError(f"{name!r} cannot be resolved: {_ELSEWHERE[part]}.")
+    if part in NOWHERE:
+        raise InspectionError(f"{name!r} cannot be resolved: {NOWHERE[part]}.")
     if part not in known and not (parsed.is_plain and part in block.inside):
         nearest = nearest_names(part, list(known)) or list(known)[:3]
         hint = "torchfmri.Inspector(model).layers(), or see the documentation of edits"

@@ -18,8 +18,15 @@ from torchfmri._scan.run.entry_points import scan, scan_dataset, stream
 from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
 from torchfmri._scan.run.live_board import TELL_EVERY, LiveBoard
 from torchfmri._scan.run.live_token import LiveToken
-from torchfmri._scan.run.model_call import device_of, logits_of, refuse_unknown_ids, takes
+from torchfmri._scan.run.model_call import (
+    device_of,
+    is_causal,
+    logits_of,
+    refuse_unknown_ids,
+    takes,
+)
 from torchfmri._scan.run.prompt import Prompt, encode
+from torchfmri._scan.run.refusals import refuse_two_stacks, refuse_without_tokens
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.run.stream import ScanStream
@@ -52,12 +59,15 @@ __all__ = [
     "device_of",
     "difference_of",
     "encode",
+    "is_causal",
     "layer_bands",
     "lens",
     "load",
     "logits_of",
     "outline_of",
+    "refuse_two_stacks",
     "refuse_unknown_ids",
+    "refuse_without_tokens",
     "repair",
     "require_replaceable",
     "rows_of",

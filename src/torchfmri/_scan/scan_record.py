@@ -28,7 +28,13 @@ from torchfmri._scan.prompts.first_level import fit_glm
 from torchfmri._scan.prompts.prompt_values import Question, Source, has_vectors, tabulate
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.anatomy import Anatomy
-from torchfmri._scan.record.reading import FROM_LOSS, Reading, Values, merged_statistics
+from torchfmri._scan.record.reading import (
+    FROM_LOSS,
+    Reading,
+    Values,
+    merged_statistics,
+    only_layer,
+)
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scan.store.export import export
 from torchfmri._scan.store.saving import save
@@ -209,7 +215,7 @@ class Scan(ReadoutMethods):
         Raises:
             LayerNotFoundError: There is no such layer in the scan.
         """
-        column = self.anatomy.column(layer)
+        column = self.anatomy.column(only_layer(layer, self.anatomy, self.meta))
         chosen = list(self) if sequence is None else [self._reading(sequence).sequence]
         return merged_statistics(chosen, column)
 

@@ -43,7 +43,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     model, tokenizer = load_model(options.model, dtype=dtype, device=options.device)
     chat, position = options.chat, options.position
-    found = lens(model, tokenizer, options.prompt, top=max(options.top, 1), chat=chat)
+    found = lens(model, tokenizer, options.prompt, top=options.top, chat=chat)
     parts = attribute_logit(
         model, tokenizer, options.prompt, options.token,
         against=options.against, position=position, chat=chat,

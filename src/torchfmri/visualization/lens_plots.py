@@ -34,6 +34,7 @@ def plot_lens(
     tokens: Sequence[str],
     *,
     metric: str = "top_probability",
+    ahead: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
     """Layers up, tokens across; each cell has the likeliest next token written in it.
@@ -44,6 +45,7 @@ def plot_lens(
         layers: The rows, the first at the bottom.
         tokens: The text that was read.
         metric: What the values are.
+        ahead: False where cells are about the token below them and not about the one after it.
         ax: Where to draw.
     """
     from matplotlib.colors import LogNorm, Normalize
@@ -77,12 +79,15 @@ def plot_lens(
             )  # fmt: skip
     ax.set_yticks(range(rows), [escape(_short(each)) for each in layers], fontsize=7)
     _write_tokens(ax, tokens)
-    ax.set_xlabel("what was read; the cells say what would come next", fontsize=8, color=GREY)
+    about = "come next" if ahead else "stand there"
+    ax.set_xlabel(f"what was read; the cells say what would {about}", fontsize=8, color=GREY)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.015)
     bar.ax.tick_params(labelsize=7)
-    ax.set_title(f"colour: {_LABELS.get(metric, metric)}", fontsize=8, loc="left", color=GREY)
+    label = _LABELS.get(metric, metric)
+    label = label if ahead else label.replace("that came next", "that stands there")
+    ax.set_title(f"colour: {label}", fontsize=8, loc="left", color=GREY)
     return ax
 
 

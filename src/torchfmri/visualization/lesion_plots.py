@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._text import shorten
 from torchfmri.visualization._colour_scale import ticks_between
 from torchfmri.visualization._figure import GREY, escape
 
@@ -147,14 +148,16 @@ class PatchPicture(NamedTuple):
     Attributes:
         names: The places, from top to bottom.
         labels: The tokens, from left to right.
-        score: (places, tokens) 0 as corrupted, 1 as clean.
+        score: (places, tokens) 0 as corrupted, 1 as clean; nan where no path leads.
         metric: What the score is of.
+        to: Where patches arrive; "" for everything after them.
     """
 
     names: Sequence[str]
     labels: Sequence[str]
     score: NDArray[np.float64]
     metric: str
+    to: str = ""
 
     @property
     def inches(self) -> tuple[float, float]:
@@ -167,16 +170,21 @@ def draw_patches(figure: Figure, picture: PatchPicture) -> None:
     """Draw the scores of patches as one image."""
     ax = figure.subplots()
     limit = max(1.0, float(np.nanmax(np.abs(picture.score))))
+    ax.set_facecolor("#b8b8b8")
     image = ax.imshow(
-        picture.score, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-limit,
-        vmax=limit,
+        np.ma.masked_invalid(picture.score), aspect="auto", interpolation="nearest",
+        cmap="RdBu_r", vmin=-limit, vmax=limit,
     )  # fmt: skip
     step = -(-len(picture.names) // 45)
     shown = range(0, len(picture.names), step)
     ax.set_yticks(list(shown), [escape(picture.names[each]) for each in shown], fontsize=7)
     labels = list(map(escape, picture.labels))
     ax.set_xticks(range(len(labels)), labels, fontsize=7, rotation=90)
-    ax.set_title("what a patch of clean values brings back", fontsize=9, loc="left")
+    title = "what a patch of clean values brings back"
+    if picture.to:
+        grey = "\n(grey: no path)" if np.isnan(picture.score).any() else ""
+        title += f"\non the direct way to {escape(shorten(picture.to, 40))}{grey}"
+    ax.set_title(title, fontsize=9, loc="left")
     bar = figure.colorbar(image, ax=ax, pad=0.02)
     bar.set_label(escape(f"{picture.metric}: 0 as corrupted, 1 as clean"), fontsize=8)
     bar.ax.tick_params(labelsize=7)

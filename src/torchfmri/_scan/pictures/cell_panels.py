@@ -122,8 +122,10 @@ def _lens(
         ]
         for name, rank, tokens, own in zip(layers, ranks, top, shares, strict=True)
     ]
-    last = column + 1 >= len(sequence)
-    came = "" if last else f" ({sequence.tokens.pieces_of(column + 1, column + 2)[0].strip()!r})"
-    data = {"columns": ["layer", "rank" if last else f"rank of the next{came}", "would say next"],
-            "rows": rows}  # fmt: skip
-    return Panel("lens", "Lens: what each layer would say next", "table", data)
+    # Nothing comes after the last token: a rank there is that of the token itself (masked models).
+    ahead = 0 if sequence.tensors[readout_name(LENS, "rank")][-1, -1] else 1
+    about, place = ("next", column + 1) if ahead else ("here", column)
+    came = f" ({sequence.tokens.pieces_of(place, place + 1)[0].strip()!r})"
+    rank = "rank" if place >= len(sequence) else f"rank of the {'next' if ahead else 'token'}{came}"
+    data = {"columns": ["layer", rank, f"would say {about}"], "rows": rows}
+    return Panel("lens", f"Lens: what each layer would say {about}", "table", data)

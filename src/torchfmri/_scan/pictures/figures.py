@@ -16,6 +16,7 @@ from torchfmri._scan.record.reading import (
     DELTA,
     FROM_LOSS,
     Reading,
+    only_layer,
     quantile,
     span_text,
     voxel_name,
@@ -71,6 +72,7 @@ def plot_voxels(
     reading: Reading, layer: str, metric: str, *, normalise: str, ax: Axes | None
 ) -> Axes:
     """The voxels of one layer down, tokens across; see `Scan.plot_voxels`."""
+    layer = only_layer(layer, reading.anatomy, reading.meta)
     span = reading.anatomy.voxels_of(layer)
     voxels = list(range(span.start, span.stop))
     values = reading.table(metric, "voxel")[:, span].T

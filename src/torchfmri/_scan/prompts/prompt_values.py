@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchfmri._arguments import require
 from torchfmri._contrast import Columns, PromptTable
-from torchfmri._model import check_names, match_names, nearest_names
+from torchfmri._model import nearest_names
 from torchfmri._scan.prompts.feature_values import FeatureRows
 from torchfmri._scan.prompts.prompt_vectors import mean_of, vectors_of
 from torchfmri._scan.prompts.token_choice import (
@@ -24,7 +24,7 @@ from torchfmri._scan.prompts.token_choice import (
     why_none,
 )
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
-from torchfmri._scan.record.reading import DELTA, Reading
+from torchfmri._scan.record.reading import DELTA, Reading, matching_layers
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence
 from torchfmri._text import plural
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
@@ -297,7 +297,7 @@ class _Shared:
 def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray[np.int64]]:
     """What a source can give, and where that stands in its tables."""
     anatomy = source.anatomy
-    chosen = _matching(question.layers, anatomy.layers)
+    chosen = matching_layers(question.layers, anatomy.layers, source.meta)
     if question.level == "unit":
         return _units(source, question, chosen)
     types = np.array(anatomy.types, object)
@@ -350,16 +350,6 @@ def _units(
         np.ones(count, np.int64),
     )
     return columns, np.arange(count)
-
-
-def _matching(pattern: str | Sequence[str], layers: Sequence[str]) -> list[str]:
-    chosen: set[str] = set()
-    for each in check_names(pattern):
-        found = match_names(each, layers)
-        if not found:
-            raise LayerNotFoundError(each, nearest_names(each, layers), len(layers), "scan.layers")
-        chosen.update(found)
-    return [layer for layer in layers if layer in chosen]
 
 
 def has_vectors(source: Source, tokens: TokenChoice) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._model import check_names, match_names, not_found
+from torchfmri._model import check_names, match_names, not_found, stored_layers
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.blocks import inside_of, kinds_of
 from torchfmri._scan.record.delta_sc import delta_between_layers, delta_within_layers
@@ -41,6 +41,41 @@ class Values(NamedTuple):
     values: NDArray[np.floating]
 
 
+def matching_layers(
+    pattern: str | Sequence[str], layers: Sequence[str], meta: Mapping[str, Any]
+) -> list[str]:
+    """The layers of a scan, in order, that match a pattern or are places such as `L3.mlp`.
+
+    Raises:
+        LayerNotFoundError: None does.
+        InspectionError: It is a place that the scan does not hold as a layer.
+    """
+    chosen: set[str] = set()
+    for each in check_names(pattern):
+        found = match_names(each, layers) or stored_layers(each, layers, meta.get("places"))
+        if not found:
+            raise not_found(each, layers, "scan.layers")
+        chosen.update(found)
+    return [each for each in layers if each in chosen]
+
+
+def only_layer(name: str, anatomy: Anatomy, meta: Mapping[str, Any]) -> str:
+    """The one layer of a scan that a name, or a place such as `L3.mlp`, stands for.
+
+    Raises:
+        LayerNotFoundError: There is no such layer in the scan.
+        InspectionError: It stands for several.
+    """
+    if name in anatomy.index:
+        return name
+    found = stored_layers(name, anatomy.layers, meta.get("places"))
+    if len(found) > 1:
+        raise InspectionError(f"{name!r} stands for {len(found)} layers: name one of them.")
+    if not found:
+        raise not_found(name, anatomy.layers, "scan.layers")
+    return found[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """One sequence of a scan, with the names of what was measured.
@@ -66,14 +101,8 @@ class Reading:
         Raises:
             LayerNotFoundError: None does.
         """
-        names = self.anatomy.layers
-        chosen: set[str] = set()
-        for each in check_names(pattern):
-            found = match_names(each, names)
-            if not found:
-                raise not_found(each, names, "scan.layers")
-            chosen.update(found)
-        return [column for column, name in enumerate(names) if name in chosen]
+        chosen = matching_layers(pattern, self.anatomy.layers, self.meta)
+        return [self.anatomy.index[each] for each in chosen]
 
     def table(self, metric: str, by: str) -> NDArray[np.floating]:
         """(s, layer) or (s, voxel), all of them.

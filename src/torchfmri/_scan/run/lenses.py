@@ -35,11 +35,17 @@ from torchfmri._scan.run.refusals import (
     refuse_two_stacks,
     refuse_unrunnable,
     refuse_virtual_tokens,
+    refuse_without_tokens,
 )
 from torchfmri._scan.run.spelling import Speller
 from torchfmri.exceptions import InspectionError
 
 Target = str | int | None
+_TWO_STACKS = (
+    "a lens or an attribution reads one sequence. Read its attention with an Inspector "
+    "(what='attention'), or edit either side and compare your own passes: "
+    "torchfmri.edited(model, {'decoder.L3H1': 'zero'})."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +128,8 @@ def _reading(model: nn.Module, tokenizer: Any, prompt: Prompt, chat: bool) -> It
         )
     check_flag("chat", chat)
     refuse_unrunnable(model)
-    refuse_two_stacks(model)
+    refuse_two_stacks(model, _TWO_STACKS)
+    refuse_without_tokens(model)
     refuse_virtual_tokens(model)
     model = runnable(model)
     encoded = encode(prompt, tokenizer, chat, "left" if is_causal(model) else "right")
@@ -152,6 +159,8 @@ def lens(
 ) -> Lens:
     """What each layer of a language model would say next, at every token of a text.
 
+    A masked language model (BERT) says what stands at a token, not what comes after it.
+
     The stream after each block goes through the model's own final norm, head, scale and softcap.
     The last row is compared with the logits of the model itself; a model for which they differ is
     refused by name. `scan(..., lens=True)` does the same to a text that the model writes.
@@ -172,7 +181,8 @@ def lens(
     check_number("top", top, 1, "how many tokens to keep, such as 5")
     check_callable("translate", translate, "give a function of the stream and a block's number")
     with _reading(model, tokenizer, prompt, chat) as text:
-        found = read_lens(text.model, text.call, logits_of, text.ids, top, translate)
+        ahead = int(is_causal(text.model))
+        found = read_lens(text.model, text.call, logits_of, text.ids, top, translate, ahead)
         ids = sorted({*found.top.flatten().tolist()})
         return Lens(
             layers=found.names,
@@ -243,7 +253,7 @@ def attribute_inputs(
     """How much each input token adds to the logit of a token, by gradients of its embedding.
 
     Args:
-        model: As for `lens`; it may have any number of stacks.
+        model: As for `lens`; it may have several stacks, but be no encoder-decoder.
         tokenizer: As for `lens`.
         prompt: As for `lens`.
         token: Whose logit, as text (" Paris") or id; the likeliest token by default.

@@ -37,7 +37,7 @@ from torchfmri._model import (
 )
 from torchfmri._scan.record.readouts import LENS, LENS_PARTS, PATTERN, readout_name
 from torchfmri._scan.run.batch_rows import BatchRow
-from torchfmri._scan.run.model_call import call_model, logits_of
+from torchfmri._scan.run.model_call import call_model, is_causal, logits_of
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scan_pass import Sequences
 from torchfmri.exceptions import InspectionError, MemoryLimitError
@@ -129,7 +129,8 @@ def read_out(model: nn.Module, sequences: Sequences, options: ScanOptions) -> Re
         if options.lens:
             stream = run_stream(model, call)
             unembedding = find_unembedding(model, stream, logits_of(stream.output))
-            reading = read_stream(stream, unembedding, ids, LENS_TOP, mask)
+            ahead = int(is_causal(model))
+            reading = read_stream(stream, unembedding, ids, LENS_TOP, mask, ahead)
             for part in LENS_PARTS:
                 values = getattr(reading, part).movedim(0, 2).flatten(2)  # (b, s, layer * k)
                 found.values[readout_name(LENS, part)] = values.cpu()

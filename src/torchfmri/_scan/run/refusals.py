@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import refuse_meta, unwrap
+from torchfmri._model import find_stacks, named_layers, refuse_meta, unwrap
 from torchfmri._scan.run.model_call import takes
 from torchfmri._scan.run.prompt import EncodedPrompt
 from torchfmri.exceptions import InspectionError
@@ -24,14 +24,36 @@ _NO_INPUTS = frozenset(
 # -- the model -----------------------------------------------------------------------------------
 
 
-def refuse_two_stacks(model: nn.Module) -> None:
-    """Raise for encoder-decoder models, whose two stacks have different tokens."""
+_SCAN = (
+    "a scan has one token axis. Scan its encoder or decoder by itself, or use "
+    "torchfmri.token_gradients, which keeps the two apart."
+)
+
+
+def refuse_two_stacks(model: nn.Module, reason: str = _SCAN) -> None:
+    """Raise for encoder-decoder models, whose two stacks have different tokens.
+
+    Args:
+        model: The model.
+        reason: Why that cannot be done, and what to do instead.
+    """
     model = unwrap(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    if len(find_stacks(named_layers(model))) != 1:  # T5's encoder alone has T5's configuration
         raise InspectionError(
-            f"{type(model).__name__} has an encoder and a decoder, with different tokens each: a "
-            "scan has one token axis. Scan its encoder or decoder by itself, or use "
-            "torchfmri.token_gradients, which keeps the two apart."
+            f"{type(model).__name__} has an encoder and a decoder, with different tokens each: "
+            + reason
+        )
+
+
+def refuse_without_tokens(model: nn.Module) -> None:
+    """Raise for models of transformers that are fed images or sound, and no token ids."""
+    name = getattr(unwrap(model), "main_input_name", "input_ids")
+    if name != "input_ids" and not takes(model, "input_ids"):
+        raise InspectionError(
+            f"{type(unwrap(model)).__name__} is fed {name} and no token ids, so it has no words to "
+            "read. Edit it (torchfmri.edited) or watch it (Inspector) in passes of your own."
         )
 
 

@@ -18,7 +18,7 @@ from torchfmri.exceptions import FileFormatError, InspectionError
 FORMAT = "torchfmri-scan"
 VERSION = 1
 META_BYTES = 64 << 20
-VOLATILE = ("created", "device", "missed", "notes", "run", "versions")
+VOLATILE = ("created", "device", "missed", "notes", "places", "run", "versions")
 """Keys of a scan's meta that may differ when sequences are added to it later."""
 _VOXELS: dict[str, type[np.integer[Any]]] = {
     "layer": np.int32,

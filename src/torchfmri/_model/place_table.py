@@ -1,0 +1,205 @@
+"""The places of a model as plain data, so that a stored scan knows their names too.
+
+A scan has the names of layers and no modules, and which layer `L3.mlp` is differs between
+architectures (Gemma adds the output of a norm). So the names are resolved while the model is there,
+and the answers are kept: for each list of blocks, part -> [layer inside the block, what, heads].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchfmri._files import require_form, require_forms
+from torchfmri._model.block_places import LENS_PLACES, PLAIN_PLACES, Place
+from torchfmri._model.blocks import Block, find_stacks
+from torchfmri._model.place_names import PlaceName, parse_place
+from torchfmri._model.places import NOWHERE, choose_stack, is_repeated
+from torchfmri.exceptions import InspectionError
+
+_FORM = {"of": [int], "parts": [{"part": [(str, int)]}]}
+_BLOCK = re.compile(r"(?P<stack>.*\b(?:layers|layer|blocks|block|h))\.(?P<number>\d+)")
+_ALL: Mapping[str, Callable[[Block], Place]] = {**LENS_PLACES, **PLAIN_PLACES}
+
+
+class _Stored(NamedTuple):
+    """Where a part is: the layer inside its block, what of it, and how many heads it has there.
+
+    A part of a layer, such as the queries of a fused projection, has a negative number of heads.
+    """
+
+    inner: str
+    what: str
+    heads: int
+
+
+def place_table(layers: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The places of all blocks of a model, as data for JSON; blocks that are alike share a table.
+
+    Args:
+        layers: All layers of the model, as `named_layers` gives them.
+    """
+    found: dict[str, Any] = {}
+    for stack, blocks in find_stacks(layers).items():
+        if is_repeated(blocks):
+            continue
+        tables = [{part: list(each) for part, each in _parts(block)} for block in blocks]
+        unique = [each for index, each in enumerate(tables) if each not in tables[:index]]
+        found[stack] = {"of": [unique.index(each) for each in tables], "parts": unique}
+    return found
+
+
+def _parts(block: Block) -> list[tuple[str, _Stored]]:
+    found = []
+    for part, find in _ALL.items():
+        try:
+            place = find(block)
+        except InspectionError:  # this architecture has no such part, and `stored_layers` says so
+            continue
+        heads = len(place.heads or ())
+        inner = place.layer.removeprefix(block.name).removeprefix(".")
+        found.append((part, _Stored(inner, place.what, heads if place.units is None else -heads)))
+    return found
+
+
+def stored_layers(name: object, known: Sequence[str], table: object) -> list[str]:
+    """The layers of a scan that the name of a place stands for; none where it is no such name.
+
+    Args:
+        name: What the user wrote, such as `L3.mlp`.
+        known: The layers of the scan.
+        table: What `place_table` gave when the model was scanned; None for older scans, where the
+            names of whole blocks are still understood.
+
+    Raises:
+        InspectionError: The model has no such place, the scan does not hold it, or it is a part of
+            a layer.
+    """
+    place = parse_place(name) if isinstance(name, str) else None
+    if place is None or not isinstance(name, str):
+        return []
+    stacks = _checked(table)
+    if not stacks:
+        return _whole_blocks(place, name, known)
+    if place.is_plain:
+        return _plain(stacks, place, name, known)
+    if place.part in NOWHERE:
+        raise InspectionError(f"{name!r} cannot be resolved: {NOWHERE[place.part]}.")
+    stack = choose_stack(list(stacks), place.stack, name)
+    of, parts = stacks[stack]["of"], stacks[stack]["parts"]
+    numbers = range(len(of)) if place.block == "*" else [int(place.block)]
+    if numbers[-1] >= len(of):
+        raise InspectionError(f"{name!r}: the model has {len(of)} blocks, 0 to {len(of) - 1}.")
+    entries = [(number, parts[of[number]].get(place.part)) for number in numbers]
+    found = [
+        _layer(f"{stack}.{number}".lstrip("."), _Stored(*each), place, name, known)
+        for number, each in entries
+        if each is not None
+    ]
+    if not found:
+        raise InspectionError(
+            f"{name!r}: block {stack}.{numbers[0]} of this model has no known {place.part}; "
+            f"it has {', '.join(each for each in parts[of[numbers[0]]] if each)}."
+        )
+    return found
+
+
+def _plain(
+    stacks: Mapping[str, Any], place: PlaceName, name: str, known: Sequence[str]
+) -> list[str]:
+    """The layers that a name of Llama's means; none where it is simply no layer of the scan.
+
+    Raises:
+        InspectionError: It is a part of a layer.
+    """
+    wanted = [each for each in stacks if not place.stack or f".{place.stack}." in f".{each}."]
+    if len(wanted) != 1:
+        return []
+    of, parts = stacks[wanted[0]]["of"], stacks[wanted[0]]["parts"]
+    found = []
+    for number in range(len(of)):
+        if place.block not in ("*", str(number)):
+            continue
+        stored = _Stored(*parts[of[number]].get(place.part, (place.part, "activations", 0)))
+        block = f"{wanted[0]}.{number}".lstrip(".")
+        layer = f"{block}.{stored.inner}" if stored.inner else block
+        if layer in known:
+            found.append(_layer(block, stored, place, name, known))
+    return found
+
+
+def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequence[str]) -> str:
+    """The layer of the scan that one place of one block is.
+
+    Raises:
+        InspectionError: It is none, or a part of one.
+    """
+    layer = f"{block}.{stored.inner}" if stored.inner else block
+    if stored.what == "attention":
+        raise InspectionError(
+            f"{name!r} is the attention pattern of layer {layer!r}, which has readouts of its own: "
+            "scan(..., attention=True), then scan.attention() and scan.attention_pattern()."
+        )
+    source = f"{layer}.input" if stored.what == "inputs" else layer
+    if place.head is not None or stored.heads < 0:
+        which = "a part" if place.head is None else f"head {place.head}"
+        raise InspectionError(
+            f"{name!r} is {which} of the {stored.what} of layer {layer!r}, and layers are taken "
+            f"whole here. Name {source!r} and read its voxels: by='voxel'."
+        )
+    if source in known:
+        return source
+    if stored.what == "inputs":
+        raise InspectionError(
+            f"{name!r} is the input of layer {layer!r}, and this scan holds outputs"
+            + (". scan(..., heads=True) also keeps what each head wrote." if stored.heads else ".")
+        )
+    raise InspectionError(
+        f"{name!r} is the output of layer {layer!r}, which is not among the {len(known)} layers "
+        "of this scan: see scan.layers."
+    )
+
+
+def _whole_blocks(place: PlaceName, name: str, known: Sequence[str]) -> list[str]:
+    """The blocks that a name means where no table tells what is inside of them."""
+    blocks = [match for each in known if (match := _BLOCK.fullmatch(each))]
+    wanted = [
+        each
+        for each in blocks
+        if place.block in ("*", each["number"])
+        and (not place.stack or f".{place.stack}." in f".{each['stack']}.")
+    ]
+    is_block = place.part in ("block", "") and place.head is None
+    if is_block and len({each["stack"] for each in wanted}) == 1:
+        return [each[0] for each in wanted]
+    if place.is_plain:
+        return []
+    raise InspectionError(
+        f"{name!r} cannot be resolved: nothing is stored here that says where the parts of a block "
+        "are in this model. Name the layer as the model does; scan.layers lists them."
+    )
+
+
+def _checked(table: object) -> dict[str, Any]:
+    """The table of a file, where it has the form of one; empty where there is none.
+
+    Raises:
+        InspectionError: It has another form.
+    """
+    if table is None:
+        return {}
+    try:
+        require_form(table, {"stack": dict}, "the table of places")
+        assert isinstance(table, dict)
+        for stack in table.values():
+            require_forms(stack, _FORM)
+            entries = [each for parts in stack["parts"] for each in parts.values()]
+            kinds = {tuple(map(type, each)) for each in entries}
+            if kinds - {(str, str, int)} or not set(stack["of"]) <= set(range(len(stack["parts"]))):
+                raise ValueError("the table of places does not fit together")
+    except (KeyError, ValueError) as error:
+        raise InspectionError(f"The scan is damaged: {error}.") from error
+    return table

@@ -26,7 +26,8 @@ from torchfmri._contrast import PromptTable, TestOptions, compare
 from torchfmri._contrast.classification import classify
 from torchfmri._contrast.corrections import adjust_fdr
 from torchfmri._contrast.group_tests import welch
-from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
+from torchfmri._scan.prompts.prompt_values import tabulate
+from torchfmri._scan.prompts.question import Question, Source
 
 PARTS = ("calibration", "power", "speed", "real")
 BOUND = 19

@@ -219,7 +219,7 @@ def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [500, (5, 2), re.compile("zzz"), -1])
 def test_a_choice_that_chooses_nothing_is_refused(scan: Scan, tokens: Any) -> None:
-    reason = "looked for in the whole text" if isinstance(tokens, re.Pattern) else "The last token"
+    reason = "without its special tokens" if isinstance(tokens, re.Pattern) else "The last token"
     with pytest.raises(InspectionError, match=f"chooses no token of any prompt .* {reason}"):
         scan.contrast("park", "fööd", tokens=tokens)
 
@@ -642,7 +642,9 @@ def test_columns_that_lack_values_of_any_prompt_are_counted(scan: Scan) -> None:
     glm = Scan(scan.anatomy, broken, scan.meta).glm(
         "condition", level="layer", layers=scan.layers[:6]
     )
-    assert any(note.startswith("3 columns without a value at some tokens") for note in glm.notes)
+    assert any(
+        note.startswith("3 columns without a finite value at some tokens of ") for note in glm.notes
+    )
 
 
 def test_too_few_tokens_for_the_regressors(scan: Scan) -> None:

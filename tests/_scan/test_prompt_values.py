@@ -10,7 +10,8 @@ import pytest
 
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, Scan, ScannedSequence, ScanOptions
-from torchfmri._scan.prompts.prompt_values import Question, Source, tabulate
+from torchfmri._scan.prompts.prompt_values import tabulate
+from torchfmri._scan.prompts.question import Question, Source
 from torchfmri._scan.prompts.token_choice import choose_tokens, token_words
 
 NAMES = ("Tom", "Ann", "Sue", "Ben", "Max", "Lily")
@@ -178,7 +179,7 @@ def test_tokens_are_chosen_by_place_and_text(scan: Scan) -> None:
     assert "Once" not in chosen(sequence, re.compile("park"))
     assert chosen(sequence, {"match": "upon a"}) == chosen(sequence, re.compile("upon a"))
     assert "Tom" in chosen(sequence, {"field": "who"})
-    start = sequence.text.index("upon")
+    start = str(sequence.fields["prompt"]).index("upon")  # special tokens do not count
     assert chosen(sequence, {"characters": (start, start + 1)}).strip().startswith("u")
     user = chosen(sequence, {"role": "user"})
     assert user.strip() == str(sequence.fields["prompt"])
@@ -218,7 +219,7 @@ def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [500, (5, 2), re.compile("zzz"), -1])
 def test_a_choice_that_chooses_nothing_is_refused(scan: Scan, tokens: Any) -> None:
-    reason = "looked for in the whole text" if isinstance(tokens, re.Pattern) else "The last token"
+    reason = "without its special tokens" if isinstance(tokens, re.Pattern) else "The last token"
     with pytest.raises(InspectionError, match=f"chooses no token of any prompt .* {reason}"):
         scan.contrast("park", "fööd", tokens=tokens)
 
@@ -641,7 +642,9 @@ def test_columns_that_lack_values_of_any_prompt_are_counted(scan: Scan) -> None:
     glm = Scan(scan.anatomy, broken, scan.meta).glm(
         "condition", level="layer", layers=scan.layers[:6]
     )
-    assert any(note.startswith("3 columns without a value at some tokens") for note in glm.notes)
+    assert any(
+        note.startswith("3 columns without a finite value at some tokens of ") for note in glm.notes
+    )
 
 
 def test_too_few_tokens_for_the_regressors(scan: Scan) -> None:

@@ -1,6 +1,7 @@
 """Scans as long tables: pandas, polars, CSV, Parquet, xarray and NetCDF equal the scan."""
 
 import builtins
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_a_frame_equals_the_scan(scan: Scan, by: str) -> None:
     assert frame["good"].dtype == bool
     assert set(frame["tags"]) == {'[1,"a"]', "[]"}
     assert set(frame["field_text"]) == {"x", "y"}  # `text` is that of the token
-    assert np.isnan(frame["extra"].iloc[0])
+    assert frame["extra"].dtype == "Int64"
+    assert frame["extra"].iloc[0] is pandas.NA
     assert frame["extra"].iloc[-1] == 3
     if by == "token":
         return
@@ -72,14 +74,14 @@ def test_files_equal_the_frame(scan: Scan, by: str, tmp_path: Path) -> None:
     frame = scan.to_dataframe(by)
     for ending in ("csv", "parquet"):
         scan.export(tmp_path / f"x.{ending}", by=by)
-    numbers = [name for name in frame if frame[name].dtype.kind == "f"]
+    gaps = [name for name in frame if frame[name].dtype.kind == "f" or name == "extra"]
     texts = [name for name in frame if frame[name].dtype.kind == "O"]
     read = {
         "csv": pandas.read_csv(
             tmp_path / "x.csv",
             keep_default_na=False,
-            na_values={name: [""] for name in numbers},
-            dtype={name: frame[name].dtype for name in numbers} | dict.fromkeys(texts, str),
+            na_values={name: [""] for name in gaps},
+            dtype={name: frame[name].dtype for name in gaps} | dict.fromkeys(texts, str),
         ),
         "parquet": pandas.read_parquet(tmp_path / "x.parquet"),
         "polars": polars.read_parquet(tmp_path / "x.parquet").to_pandas(),
@@ -87,11 +89,8 @@ def test_files_equal_the_frame(scan: Scan, by: str, tmp_path: Path) -> None:
     for other in read.values():
         assert list(other.columns) == list(frame.columns)
         for name in frame:
-            found, wanted = np.array(other[name]), np.array(frame[name])
-            if name in numbers:
-                np.testing.assert_array_equal(found, wanted)
-            else:
-                assert found.tolist() == wanted.tolist(), name
+            assert other[name].isna().tolist() == frame[name].isna().tolist(), name
+            assert other[name].dropna().tolist() == frame[name].dropna().tolist(), name
 
 
 def test_labelled_arrays_can_be_grouped_and_come_back(scan: Scan, tmp_path: Path) -> None:
@@ -126,16 +125,70 @@ def test_a_scan_without_rows_has_the_columns() -> None:
 def test_fields_of_many_types_have_one() -> None:
     anatomy = make_anatomy(1)
     fields: list[dict[str, Any]] = [
-        {"a": 1, "b": True, "c": 1, "d": None, "e": "x"},
-        {"a": 2.5, "b": 1, "c": 2, "d": 4, "e": {"x": 1}},
-        {"a": 3, "b": False, "d": None, "e": None},
+        {"a": 1, "b": True, "c": 1, "d": None, "e": "x", "f": 2**63, "g": 2**60, "h": math.nan},
+        {"a": 2.5, "b": 1, "c": 2, "d": 4, "e": {"x": 1}, "f": 1, "g": 0.5, "h": "x"},
+        {"a": 3, "b": False, "d": None, "e": None, "f": 2, "g": 1, "h": math.inf},
     ]
     sequences = [make_sequence(anatomy, 2, seed=k, fields=f) for k, f in enumerate(fields)]
     columns = {each.name: each for each in field_columns(sequences, [])}
     types = {name: each.type for name, each in columns.items()}
-    assert types == {"a": float, "b": str, "c": float, "d": float, "e": str}
-    assert [columns["e"].value(each) for each in fields] == ["x", '{"x":1}', ""]
+    assert types == {
+        "a": float, "b": str, "c": int, "d": int, "e": str, "f": str, "g": str, "h": str
+    }  # fmt: skip
+    assert [name for name, each in columns.items() if each.has_gaps] == ["c", "d", "e", "h"]
+    assert [columns["e"].value(each) for each in fields] == ["x", '{"x":1}', None]
     assert [columns["b"].value(each) for each in fields] == ["true", "1", "false"]
+    assert [columns["f"].value(each) for each in fields] == [str(2**63), "1", "2"]
+    assert [columns["h"].value(each) for each in fields] == [None, "x", "inf"]
+
+
+GAPS: dict[str, list[Any]] = {
+    "whole": [1, None, 3],
+    "large": [2**60 + 1, None, 2**60 + 3],
+    "flag": [True, None, False],
+    "real": [0.5, None, 2.5],
+    "word": ["x", None, ""],
+    "date": ["2024-01-02", None, "2024-01-03"],
+}
+
+
+def test_fields_with_gaps_keep_their_types(tmp_path: Path) -> None:
+    """A value that is missing is missing everywhere, and changes no other one."""
+    polars, xarray = pytest.importorskip("polars"), pytest.importorskip("xarray")
+    pytest.importorskip("h5netcdf")
+    anatomy = make_anatomy(1)
+    rows = [
+        {name: values[k] for name, values in GAPS.items() if k != 1 or name == "flag"}
+        for k in range(3)
+    ]
+    made = [make_sequence(anatomy, 1, seed=k, fields=row) for k, row in enumerate(rows)]
+    scan = Scan(anatomy, made, {})
+    frame = scan.to_dataframe()
+    assert [str(frame[name].dtype) for name in ("whole", "large", "flag", "real")] == [
+        "Int64", "Int64", "boolean", "float64"
+    ]  # fmt: skip
+    for name, values in GAPS.items():
+        found = frame[name].astype(object)
+        assert found.isna().tolist() == [False, True, False]
+        assert found.dropna().tolist() == [values[0], values[2]]
+    for ending in ("csv", "parquet", "nc"):
+        scan.export(tmp_path / f"x.{ending}", **({} if ending == "nc" else {"by": "token"}))
+    read = polars.read_parquet(tmp_path / "x.parquet")
+    for name, values in GAPS.items():
+        cells = read[name].fill_nan(None) if name == "real" else read[name]
+        assert cells.to_list() == values, name
+    assert [str(read[name].dtype) for name in ("whole", "flag")] == ["Int64", "Boolean"]
+    cells = pandas.read_csv(tmp_path / "x.csv", dtype=str, keep_default_na=False)
+    for name, values in GAPS.items():
+        assert cells[name].tolist() == ["" if each is None else str(each) for each in values]
+    arrays = scan.to_xarray()
+    np.testing.assert_array_equal(arrays["whole"], [1, np.nan, 3])
+    assert arrays["large"].values.tolist() == [str(2**60 + 1), "", str(2**60 + 3)]
+    assert arrays["flag"].values.tolist() == ["true", "", "false"]
+    assert arrays["word"].values.tolist() == ["x", "", ""]
+    with xarray.open_dataset(tmp_path / "x.nc") as stored:
+        for name in GAPS:
+            np.testing.assert_array_equal(stored[name].values, arrays[name].values)
 
 
 def test_tables_that_cannot_be_made(

@@ -20,8 +20,9 @@ from torchfmri._contrast.corrections import adjust_fdr
 from torchfmri._contrast.distributions import Doubles
 from torchfmri._contrast.permutations import relabel
 from torchfmri._contrast.prompt_table import PromptTable
+from torchfmri._contrast.remarks import about_copies, prompts_lacking
 from torchfmri._contrast.weights import Definition
-from torchfmri._text import Column, Grid, number_text, plural
+from torchfmri._text import Column, Grid, listed, number_text, plural
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -162,11 +163,13 @@ def classify(
     fold = _folds(blocks, folds, random)
     drawn = _relabellings(labels, is_paired, permutations, random)
     found, null = [], []
+    notes = about_copies(trials[0].table, conditions)
     for trial in trials:
         layers = trial.table.columns.layer
+        known = np.isfinite(trial.table.values).all(0)
+        notes += _about_gaps(trial.table, known)
         for layer in dict.fromkeys(layers.tolist()):
-            values = np.asarray(trial.table.values[:, layers == layer], np.float64)
-            values = values[:, np.isfinite(values).all(0)]
+            values = np.asarray(trial.table.values[:, (layers == layer) & known], np.float64)
             if values.shape[1]:
                 found.append((layer, trial.table.metric, values.shape[1]))
                 null.append(accuracies(values, drawn, fold))
@@ -179,8 +182,19 @@ def classify(
     counts = (int((labels == 0).sum()), int((labels == 1).sum()))
     return Classification(
         question, rows, folds, counts, len(drawn), trials[0].table.tokens,
-        tuple(trials[0].table.notes),
+        tuple(dict.fromkeys([*notes, *(note for each in trials for note in each.table.notes)])),
     )  # fmt: skip
+
+
+def _about_gaps(table: PromptTable, known: NDArray[np.bool_]) -> list[str]:
+    """Say which features a probe cannot use, because some prompts lack them."""
+    if known.all():
+        return []
+    lacking = ~known & np.isfinite(table.values).any(0)
+    prompts = f" ({listed(prompts_lacking(table, lacking))})" if lacking.any() else ""
+    shown = listed(list(dict.fromkeys(table.columns.layer[~known].tolist())))
+    count = f"{int((~known).sum()):,} of {len(known):,} features ({table.metric})"
+    return [f"{count} lack finite values for some prompts{prompts} and are left out: {shown}"]
 
 
 def _folds(blocks: NDArray[np.int64], folds: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -147,11 +147,12 @@ def _colours(contrast: Contrast) -> tuple[NDArray[np.float64], str, ScalarMappab
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    values, label = contrast.g, "Hedges g"
+    asked = shorten(contrast.question, 60)
+    values, label = contrast.g, f"Hedges g of {asked}"
     if contrast.is_f:
-        values, label = np.sqrt(contrast.f), "square root of F"
+        values, label = np.sqrt(contrast.f), f"square root of F of {asked}"
     elif np.isnan(values).all():
-        values, label = contrast.effect, "difference of means"
+        values, label = contrast.effect, f"difference of means, {asked}"
     known = np.abs(values[np.isfinite(values)])
     top = float(np.quantile(known, 0.995)) if len(known) else 1.0
     top = top or 1.0
@@ -261,7 +262,7 @@ def _outline(ax: Axes, kept: NDArray[np.bool_], span: tuple[float, float], wide:
 def _draw_bar(ax: Axes, label: str, scale: ScalarMappable) -> None:
     extend = "max" if scale.norm.vmin == 0 else "both"
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.015, fraction=0.035, aspect=30, extend=extend)
-    bar.set_label(label, fontsize=7.5)
+    bar.set_label(escape(label), fontsize=7.5)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.outline.set_visible(False)
 

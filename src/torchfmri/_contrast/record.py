@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +13,13 @@ from numpy.typing import NDArray
 
 from torchfmri._arguments import check_file, check_number
 from torchfmri._contrast.calibration import Calibration
+from torchfmri._contrast.contrast_table import (
+    FLOATS,
+    export_table,
+    finite_or_none,
+    frame_of,
+    grid_of,
+)
 from torchfmri._contrast.direction import Direction
 from torchfmri._contrast.distributions import Doubles
 from torchfmri._contrast.peak import Peak
@@ -21,9 +27,8 @@ from torchfmri._contrast.picture import plot_map
 from torchfmri._contrast.prompt_table import Columns
 from torchfmri._contrast.report import ContrastReport
 from torchfmri._contrast.saving import write_contrast
-from torchfmri._files import new_file
 from torchfmri._model import match_names, nearest_names, stored_layers
-from torchfmri._text import Column, Grid, number_text, plural, printable
+from torchfmri._text import Grid, plural, printable
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
 
 if TYPE_CHECKING:
@@ -158,7 +163,7 @@ class Contrast:
         statistic = ("f", "dof_num", "dof") if self.is_f else ("t", "dof")
         label = () if self.columns.label is None else ("label",)
         first = ("layer", "module", "kind", "head", "unit", *label)
-        return (*first, *sides, *size, *statistic, *_LAST)
+        return (*first, *sides, *size, *statistic, "p", "q", "survives")
 
     def peaks(self, number: int | None = _PEAKS, layers: str = "*") -> list[Peak]:
         """The rows of the table, the smallest p first; those without p by the size of g or effect.
@@ -175,6 +180,8 @@ class Contrast:
     def ranked(self, number: int | None = _PEAKS, layers: str = "*") -> list[int]:
         """The places of the peaks in the arrays; see `peaks`."""
         own = list(dict.fromkeys(self.columns.layer.tolist()))
+        if number is not None:
+            check_number("number", number, 0, "how many peaks, such as 20")
         found = match_names(layers, own) or stored_layers(layers, own, None)
         if not found:
             raise LayerNotFoundError(layers, nearest_names(layers, own), len(own), "scan.layers")
@@ -203,47 +210,21 @@ class Contrast:
             dof_num=self.dof_num,
             survives=bool(self.survives[index]),
             label="" if columns.label is None else str(columns.label[index]),
-            **{name: float(getattr(self, name)[index]) for name in _FLOATS},
+            **{name: float(getattr(self, name)[index]) for name in FLOATS},
         )
 
     def tidy(self, places: Iterable[int]) -> list[dict[str, Any]]:
         """Rows of the table as mappings, for JSON: None stands for what is not finite."""
         rows = (self.row(place)._asdict() for place in places)
-        return [{name: _finite(row[name]) for name in self.headings} for row in rows]
+        return [{name: finite_or_none(row[name]) for name in self.headings} for row in rows]
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """The whole table, tidy: a row per column of the contrast, in model order. Needs pandas.
+        """Return the whole table, tidy: a row per column of the contrast, in model order.
 
         Raises:
             InspectionError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise InspectionError(
-                "A DataFrame needs pandas: pip install 'torchfmri[tables]'. Without it, "
-                "contrast.peaks(None) gives the same rows."
-            ) from error
-        head = self.columns.head
-        whole = self.columns.kind == "layer"
-        data: dict[str, Any] = {
-            "layer": self.columns.layer,
-            "module": self.columns.module,
-            "kind": self.columns.kind,
-            "head": pandas.array(head, "Int64"),
-            "unit": pandas.array(self.columns.start, "Int64"),
-            "label": self.columns.label,
-            "n": self.n_a + self.n_b,
-            "n_a": self.n_a,
-            "n_b": self.n_b,
-            **{name: getattr(self, name) for name in _FLOATS},
-            "dof_num": self.dof_num,
-            "survives": self.survives,
-        }
-        table = pandas.DataFrame({name: data[name] for name in self.headings})
-        table.loc[head < 0, "head"] = pandas.NA
-        table.loc[whole, "unit"] = pandas.NA
-        return table
+        return frame_of(self)
 
     def export(self, path: str | PathLike[str]) -> None:
         """Write the whole table: `.csv`, `.parquet` or `.json`, as the ending says.
@@ -251,28 +232,7 @@ class Contrast:
         Raises:
             InspectionError: The ending is none of these, or a package is missing.
         """
-        target = check_file("path", path)
-        if target.suffix == ".json":
-            rows = self.tidy(range(len(self)))
-            with new_file(target) as new:
-                new.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-            return
-        if target.suffix not in (".csv", ".parquet"):
-            raise InspectionError(
-                f"Cannot export to {target.name!r}: the ending is one of .csv, .parquet, .json. To "
-                "keep the contrast itself, use contrast.save."
-            )
-        frame = self.to_dataframe()
-        with new_file(target) as new:
-            if target.suffix == ".csv":
-                frame.to_csv(new, index=False)
-            else:
-                try:
-                    frame.to_parquet(new, index=False)
-                except ImportError as error:
-                    raise InspectionError(
-                        "Parquet needs pyarrow: pip install 'torchfmri[parquet]'."
-                    ) from error
+        export_table(self, check_file("path", path))
 
     def table(self, number: int = _PEAKS, width: int | None = None) -> str:
         """The peaks as text, with what has to be known below.
@@ -284,33 +244,8 @@ class Contrast:
         return self.grid(number).text(width)
 
     def grid(self, number: int = _PEAKS) -> Grid:
-        """The peaks, for terminals and pages."""
-        places = self.ranked(number)
-        peaks, names = [self.row(each) for each in places], self.columns[places].titles
-        columns = [
-            Column("effect", [number_text(peak.effect) for peak in peaks], 4),
-            *self._size_columns(peaks),
-            Column("p", [number_text(peak.p) for peak in peaks], 3),
-            Column("q", [number_text(peak.q) for peak in peaks], 7),
-            Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
-        ]
-        kept = frozenset(row for row, peak in enumerate(peaks) if peak.survives)
-        return Grid(self.summary, self.level, names, columns, self.notes, kept)
-
-    def _size_columns(self, peaks: list[Peak]) -> list[Column]:
-        """What the table says of a statistic: t with g and its interval, or F with its dof."""
-        if self.is_f:
-            freedom = [f"{peak.dof_num}, {number_text(peak.dof)}" for peak in peaks]
-            return [
-                Column("f", [number_text(peak.f) for peak in peaks], 6),
-                Column("dof", freedom, 2),
-            ]
-        between = [_interval(peak.ci_low, peak.ci_high) for peak in peaks]
-        return [
-            Column("g", [number_text(peak.g) for peak in peaks], 5),
-            Column(f"{100 * (1 - self.alpha):g}% interval of g", between, 2),
-            Column("t", [number_text(peak.t) for peak in peaks], 6),
-        ]
+        """Return the peaks, for terminals and pages."""
+        return grid_of(self, self.ranked(number))
 
     @property
     def summary(self) -> str:
@@ -377,7 +312,16 @@ class Contrast:
         found = [layer] if layer in known else stored_layers(layer, known, None)
         if len(found) != 1:
             raise LayerNotFoundError(layer, nearest_names(layer, known), len(known), "scan.layers")
-        return Direction(found[0], self.differences[found[0]], self.question, self.tokens)
+        (layer,) = found
+        vector = self.differences[layer]
+        lacking = int((~np.isfinite(vector)).sum())
+        if lacking:
+            raise InspectionError(
+                f"The mean vectors of {layer!r} are not finite in {lacking} of {len(vector)} units "
+                "for some prompts, so their difference is no direction. Look at scan[0].vectors, "
+                "and leave those prompts out."
+            )
+        return Direction(layer, vector, self.question, self.tokens)
 
     # -- calibration, pictures, files ------------------------------------------------------------
 
@@ -426,7 +370,8 @@ class Contrast:
         return plot_map(self, ax)
 
     def report(self, number: int = _PEAKS) -> ContrastReport:
-        """Question, design, map, peaks and calibration as one page."""
+        """Return question, design, map, peaks and calibration as one page."""
+        check_number("number", number, 0, "how many peaks, such as 20")
         return ContrastReport(self, number)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -436,15 +381,3 @@ class Contrast:
             OSError: The disk is full, or the like.
         """
         write_contrast(self, check_file("path", path))
-
-
-_FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "f", "dof", "p", "q")
-_LAST = ("p", "q", "survives")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def _interval(low: float, high: float) -> str:
-    return "-" if np.isnan(low) else f"{low:.2f} to {high:.2f}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchfmri._contrast.distributions import t_power, t_tail
 from torchfmri._contrast.group_tests import Tested
 from torchfmri._contrast.permutations import Permuted
 from torchfmri._contrast.prompt_table import PromptTable
-from torchfmri._text import plural
+from torchfmri._text import listed, plural
 
 if TYPE_CHECKING:
     from torchfmri._contrast.comparison import Trial
@@ -22,10 +24,11 @@ FEW = 5
 _POWER = 0.8
 
 
+@lru_cache(maxsize=256)  # a search with noncentral t: it would take longer than the test itself
 def detectable(
     n_a: int, n_b: int, alpha: float, *, is_paired: bool = False, two_sided: bool = True
 ) -> float:
-    """The smallest g that a test finds in four of five experiments; nan for one prompt.
+    """Return the smallest g that is found in four of five experiments; nan for one prompt.
 
     Example:
         >>> round(detectable(20, 20, 0.05), 2)
@@ -49,7 +52,7 @@ def remarks_of(trial: Trial, tested: Tested, permuted: Permuted | None) -> list[
     table, conditions, alpha = trial.table, trial.conditions, trial.options.alpha
     counts = _prompts_that_count(trial)
     return [
-        *_about_copies(table, conditions),
+        *about_copies(table, conditions),
         *_about_power(trial, counts, int((~np.isnan(tested.p)).sum())),
         *_about_permutations(permuted, alpha),
         *_about_lengths(table, conditions),
@@ -68,7 +71,7 @@ def _prompts_that_count(trial: Trial) -> dict[str, int]:
     return {each: int((chosen & (groups == each)).sum()) for each in trial.conditions}
 
 
-def _about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
+def about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
     """Prompts that are copies of each other count as one, and the tests do not know that."""
     groups = table.groups.astype(str)
     said = []
@@ -155,6 +158,12 @@ def _about_lengths(table: PromptTable, conditions: Sequence[str]) -> list[str]:
     return said
 
 
+def prompts_lacking(table: PromptTable, columns: NDArray[np.bool_]) -> list[str]:
+    """Return the names of the prompts with chosen tokens that lack a value in these columns."""
+    lacks = ~np.isfinite(table.values[:, columns]).all(1) & (table.counts > 0)
+    return [table.names[row] for row in np.flatnonzero(lacks).tolist()]
+
+
 def _about_columns(
     table: PromptTable, tested: Tested, permuted: Permuted | None, *, few: bool
 ) -> list[str]:
@@ -173,8 +182,11 @@ def _about_columns(
         ("do not vary within the conditions: an effect, but no test", constant),
     ):
         if which.any():
-            shown = ", ".join(table.columns[np.flatnonzero(which)[:2]].names)
-            said.append(f"{int(which.sum()):,} of {len(which):,} columns {what}: {shown}, ...")
+            where = np.flatnonzero(which)
+            shown = ", ".join(table.columns[where[:2]].names) + ", ..." * (len(where) > 2)
+            lacking = prompts_lacking(table, which) if (which & partly).any() else []
+            prompts = f" ({listed(lacking)})" if lacking else ""
+            said.append(f"{len(where):,} of {len(which):,} columns {what}{prompts}: {shown}")
     if permuted is not None and partly.any():
         said.append("columns that lack values have no p-value by relabelling")
     return said

@@ -8,6 +8,7 @@ two. Something new to keep per sequence is a tensor in `store/packing.py`, writt
 
 from torchfmri._scan.loading import load
 from torchfmri._scan.pictures.bands import layer_bands
+from torchfmri._scan.prompts.question import condition_of
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.blocks import outline_of
 from torchfmri._scan.record.reading import Reading
@@ -55,6 +56,7 @@ __all__ = [
     "attribute_inputs",
     "attribute_logit",
     "board_of",
+    "condition_of",
     "contrast",
     "device_of",
     "difference_of",

@@ -25,7 +25,9 @@ from torchfmri._scan.pictures.readouts import ReadoutMethods
 from torchfmri._scan.pictures.scan_board import ScanBoard
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scan.prompts.first_level import fit_glm
-from torchfmri._scan.prompts.prompt_values import Question, Source, has_vectors, tabulate
+from torchfmri._scan.prompts.prompt_values import tabulate
+from torchfmri._scan.prompts.prompt_vectors import has_vectors
+from torchfmri._scan.prompts.question import Question, Source
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import (

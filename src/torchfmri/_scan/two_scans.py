@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from torchfmri._arguments import is_list, require
 from torchfmri._contrast import Contrast, TestOptions, compare
-from torchfmri._scan.prompts.prompt_values import SIGNED, Question, Source, tabulate
+from torchfmri._scan.prompts.prompt_values import tabulate
+from torchfmri._scan.prompts.question import SIGNED, Question, Source
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.scan_record import Scan
@@ -178,7 +179,10 @@ def _matched(
                 for number, pair in enumerate(pairs)
                 if pair[side][0] is scan
             ]
-            sources.append(Source(scan.anatomy, _Partners(own), scan.meta, label, scan.folder))
+            partners = _Partners(own)
+            sources.append(
+                Source(scan.anatomy, partners, scan.meta, label, scan.folder, is_aligned=True)
+            )
     notes = [
         f"{len(places) - len(pairs)} prompts of {label!r} have no partner and are left out"
         for places, label in zip((first, second), labels, strict=True)

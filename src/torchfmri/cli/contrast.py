@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchfmri._arguments import check_number
 from torchfmri._contrast import Contrast
-from torchfmri._scan import Scan, contrast, load
+from torchfmri._scan import Scan, condition_of, contrast, load
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture, save_figure
 
@@ -99,6 +100,7 @@ def run(options: Namespace) -> Result:
     """Compare, and return the result as data, as text, and as an exit code."""
     if options.picture is not None:
         check_picture("--picture", options.picture)
+    check_number("--peaks", options.peaks, 0, "how many rows to print, such as 20")
     found = _compare(options)
     if options.calibrate:
         found = found.calibrate(options.calibrate, options.seed)
@@ -155,9 +157,9 @@ def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
     """
     found: dict[str, int] = {}
     for sequence in scan:
-        value = sequence.condition if by == "condition" else sequence.fields.get(by)
-        if value is not None and value != "":
-            found[str(value)] = found.get(str(value), 0) + 1
+        value = condition_of(sequence, by)
+        if value is not None:
+            found[value] = found.get(value, 0) + 1
     if len(found) != 2:
         said = (
             ", ".join(f"{name!r} ({count})" for name, count in list(found.items())[:20]) or "none"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from torchfmri._contrast import Columns
 from torchfmri._lens import feature_labels
+from torchfmri._scan.prompts.question import Source
 from torchfmri._scan.prompts.token_choice import TokenChoice, choose_tokens
 from torchfmri._scan.record.readouts import choose_readouts, readout_name
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -57,8 +58,8 @@ class FeatureRows:
             values = sequence.tensors[readout_name(place, "feature_values")]
             yield place, np.asarray(ids), np.asarray(values, np.float64)
 
-    def row(self, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
-        """(v,) the mean of each feature over the chosen tokens of a prompt, and how many count."""
+    def row(self, _: Source, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
+        """Return (v,) the means of features over a prompt's chosen tokens, and how many count."""
         chosen = choose_tokens(sequence, self._tokens, np.ones(len(sequence), bool))
         count = int(chosen.sum())
         total = np.zeros(len(self.columns))

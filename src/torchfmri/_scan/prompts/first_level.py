@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._contrast import GLM, Level, first_level
-from torchfmri._scan.prompts.prompt_values import SIGNED, Question, Source, chosen_columns
+from torchfmri._scan.prompts.prompt_columns import chosen_columns
+from torchfmri._scan.prompts.question import SIGNED, Question, Source
 from torchfmri._scan.prompts.token_choice import choose_tokens, token_words
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.fields import field_columns
-from torchfmri._text import plural
+from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
 OF_TOKENS = ("position", "surprisal", "entropy", "generated")
@@ -63,7 +64,7 @@ def fit_glm(source: Source, formula: str, question: Question) -> GLM:
     middle = np.concatenate([each.regressors for each in fitted if not each.is_short]).mean(0)
     slopes = np.stack([each.slopes for each in fitted])
     means = np.stack([each.mean for each in fitted]) + np.einsum("r,nrv->nv", middle, slopes)
-    lacking = np.stack([each.lacks for each in fitted]).any(0)
+    lacking = {each.name: each.lacks for each in fitted if each.lacks.any()}
     return GLM(
         formula=formula,
         levels=_levels(split, means, slopes),
@@ -73,7 +74,7 @@ def fit_glm(source: Source, formula: str, question: Question) -> GLM:
         level=question.level,
         tokens=token_words(question.tokens),
         model=str(source.meta.get("model") or ""),
-        notes=tuple(_notes(short, int(lacking.sum()), split)),
+        notes=tuple(_notes(short, lacking, split)),
         token_names=split.token_names,
         token_designs=tuple(each.regressors - middle for each in fitted),
     )
@@ -139,7 +140,9 @@ def _levels(
     return levels
 
 
-def _notes(short: Sequence[str], partly: int, split: _Formula) -> list[str]:
+def _notes(
+    short: Sequence[str], lacking: Mapping[str, NDArray[np.bool_]], split: _Formula
+) -> list[str]:
     said = ["coefficients of each prompt first, then a test over prompts"]
     if split.token_names:
         said.append(
@@ -149,17 +152,14 @@ def _notes(short: Sequence[str], partly: int, split: _Formula) -> list[str]:
     if split.left_out:
         said.append(
             f"{plural(len(split.left_out), 'prompt')} without a value of a field that the formula "
-            f"names left out: {', '.join(map(repr, split.left_out[:3]))}"
-            f"{', ...' if len(split.left_out) > 3 else ''}"
+            f"names left out: {listed(split.left_out)}"
         )
     if short:
-        said.append(
-            f"{plural(len(short), 'prompt')} with too few tokens left out: "
-            f"{', '.join(map(repr, short[:3]))}"
-        )
-    if partly:
-        columns = plural(partly, "column")
-        said.append(f"{columns} without a value at some tokens: not tested")
+        said.append(f"{plural(len(short), 'prompt')} with too few tokens left out: {listed(short)}")
+    if lacking:
+        columns = plural(int(np.stack(list(lacking.values())).any(0).sum()), "column")
+        prompts = listed(list(lacking))
+        said.append(f"{columns} without a finite value at some tokens of {prompts}: not tested")
     return said
 
 
@@ -222,7 +222,7 @@ class _Formula:
                 f"No prompt has a value of every field that the formula names: {empty} lack some. "
                 "Leave one of them out, or choose another field."
             )
-        self._prompts = self._prompts[self.known]
+        self._prompts = self._prompts[self.known].infer_objects()  # without gaps, bool again
 
     def _variables(self, term: Any) -> set[str]:
         needed = set(map(str, self._formulaic.Formula([term]).required_variables))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import is_whole
-from torchfmri._scan.record.sequence import ScannedSequence
+from torchfmri._scan.record.sequence import ScannedSequence, Tokens
 from torchfmri.exceptions import InspectionError
 
 TokenChoice = str | int | slice | tuple[int, int] | re.Pattern[str] | Mapping[str, Any]
@@ -84,8 +84,8 @@ def why_none(tokens: TokenChoice) -> str:
     """What to know where a choice chooses nothing."""
     if isinstance(tokens, (re.Pattern, Mapping)):
         return (
-            "It is looked for in the whole text, from the first character on, where the text of "
-            "special tokens counts though they are never chosen."
+            "Characters are counted, and patterns looked for, in the text without its special "
+            "tokens."
         )
     return (
         "The last token that was written has none, because the model was not run on it; 'last' is "
@@ -119,7 +119,7 @@ def choose_tokens(
         return _only(len(said), tokens)
     if isinstance(tokens, (tuple, list)):
         return _only(len(said), slice(*tokens))
-    return usable & _spelling(sequence, _spans(sequence, tokens))
+    return usable & _standing_in(sequence, tokens)
 
 
 def _only(length: int, where: Any) -> NDArray[np.bool_]:
@@ -128,35 +128,53 @@ def _only(length: int, where: Any) -> NDArray[np.bool_]:
     return kept
 
 
-def _text(sequence: ScannedSequence) -> str:
-    # Bytes that are no character stay one each, so that places can be counted back.
-    return b"".join(sequence.tokens.spelling).decode("utf-8", "surrogateescape")
-
-
-def _spans(
+def _standing_in(
     sequence: ScannedSequence, tokens: re.Pattern[str] | Mapping[str, Any]
-) -> Iterator[tuple[int, int]]:
-    """(first, end) of characters in the text."""
-    text = _text(sequence)
+) -> NDArray[np.bool_]:
+    """(s,) the tokens with a byte in what a pattern, a range, a field or a role names."""
+    said = sequence.tokens
     if isinstance(tokens, re.Pattern):
-        yield from (found.span() for found in tokens.finditer(text))
-        return
+        return _matching(said, tokens)
     key, value = next(iter(tokens.items()))
     if key == "match":
-        yield from (found.span() for found in re.finditer(value, text))
-    elif key == "characters":
-        first, last, _ = slice(*value).indices(len(text))
-        yield first, last
-    elif key == "role":
-        yield from _role_spans(sequence, value, text)
-    else:
-        if value not in sequence.fields:
-            has = ", ".join(map(repr, sequence.fields)) or "none"
-            raise InspectionError(
-                f"{sequence.name!r} has no field {value!r}; its fields are {has}."
-            )
-        wanted = str(sequence.fields[value])
-        yield from (found.span() for found in re.finditer(re.escape(wanted), text) if wanted)
+        return _matching(said, re.compile(value))
+    if key == "characters":
+        spelling = _without_special(said)
+        first, last, _ = slice(*value).indices(len(_text(spelling)))
+        return _touching(spelling, [(first, last)])
+    if key == "role":
+        return _touching(said.spelling, _role_spans(sequence, value, _text(said.spelling)))
+    if value not in sequence.fields:
+        has = ", ".join(map(repr, sequence.fields)) or "none"
+        raise InspectionError(f"{sequence.name!r} has no field {value!r}; its fields are {has}.")
+    wanted = re.escape(str(sequence.fields[value]))
+    return _touching(said.spelling, _found(wanted, _text(said.spelling)) if wanted else [])
+
+
+def _without_special(tokens: Tokens) -> list[bytes]:
+    """The spelling of the tokens as the user wrote them: nothing for special ones."""
+    pairs = zip(tokens.spelling, tokens.special, strict=True)
+    return [b"" if special else each for each, special in pairs]
+
+
+def _matching(tokens: Tokens, pattern: re.Pattern[str]) -> NDArray[np.bool_]:
+    """(s,) the tokens that match, in each stretch of text between special tokens."""
+    spelling = _without_special(tokens)
+    kept = np.zeros(len(tokens), bool)
+    borders = [-1, *np.flatnonzero(tokens.special).tolist(), len(tokens)]
+    for before, after in pairwise(borders):
+        own = slice(before + 1, after)
+        kept[own] = _touching(spelling[own], _found(pattern, _text(spelling[own])))
+    return kept
+
+
+def _found(pattern: str | re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
+    return (each.span() for each in re.finditer(pattern, text))
+
+
+def _text(spelling: Sequence[bytes]) -> str:
+    # Bytes that are no character stay one each, so that places can be counted back.
+    return b"".join(spelling).decode("utf-8", "surrogateescape")
 
 
 def _role_spans(sequence: ScannedSequence, role: str, text: str) -> Iterator[tuple[int, int]]:
@@ -195,11 +213,11 @@ def _messages(sequence: ScannedSequence) -> Sequence[Mapping[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
 
 
-def _spelling(sequence: ScannedSequence, spans: Iterator[tuple[int, int]]) -> NDArray[np.bool_]:
-    """(s,) the tokens with a byte in one of the spans of characters."""
-    text = _text(sequence)
-    ends = np.cumsum([0, *map(len, sequence.tokens.spelling)])
-    kept = np.zeros(len(sequence), bool)
+def _touching(spelling: Sequence[bytes], spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+    """(s,) the tokens with a byte in one of the spans (first, end) of characters."""
+    text = _text(spelling)
+    ends = np.cumsum([0, *map(len, spelling)])
+    kept = np.zeros(len(spelling), bool)
     for first, last in spans:
         low, high = (
             len(text[:place].encode("utf-8", "surrogateescape")) for place in (first, last)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchfmri._files import parse, plain, to_json
+from torchfmri._scan.store.fields import label_of
 from torchfmri.exceptions import InspectionError
 
 FIELD_BYTES = 1 << 16
@@ -179,7 +180,7 @@ class _LazyRows(Sequence[DatasetRow]):
             DatasetRow(
                 number,
                 prompt,
-                "" if label is None else str(label),
+                label_of(label) or "",
                 place,
                 fields={str(key): _kept(value) for key, value in record.items()},
                 id=self._id_of(record, place),

@@ -24,18 +24,19 @@ _ANATOMY = ("layer", "module", "kind", "head", "unit", "units")
 
 
 class Words(NamedTuple):
-    """A column of texts that repeat: which there are, and which one each row has."""
+    """A column of texts that repeat: which there are, and which one each row has (-1: none)."""
 
     values: Sequence[str]
     codes: NDArray[np.int32]
 
     def texts(self) -> NDArray[Any]:
-        """The text of each row."""
-        found: NDArray[Any] = np.array([*self.values, None], object)[:-1][self.codes]
+        """Return the text of each row, None where it has none."""
+        found: NDArray[Any] = np.array([*self.values, None], object)[self.codes]
         return found
 
 
 Cells = NDArray[Any] | Words
+"""Arrays of whole numbers and booleans that lack some are masked."""
 
 
 class LongTable:
@@ -99,12 +100,11 @@ class LongTable:
             "condition": Words([sequence.condition], one),
         }
         for each in self.fields:
-            value = each.value(sequence.fields) if sequence.fields or s else None
-            if each.type is str:
-                found[each.name] = Words([value or ""], one)
+            value = each.value(sequence.fields)
+            if each.type is not str:
+                found[each.name] = each.masked(value, len(token))
             else:
-                filled = each.array([value] if s else [])
-                found[each.name] = np.repeat(filled, len(token) if s else 0)
+                found[each.name] = Words([], one - 1) if value is None else Words([value], one)
         found["position"] = token
         found["id"] = tokens.ids[token]
         found["text"] = Words(tokens.pieces, token.astype(np.int32))
@@ -159,18 +159,25 @@ def to_dataframe(
     table = LongTable(anatomy, sequences, by)
     parts = list(table.parts()) or [table.empty()]
     data = {name: _joined([part[name] for part in parts]) for name in parts[0]}
-    return pandas.DataFrame(
-        {
-            name: pandas.Categorical.from_codes(cells.codes, list(cells.values))
-            if isinstance(cells, Words)
-            else cells
-            for name, cells in data.items()
-        }
-    )
+    return pandas.DataFrame({name: _series(cells) for name, cells in data.items()})
+
+
+def _series(cells: Cells) -> Any:
+    """Return cells as pandas has them: categories, and its own types where values are missing."""
+    from pandas import Categorical, arrays
+
+    if isinstance(cells, Words):
+        return Categorical.from_codes(cells.codes, list(cells.values))
+    if not isinstance(cells, np.ma.MaskedArray):
+        return cells
+    nullable = arrays.BooleanArray if cells.dtype == bool else arrays.IntegerArray
+    return nullable(cells.data, np.ma.getmaskarray(cells))
 
 
 def _joined(parts: Sequence[Cells]) -> Cells:
     """The cells of several sequences; texts that are equal become one."""
+    if isinstance(parts[0], np.ma.MaskedArray):
+        return np.asanyarray(np.ma.concatenate(parts))
     if not isinstance(parts[0], Words):
         return np.concatenate([np.asarray(part) for part in parts])
     number: dict[str, int] = {}
@@ -178,7 +185,7 @@ def _joined(parts: Sequence[Cells]) -> Cells:
     for part in parts:
         assert isinstance(part, Words)
         own = np.array([number.setdefault(each, len(number)) for each in part.values], np.int32)
-        codes.append(own[part.codes] if len(own) else part.codes)
+        codes.append(np.where(part.codes >= 0, own[part.codes], -1) if len(own) else part.codes)
     return Words(list(number), np.concatenate(codes))
 
 
@@ -221,7 +228,10 @@ def write_parquet(
     def convert(cells: Cells) -> Any:
         if isinstance(cells, Words):
             values = pa.array(list(cells.values), pa.string())
-            return pa.DictionaryArray.from_arrays(pa.array(cells.codes, pa.int32()), values)
+            codes = pa.array(cells.codes, pa.int32(), mask=cells.codes < 0)
+            return pa.DictionaryArray.from_arrays(codes, values)
+        if isinstance(cells, np.ma.MaskedArray):
+            return pa.array(cells.data, mask=np.ma.getmaskarray(cells))
         return pa.array(cells)
 
     schema = pa.table({name: convert(cells) for name, cells in table.empty().items()}).schema

@@ -1,0 +1,125 @@
+"""The table of a contrast: as a frame, as a file, and as text for terminals and pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchfmri._contrast.peak import Peak
+from torchfmri._files import new_file
+from torchfmri._text import Column, Grid, number_text
+from torchfmri.exceptions import InspectionError
+
+if TYPE_CHECKING:
+    import pandas
+
+    from torchfmri._contrast.record import Contrast
+
+FLOATS = ("effect", "g", "ci_low", "ci_high", "t", "f", "dof", "p", "q")
+"""The columns of the table that are numbers with a fraction."""
+
+
+def frame_of(contrast: Contrast) -> pandas.DataFrame:
+    """Return the whole table as a frame; see `Contrast.to_dataframe`.
+
+    Raises:
+        InspectionError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise InspectionError(
+            "A DataFrame needs pandas: pip install 'torchfmri[tables]'. Without it, "
+            "contrast.peaks(None) gives the same rows."
+        ) from error
+    head = contrast.columns.head
+    whole = contrast.columns.kind == "layer"
+    data: dict[str, Any] = {
+        "layer": contrast.columns.layer,
+        "module": contrast.columns.module,
+        "kind": contrast.columns.kind,
+        "head": pandas.array(head, "Int64"),
+        "unit": pandas.array(contrast.columns.start, "Int64"),
+        "label": contrast.columns.label,
+        "n": contrast.n_a + contrast.n_b,
+        "n_a": contrast.n_a,
+        "n_b": contrast.n_b,
+        **{name: getattr(contrast, name) for name in FLOATS},
+        "dof_num": contrast.dof_num,
+        "survives": contrast.survives,
+    }
+    table = pandas.DataFrame({name: data[name] for name in contrast.headings})
+    table.loc[head < 0, "head"] = pandas.NA
+    table.loc[whole, "unit"] = pandas.NA
+    return table
+
+
+def export_table(contrast: Contrast, target: Path) -> None:
+    """Write the whole table; see `Contrast.export`.
+
+    Raises:
+        InspectionError: The ending is none of these, or a package is missing.
+    """
+    if target.suffix == ".json":
+        rows = contrast.tidy(range(len(contrast)))
+        with new_file(target) as new:
+            new.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+        return
+    if target.suffix not in (".csv", ".parquet"):
+        raise InspectionError(
+            f"Cannot export to {target.name!r}: the ending is one of .csv, .parquet, .json. To "
+            "keep the contrast itself, use contrast.save."
+        )
+    frame = frame_of(contrast)
+    with new_file(target) as new:
+        if target.suffix == ".csv":
+            frame.to_csv(new, index=False)
+        else:
+            try:
+                frame.to_parquet(new, index=False)
+            except ImportError as error:
+                raise InspectionError(
+                    "Parquet needs pyarrow: pip install 'torchfmri[parquet]'."
+                ) from error
+
+
+def grid_of(contrast: Contrast, places: list[int]) -> Grid:
+    """Return the rows at these places as a table of text."""
+    peaks, names = [contrast.row(each) for each in places], contrast.columns[places].titles
+    columns = [
+        Column("effect", [number_text(peak.effect) for peak in peaks], 4),
+        *_size_columns(contrast, peaks),
+        Column("p", [number_text(peak.p) for peak in peaks], 3),
+        Column("q", [number_text(peak.q) for peak in peaks], 7),
+        Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
+    ]
+    kept = frozenset(row for row, peak in enumerate(peaks) if peak.survives)
+    return Grid(contrast.summary, contrast.level, names, columns, contrast.notes, kept)
+
+
+def _size_columns(contrast: Contrast, peaks: list[Peak]) -> list[Column]:
+    """What the table says of a statistic: t with g and its interval, or F with its dof."""
+    if contrast.is_f:
+        freedom = [f"{peak.dof_num}, {number_text(peak.dof)}" for peak in peaks]
+        return [
+            Column("f", [number_text(peak.f) for peak in peaks], 6),
+            Column("dof", freedom, 2),
+        ]
+    between = [_interval(peak.ci_low, peak.ci_high) for peak in peaks]
+    return [
+        Column("g", [number_text(peak.g) for peak in peaks], 5),
+        Column(f"{100 * (1 - contrast.alpha):g}% interval of g", between, 2),
+        Column("t", [number_text(peak.t) for peak in peaks], 6),
+    ]
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return the value, None for a float that is not finite."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _interval(low: float, high: float) -> str:
+    return "-" if np.isnan(low) else f"{low:.2f} to {high:.2f}"

@@ -97,14 +97,14 @@ class PromptRows:
                 np.isfinite(row) | ~own[:, None] for row, own in zip(rows, chosen, strict=True)
             ]
             together = np.concatenate(finite, 1)[:, index]
-            self._count(sequence.name, together.any(1), together)
+            self._count(sequence.name, np.asarray(together.any(1)), together)
         return whole.astype(np.float64)[index], int(kept.sum())
 
     def _count(self, name: str, kept: NDArray[np.bool_], finite: NDArray[np.bool_]) -> None:
         """Count the tokens that count (s,) at which some columns lack a value: finite is (s, v)."""
         lacks = ~finite[kept] & finite[kept].any(0)  # a column without any value has its own note
         self._partly_columns |= lacks.any(0)
-        self._partly.add(name, lacks.any(1))
+        self._partly.add(name, np.asarray(lacks.any(1)))
 
     @property
     def notes(self) -> list[str]:

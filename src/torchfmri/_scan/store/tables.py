@@ -177,7 +177,10 @@ def _series(cells: Cells) -> Any:
 def _joined(parts: Sequence[Cells]) -> Cells:
     """The cells of several sequences; texts that are equal become one."""
     if isinstance(parts[0], np.ma.MaskedArray):
-        return np.asanyarray(np.ma.concatenate(parts))
+        arrays = [part for part in parts if not isinstance(part, Words)]
+        masks = [np.ma.getmaskarray(part) for part in arrays]
+        values = np.concatenate([np.ma.getdata(part) for part in arrays])
+        return np.ma.array(values, mask=np.concatenate(masks))
     if not isinstance(parts[0], Words):
         return np.concatenate([np.asarray(part) for part in parts])
     number: dict[str, int] = {}

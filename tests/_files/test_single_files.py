@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import _single_files as files
-from torchfmri import FileFormatError, History, Inspection
+from torchfmri import FileFormatError, History, Inspection, LesionMap
+from torchfmri._files import seal, unseal
 
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], files.Reading], str]] = {
     "inspection": (files.make_inspection, files.read_inspection, "run.inspection"),
@@ -52,6 +53,17 @@ def test_a_dtype_in_an_inspection_is_a_dtype(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
     with pytest.raises(FileFormatError, match="'load' is no dtype"):
         Inspection.load(path)
+
+
+@pytest.mark.parametrize("name", ["kinds", "blocks", "columns", "answers", "foils", "intact"])
+def test_every_list_of_a_lesion_map_has_its_length(name: str, tmp_path: Path) -> None:
+    files.make_lesions(tmp_path / "x")
+    path = tmp_path / "x" / "lesions.json"
+    record = unseal(path.read_bytes(), "lesions")
+    record[name] = record[name][:-1]
+    path.write_bytes(seal(record, "lesions"))
+    with pytest.raises(FileFormatError, match="other sizes"):
+        LesionMap.load(path)
 
 
 def test_steps_are_neither_lost_nor_doubled_without_a_word(tmp_path: Path) -> None:

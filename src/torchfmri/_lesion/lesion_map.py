@@ -307,17 +307,17 @@ class LesionMap:
             found = cls(
                 names=tuple(map(str, record["names"])),
                 kinds=tuple(map(str, record["kinds"])),
-                blocks=np.array(record["blocks"], dtype=np.int64),
-                columns=np.array(record["columns"], dtype=np.int64),
+                blocks=_numbers(record["blocks"], 1, np.int64),
+                columns=_numbers(record["columns"], 1, np.int64),
                 prompts=tuple(map(str, record["prompts"])),
                 answers=tuple(map(str, record["answers"])),
                 foils=tuple(map(str, record["foils"])),
                 metric=str(record["metric"]),
                 edit=str(record["edit"]),
-                intact=_floats(record["intact"], 1),
-                lesioned=_floats(record["lesioned"], 2),
-                estimate=_floats(record["estimate"], 2),
-                activation=_floats(record["activation"], 2),
+                intact=_numbers(record["intact"], 1, np.float64),
+                lesioned=_numbers(record["lesioned"], 2, np.float64),
+                estimate=_numbers(record["estimate"], 2, np.float64),
+                activation=_numbers(record["activation"], 2, np.float64),
                 key=str(record["key"]),
                 labels=tuple(map(str, record.get("labels", ()))),
                 masked=record.get("masked") is True,
@@ -326,10 +326,15 @@ class LesionMap:
             raise FileFormatError(
                 str(place), f"its tables are not as they should be: {error}"
             ) from error
-        shape = (len(found.prompts), len(found.names))
+        prompts, names = shape = (len(found.prompts), len(found.names))
         tables = (found.lesioned, found.estimate, found.activation)
-        wrong = len(found.labels) not in (0, shape[1]) or len(found.intact) != shape[0]
-        if wrong or any(each.shape != shape for each in tables):
+        of_prompts = (found.answers, found.foils, found.intact)
+        of_names = (found.kinds, found.blocks, found.columns, found.labels or found.names)
+        if (
+            any(each.shape != shape for each in tables)
+            or any(len(each) != prompts for each in of_prompts)
+            or any(len(each) != names for each in of_names)
+        ):
             raise FileFormatError(str(place), f"its tables have other sizes than {shape}")
         return found
 
@@ -338,8 +343,8 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _floats(value: Any, ndim: int) -> Floats:
-    found = np.array(value, dtype=np.float64)
+def _numbers(value: Any, ndim: int, dtype: type) -> NDArray[Any]:
+    found: NDArray[Any] = np.array(value, dtype=dtype)
     if found.ndim != ndim:
         raise ValueError(f"{found.ndim} dimensions instead of {ndim}")
     return found

@@ -163,11 +163,9 @@ def classify(
     fold = _folds(blocks, folds, random)
     drawn = _relabellings(labels, is_paired, permutations, random)
     found, null = [], []
-    notes = about_copies(trials[0].table, conditions)
     for trial in trials:
         layers = trial.table.columns.layer
         known = np.isfinite(trial.table.values).all(0)
-        notes += _about_gaps(trial.table, known)
         for layer in dict.fromkeys(layers.tolist()):
             values = np.asarray(trial.table.values[:, (layers == layer) & known], np.float64)
             if values.shape[1]:
@@ -182,15 +180,25 @@ def classify(
     counts = (int((labels == 0).sum()), int((labels == 1).sum()))
     return Classification(
         question, rows, folds, counts, len(drawn), trials[0].table.tokens,
-        tuple(dict.fromkeys([*notes, *(note for each in trials for note in each.table.notes)])),
+        _notes([trial.table for trial in trials], conditions),
     )  # fmt: skip
 
 
-def _about_gaps(table: PromptTable, known: NDArray[np.bool_]) -> list[str]:
+def _notes(tables: list[PromptTable], conditions: list[str]) -> tuple[str, ...]:
+    """Return what has to be known of the features, each note once."""
+    said = about_copies(tables[0], conditions)
+    for table in tables:
+        said += [*_about_gaps(table), *table.notes]
+    return tuple(dict.fromkeys(said))
+
+
+def _about_gaps(table: PromptTable) -> list[str]:
     """Say which features a probe cannot use, because some prompts lack them."""
+    finite = np.isfinite(table.values)
+    known = finite.all(0)
     if known.all():
         return []
-    lacking = ~known & np.isfinite(table.values).any(0)
+    lacking = ~known & finite.any(0)
     prompts = f" ({listed(prompts_lacking(table, lacking))})" if lacking.any() else ""
     shown = listed(list(dict.fromkeys(table.columns.layer[~known].tolist())))
     count = f"{int((~known).sum()):,} of {len(known):,} features ({table.metric})"

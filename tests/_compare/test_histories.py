@@ -250,7 +250,7 @@ def test_a_monitor_that_is_dropped_leaves_its_findings(tmp_path: Path) -> None:
 def test_bad_input_is_explained(base: Monitor, tmp_path: Path) -> None:
     with pytest.raises(InspectionError, match="b has no steps"):
         compare(base, History())
-    with pytest.raises(FileFormatError, match="no steps of a training run, only nothing"):
+    with pytest.raises(FileFormatError, match="cannot be read: it is empty"):
         compare(base, tmp_path)
     with pytest.raises(FileFormatError, match="no such file"):
         compare(base, tmp_path / "nowhere")

@@ -408,7 +408,7 @@ def test_misuse_is_explained() -> None:
         Monitor(model, what="weights")
     with pytest.raises(InspectionError, match=r"what=\(\): a Monitor can watch"):
         Monitor(model, what=())
-    with pytest.raises(InspectionError, match=r"no torch\.optim\.Optimizer"):
+    with pytest.raises(InspectionError, match=r"is not a torch\.optim\.Optimizer"):
         Monitor(model, ["adam"])  # type: ignore[list-item]
     with pytest.raises(InspectionError, match=r"nn\.Module, not int"):
         Monitor(3)  # type: ignore[arg-type]
@@ -789,6 +789,16 @@ def test_table_export_and_repr(tmp_path: Any) -> None:
     assert "update / weight: median" in table
     assert monitor.export(tmp_path / "history.csv").read_text().count("\n") > 10
     assert "3 layers, not attached, 3 steps" in repr(monitor)
+
+
+def test_a_folded_table_says_how_a_monitor_shows_all_rows() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    monitor = Monitor(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, monitor)
+    assert "All rows: monitor.table(fold=False)." in monitor.table()
+    rows = monitor.table(fold=False)
+    assert "All rows" not in rows
+    assert rows.count("\n") > monitor.table().count("\n")
 
 
 def test_writers_get_every_watched_step() -> None:

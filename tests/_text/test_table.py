@@ -21,7 +21,15 @@ def row(layer: str = "fc", values: object = None, what: str = "activations", **k
 
 
 def table(rows: list[Row], missing=None, notes=None, **options: object) -> str:
-    return text_table(rows, "the title", missing or {}, notes or {}, **options)
+    return text_table(
+        rows,
+        "the title",
+        missing or {},
+        notes or {},
+        unfolded="inspection.table(fold=False)",
+        reasons="inspection.missing",
+        **options,
+    )
 
 
 class Output(io.StringIO):

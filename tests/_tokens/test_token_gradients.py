@@ -1154,6 +1154,8 @@ def test_errors_name_what_was_asked_for() -> None:
     frozen = _mlp().requires_grad_(False)
     with pytest.raises(InspectionError, match="none of them requires a gradient"):
         torchfmri.token_gradients(frozen)
+    with pytest.raises(InspectionError, match="no parameters of their own"):
+        torchfmri.token_gradients(nn.Sequential(model), "0")
     with pytest.raises((InspectionError, LayerNotFoundError)):
         torchfmri.token_gradients(model, [])
     with torchfmri.token_gradients(model) as tokens:

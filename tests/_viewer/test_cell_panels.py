@@ -90,6 +90,7 @@ def test_the_page_shows_the_panels_of_the_crosshair(page: Page, scanned: Scan) -
     with torchfmri.view(scanned, browser=False) as view:
         page.open(view.url)
         page.js(f"app.goTo('{LAYER}.q_proj[head 1]', 5)")
+        page.settle()  # the panels of the first cell are gone
         page.page.wait_for_selector("[data-panel=attention]")
         page.page.wait_for_selector("[data-panel=lens]")
         assert page.js("app.state.layer") == f"{LAYER}.q_proj[head 1]"

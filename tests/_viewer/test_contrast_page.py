@@ -124,7 +124,7 @@ def test_the_threshold_is_switched_by_a_key_and_a_button(page: Page, graded: Con
         page.settle()
         assert np.abs(page.pixels() - pixels).max() > 60, "the outlines are gone"
         assert page.js("app.state.layer") == layer, "the crosshair stays"
-        assert "no threshold" in page.text(".bar")
+        page.page.wait_for_selector(".bar:has-text('no threshold')")
         page.page.locator("[aria-label='Threshold of the outlines'] button").nth(2).click()
         page.until("app.data.sequence.overlay.meaning === 'survives Bonferroni at 0.05'")
         page.until("location.hash.includes('sequence=2')")

@@ -9,7 +9,13 @@ from torchfmri._records import NO_STEPS, History, Step
 from torchfmri._text import Row, text_table
 
 
-def history_table(history: History, kinds: Mapping[str, str], model: str, position: int) -> str:
+def history_table(
+    history: History,
+    kinds: Mapping[str, str],
+    model: str,
+    position: int,
+    fold: bool | None = None,
+) -> str:
     """The statistics of one step, one line per layer and thing watched.
 
     Args:
@@ -17,6 +23,7 @@ def history_table(history: History, kinds: Mapping[str, str], model: str, positi
         kinds: Layer -> its type.
         model: The type of the model.
         position: Which of the steps kept; -1 for the latest.
+        fold: As in `text_table`.
 
     Without any step it says so.
 
@@ -34,7 +41,13 @@ def history_table(history: History, kinds: Mapping[str, str], model: str, positi
             rows.append(Row(layer, kind, what, 1, found))
     notes = {**history.notes, **_update_notes(step)}
     return text_table(
-        rows, f"step {step.number} of {model}; {step.loss_text}", history.missing, notes
+        rows,
+        f"step {step.number} of {model}; {step.loss_text}",
+        history.missing,
+        notes,
+        unfolded="monitor.table(fold=False)",
+        reasons="monitor.history.missing",
+        fold=fold,
     )
 
 

@@ -597,14 +597,19 @@ class Monitor(Attached):
         shares = {name: gather.share_of(each) for name, each in parameters.items()}
         return gather.gather(self.history, self._plan.modules.keys(), shares)
 
-    def table(self, step: int = -1) -> str:
+    def table(self, step: int = -1, *, fold: bool | None = None) -> str:
         """A table of one step (the latest by default) for the terminal.
+
+        Args:
+            step: Which of the steps kept; -1 for the latest.
+            fold: One line for layers whose names differ only in numbers; by default from 100 rows
+                on.
 
         Raises:
             InspectionError: There is no such step.
         """
         kinds = {name: type(module).__name__ for name, module in self._plan.owners.items()}
-        return history_table(self.history, kinds, type(unwrap(self.model)).__name__, step)
+        return history_table(self.history, kinds, type(unwrap(self.model)).__name__, step, fold)
 
     def plot(self, field: str = "rms", what: str = "activations", **options: Any) -> Axes:
         """A statistic over the steps: all layers as a heat map, or `layers=` some as lines."""

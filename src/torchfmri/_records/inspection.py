@@ -115,7 +115,15 @@ class Inspection(Mapping[str, Record]):
                 Inf or only one value; by default from 100 rows on.
         """
         rows = self.rows(what)
-        return text_table(rows, self._summary(), self.missing, self.notes, fold=fold)
+        return text_table(
+            rows,
+            self._summary(),
+            self.missing,
+            self.notes,
+            unfolded="inspection.table(fold=False)",
+            reasons="inspection.missing",
+            fold=fold,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All statistics as plain Python values, ready for JSON."""

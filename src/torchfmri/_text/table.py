@@ -57,6 +57,8 @@ def text_table(
     missing: Mapping[str, str],
     notes: Mapping[str, Sequence[str]],
     *,
+    unfolded: str,
+    reasons: str,
     width: int | None = None,
     fold: bool | None = None,
 ) -> str:
@@ -70,6 +72,8 @@ def text_table(
         title: The first line.
         missing: Layer -> why it, or something of it, is not there.
         notes: Reservation -> the layers it holds for.
+        unfolded: The call that shows all rows, as the user writes it.
+        reasons: Where the user finds all of `missing`.
         width: In characters; the terminal's, or 120 where there is none, by default.
         fold: Show layers whose names differ only in numbers as one line; by default from 100 rows.
     """
@@ -81,10 +85,10 @@ def text_table(
     if lines:
         parts += ["", *_draw(lines, width, style)]
     if fold:
-        parts += _say_folded(rows, lines, width)
+        parts += _say_folded(rows, lines, unfolded, width)
     lost = lost_rows(rows, missing)
     if lost:
-        parts += ["", style.paint("not captured", BOLD), *_draw_reasons(lost, width)]
+        parts += ["", style.paint("not captured", BOLD), *_draw_reasons(lost, reasons, width)]
     remarks = [*describe_positions(rows), *(_remark(*note) for note in notes.items())]
     if remarks:
         parts += ["", style.paint("notes", BOLD)]
@@ -181,7 +185,7 @@ def _bars(heights: Sequence[float], style: Style) -> str:
 
 
 def _say_folded(
-    rows: Sequence[Row], lines: Mapping[str, Sequence[TableLine]], width: int
+    rows: Sequence[Row], lines: Mapping[str, Sequence[TableLine]], unfolded: str, width: int
 ) -> list[str]:
     shown = sum(map(len, lines.values()))
     counted = sum(row.statistics is not None for row in rows)
@@ -190,19 +194,19 @@ def _say_folded(
     text = (
         f"{counted:,} rows on {plural(shown, 'line')}: * stands for any number, statistics are of "
         "all its layers together; layers with NaN, Inf or only one value have a line of their own. "
-        "All rows: inspection.table(fold=False)."
+        f"All rows: {unfolded}."
     )
     return wrap(text, width)
 
 
-def _draw_reasons(missing: Mapping[str, str], width: int) -> list[str]:
+def _draw_reasons(missing: Mapping[str, str], place: str, width: int) -> list[str]:
     groups = group_reasons(missing)
     drawn = []
     for layer, number, reason in groups[:_REASONS_SHOWN]:
         count = f" ({number} layers)" if number > 1 else ""
         drawn.append(paragraph(f"{layer_label(layer)}{count}: {reason}", width))
     if len(groups) > _REASONS_SHOWN:
-        drawn.append(f"  and {len(groups) - _REASONS_SHOWN} more: see inspection.missing")
+        drawn.append(f"  and {len(groups) - _REASONS_SHOWN} more: see {place}")
     return drawn
 
 

@@ -47,6 +47,11 @@ def find_parameters(
         name: each for name, each in everything.items()
         if name in chosen and aliases[name] == name and each.requires_grad
     }  # fmt: skip
+    if not chosen:
+        raise InspectionError(
+            f"{pattern!r} matches layers that have no parameters of their own. Those of the layers "
+            "inside them are matched by a name that ends in '.*'."
+        )
     if not found:
         raise InspectionError(
             f"{pattern!r} matches {len(chosen)} parameters, and none of them requires a gradient. "

@@ -233,8 +233,9 @@ CEILINGS = Sizes(
     most_arguments=19,
     long_records=184,
     laid_by_hand=329,
-    repeated_class_names=33,
+    repeated_class_names=0,
 )
+PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 
 
 FEWEST_COMMENTS = 0.017  # lines with a comment, of all lines; may only rise
@@ -263,7 +264,11 @@ def repeated_class_names(sources: dict[Path, str]) -> list[str]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(path))
-    return [f"{name}: {', '.join(of)}" for name, of in sorted(files.items()) if len(of) > 1]
+    return [
+        f"{name}: {', '.join(of)}"
+        for name, of in sorted(files.items())
+        if len(of) > 1 and name not in PUBLIC_TWICE
+    ]
 
 
 def sizes_of(sources: dict[Path, str]) -> Sizes:

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchfmri._arguments import check_callable, check_number, check_real
 from torchfmri._cost.advice import Advice, Option, mark_front
-from torchfmri._cost.measured_step import Step
+from torchfmri._cost.measured_step import MeasuredStep
 from torchfmri._cost.techniques import (
     ACCUMULATION,
     TECHNIQUES,
@@ -70,7 +70,7 @@ def advise(
     if max_deviation is not None:
         check_real("max_deviation", max_deviation, "a relative deviation, such as 1e-3", 0.0)
     check_callable("progress", progress, "give a function of a line of text")
-    step = Step(model, data, loss, target)
+    step = MeasuredStep(model, data, loss, target)
     with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))
         for technique in TECHNIQUES:
@@ -92,7 +92,7 @@ class _Bench:
     """The plain step, and the arrangements that are compared with it."""
 
     def __init__(
-        self, step: Step, optimizer: Any, rounds: int, progress: Callable[[str], None]
+        self, step: MeasuredStep, optimizer: Any, rounds: int, progress: Callable[[str], None]
     ) -> None:
         self._step, self._optimizer, self._rounds = step, optimizer, rounds
         self._progress = progress

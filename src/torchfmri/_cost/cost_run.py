@@ -17,7 +17,7 @@ from torchfmri._cost.growth_run import measure_growth
 from torchfmri._cost.layer_cost import Cost, LayerCost, add_costs
 from torchfmri._cost.layer_times import LayerTimes, time_layers
 from torchfmri._cost.live_memory import Storages
-from torchfmri._cost.measured_step import Step
+from torchfmri._cost.measured_step import MeasuredStep
 from torchfmri._cost.resizing import data_of_size
 from torchfmri._model import Loss, named_layers, unwrap
 from torchfmri._text import bytes_text, seconds_text
@@ -54,7 +54,7 @@ def cost(
     """
     check_number("rounds", rounds, 0, "give the times that time is measured, 0 for not at all")
     given = data_of_size(data, target, sizes)
-    step = Step(model, given.data, loss, given.target)
+    step = MeasuredStep(model, given.data, loss, given.target)
     count_step(step)  # the first run loads libraries, chooses kernels and takes workspaces
     counted = count_step(step)
     times = time_layers(step, rounds) if rounds else None
@@ -63,7 +63,7 @@ def cost(
 
 
 def _result(
-    step: Step, counted: CountedStep, times: LayerTimes | None, growth: Growth | None
+    step: MeasuredStep, counted: CountedStep, times: LayerTimes | None, growth: Growth | None
 ) -> Cost:
     own = _own_costs(step.model, counted, times)
     layers = {name: _with_inside(name, own) for name in own}
@@ -131,7 +131,7 @@ def _with_inside(name: str, own: dict[str, LayerCost]) -> LayerCost:
 
 
 def _notes(
-    step: Step, counted: CountedStep, total: LayerCost, times: LayerTimes | None
+    step: MeasuredStep, counted: CountedStep, total: LayerCost, times: LayerTimes | None
 ) -> list[str]:
     notes = list(step.notes)
     layers = named_layers(step.model)

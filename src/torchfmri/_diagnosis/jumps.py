@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.growth import Growth, growth_outside
+from torchfmri._diagnosis.growth import WeightGrowth, growth_outside
 from torchfmri._diagnosis.losses_around import is_worse, loss_around
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.rates import rate_in_words
 from torchfmri._diagnosis.signals import first_nonfinite, gradient_norms, median, update_ratios
-from torchfmri._diagnosis.trace import Trace
+from torchfmri._diagnosis.trace import RunTrace
 from torchfmri._records import Finding
 from torchfmri._text import listed, percent
 
@@ -77,7 +77,11 @@ def changed_outside(seen: Observation) -> Iterator[Finding]:
 
 
 def _about_growth(
-    seen: Observation, names: list[str], found: Growth, written: NDArray[np.bool_], at_once: bool
+    seen: Observation,
+    names: list[str],
+    found: WeightGrowth,
+    written: NDArray[np.bool_],
+    at_once: bool,
 ) -> Finding:
     trace = seen.trace
     first, times = int(written.any(1).argmax()), int(written.any(1).sum())
@@ -118,7 +122,7 @@ def _watched(unwatched: int) -> str:
     return "watched " if unwatched else ""
 
 
-def _last_update(trace: Trace, place: int) -> int:
+def _last_update(trace: RunTrace, place: int) -> int:
     """The last step before a place at which an optimizer stepped."""
     stepped = np.flatnonzero(np.isfinite(trace.weights[:place]).any(1))
     return int(trace.steps[stepped[-1]])

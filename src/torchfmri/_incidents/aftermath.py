@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.agreement import exchange, processes
 from torchfmri._incidents.content import readable
-from torchfmri._incidents.incident import Incident, Part
+from torchfmri._incidents.incident import Incident, IncidentPart
 from torchfmri._incidents.incident_folders import free_folder
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.past_weights import dated
@@ -34,7 +34,7 @@ _SPOILT = " The step has left {} non-finite as well: in evaluation mode the mode
 
 
 @dataclass(frozen=True)
-class Subject:
+class IncidentSubject:
     """What is held, and who is asked about it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Aftermath:
         incidents: What was found.
     """
 
-    def __init__(self, subject: Subject, action: Action, options: Incidents) -> None:
+    def __init__(self, subject: IncidentSubject, action: Action, options: Incidents) -> None:
         self.incidents: list[Incident] = []
         self._subject, self._action, self._options = subject, action, options
 
@@ -208,7 +208,7 @@ class Aftermath:
             self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
             return None
 
-    def _part(self, rank: int, number: int, seen: SeenStep, finding: Finding) -> Part:
+    def _part(self, rank: int, number: int, seen: SeenStep, finding: Finding) -> IncidentPart:
         model, scaler = self._subject.model, self._subject.scaler
         about = {
             "action": self._action,
@@ -222,7 +222,7 @@ class Aftermath:
             "norms": weight_norms(model),
         }
         weights = dict(unwrap(model).state_dict()) if self._options.weights else None
-        return Part(rank, number, finding, seen.kept_calls, seen.told_batch, about, weights)
+        return IncidentPart(rank, number, finding, seen.kept_calls, seen.told_batch, about, weights)
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchfmri: {text}", NonFiniteWarning, stacklevel=2)

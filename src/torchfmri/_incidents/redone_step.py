@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchfmri._incidents.content import read_content
-from torchfmri._incidents.event import Event, Lineage, Place
+from torchfmri._incidents.event import Event, EventPlace, Lineage
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin, loss_in
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
@@ -209,7 +209,7 @@ def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
     for path, tensor in (*calls, *_told_data(step.batch)):
         content = None if id(tensor) in known | step.overwritten else read_content(tensor)
         if content is not None and (content.nan or content.pos_inf):  # -inf may be a mask
-            event = Event(0, "data", "", Place("data"), content, path)
+            event = Event(0, "data", "", EventPlace("data"), content, path)
             found = report(Lineage(event, event, event), Context(None, step.number))
             remark = " It was not traced from there to the loss."
             return replace(found, text=found.text + remark)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
-from torchfmri._incidents.incident import Part
+from torchfmri._incidents.incident import IncidentPart
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import loss_in
 from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_batch, redo_call
@@ -110,7 +110,7 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
     return Replay(part.step, part.rank, finding, True, tuple(dict.fromkeys(notes)))
 
 
-def _prepare(model: nn.Module, part: Part) -> list[str]:
+def _prepare(model: nn.Module, part: IncidentPart) -> list[str]:
     """Give the model its weights, if they were written; returns reservations."""
     kept = {"calls": [call.to_data() for call in part.calls], "told": part.told}
     absent = dict.fromkeys(omissions(kept))
@@ -142,7 +142,7 @@ def _same_norms(then: dict[str, float | None], now: dict[str, float]) -> bool:
     )
 
 
-def _scale(part: Part) -> float:
+def _scale(part: IncidentPart) -> float:
     scaler = part.about.get("scaler") or {}
     return float(scaler.get("scale") or 1.0)
 
@@ -245,7 +245,7 @@ def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
     return moved
 
 
-def _not_reproduced(part: Part, ran_loss: bool) -> Finding:
+def _not_reproduced(part: IncidentPart, ran_loss: bool) -> Finding:
     if part.about.get("batch_was_written"):
         why = (
             "The batch was written into after the model was called, so the one in the folder is "

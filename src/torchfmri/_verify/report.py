@@ -211,7 +211,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _TableLine:
     """One line of the table: a wrong gradient, a layer, or several similar layers."""
 
     name: str
@@ -222,7 +222,7 @@ class _Line:
     allowed: float
 
 
-def _lines(checks: Sequence[GradientCheck]) -> list[_Line]:
+def _lines(checks: Sequence[GradientCheck]) -> list[_TableLine]:
     """Return wrong gradients first, one by one; then layers, with their largest deviation."""
     groups: dict[tuple[Any, ...], list[GradientCheck]] = {}
     for check in checks:
@@ -237,7 +237,7 @@ def _lines(checks: Sequence[GradientCheck]) -> list[_Line]:
         count = f" ({len(layers)} layers)" if len(layers) > 1 else ""
         worst = max(members, key=lambda check: check.deviation)
         lines.append(
-            _Line(
+            _TableLine(
                 layer_label(name) + count,
                 status,
                 first.kind,

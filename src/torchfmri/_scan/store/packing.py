@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._files import DTYPES, TAGS, Column, Tensor, parse, plain, to_json
+from torchfmri._files import DTYPES, TAGS, FileColumn, Tensor, parse, plain, to_json
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, VECTORS, ScannedSequence, Tokens
 from torchfmri._scan.store.manifest import SequenceEntry
@@ -118,10 +118,10 @@ def signature(packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (tag, values.shape[1:]) for name, (tag, values) in packed.items()}
 
 
-def join(sequences: Sequence[Packed]) -> dict[str, Column]:
+def join(sequences: Sequence[Packed]) -> dict[str, FileColumn]:
     """The tensors of a segment that holds these sequences, which share a signature."""
     return {
-        name: Column(tag, [packed[name][1] for packed in sequences])
+        name: FileColumn(tag, [packed[name][1] for packed in sequences])
         for name, (tag, _) in sequences[0].items()
     }
 

@@ -235,7 +235,18 @@ def _absent(
 
 def _lonely(direction: str, place: RecordedPlace, reason: str) -> Pair:
     gaps = np.array([math.inf])
-    return Pair(direction, place, None, gaps, None, math.nan, math.nan, 0.0, math.nan, reason)
+    return Pair(
+        direction=direction,
+        place=place,
+        partner=None,
+        gaps=gaps,
+        grid=None,
+        spread_a=math.nan,
+        spread_b=math.nan,
+        threshold=0.0,
+        largest=math.nan,
+        reason=reason,
+    )
 
 
 def _pair(

@@ -162,7 +162,14 @@ def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Co
         table = _matched(table, conditions)
     number = {condition: k for k, condition in enumerate(conditions)}
     labels = np.array([number[str(each)] for each in table.groups], dtype=np.int64)
-    return ContrastTrial(table, conditions, labels, weights, TestOptions(), is_paired)
+    return ContrastTrial(
+        table=table,
+        conditions=conditions,
+        labels=labels,
+        weights=weights,
+        options=TestOptions(),
+        is_paired=is_paired,
+    )
 
 
 def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:

@@ -77,14 +77,14 @@ def advise(
             bench.try_one((technique,))
         bench.try_combinations(combine)
     return Advice(
-        type(unwrap(model)).__name__,
-        str(step.device),
-        mark_front(bench.options, max_deviation),
-        bench.obstacles,
-        bench.failures,
-        bench.noise,
-        bench.randomness,
-        tuple(bench.notes()),
+        model=type(unwrap(model)).__name__,
+        device=str(step.device),
+        options=mark_front(bench.options, max_deviation),
+        obstacles=bench.obstacles,
+        failures=bench.failures,
+        noise=bench.noise,
+        randomness=bench.randomness,
+        notes=tuple(bench.notes()),
     )
 
 
@@ -112,7 +112,17 @@ class _Bench:
         peak = self._plain.peak_bytes()
         seconds, again = time_side_by_side(self._plain, self._plain, rounds)
         spread = seconds * again.spread
-        self.options = {PLAIN: Option(PLAIN, (), seconds, spread, peak, self.noise, 0.0)}
+        self.options = {
+            PLAIN: Option(
+                name=PLAIN,
+                techniques=(),
+                seconds=seconds,
+                spread=spread,
+                peak_bytes=peak,
+                gradient_deviation=self.noise,
+                loss_deviation=0.0,
+            )
+        }
 
     def _setup(self) -> Setup:
         step = self._step
@@ -165,8 +175,15 @@ class _Bench:
         _, ratio = time_side_by_side(self._plain, trial, self._rounds)
         plain = self.options[PLAIN].seconds
         names = tuple(each.name for each in techniques)
-        times = (ratio.median * plain, ratio.spread * plain)
-        return Option(name, names, *times, peak, apart, off)
+        return Option(
+            name=name,
+            techniques=names,
+            seconds=ratio.median * plain,
+            spread=ratio.spread * plain,
+            peak_bytes=peak,
+            gradient_deviation=apart,
+            loss_deviation=off,
+        )
 
     def try_combinations(self, limit: int) -> None:
         """Combine techniques that helped; the product of their gains decides which run first."""

@@ -71,18 +71,18 @@ def _result(
     buffers = Storages(step.model.buffers()).existing_bytes
     parameters = total.parameter_bytes
     return Cost(
-        type(unwrap(step.model)).__name__,
-        str(step.device),
-        layers,
-        total,
-        buffers,
-        counted.existing_bytes - buffers - parameters,
-        counted.retained_bytes,
-        counted.peak_bytes,
-        counted.peak_place,
-        math.nan if times is None else times.plain_seconds,
-        growth,
-        tuple(_notes(step, counted, total, times)),
+        model=type(unwrap(step.model)).__name__,
+        device=str(step.device),
+        layers=layers,
+        total=total,
+        buffer_bytes=buffers,
+        data_bytes=counted.existing_bytes - buffers - parameters,
+        retained_bytes=counted.retained_bytes,
+        peak_bytes=counted.peak_bytes,
+        peak_place=counted.peak_place,
+        plain_seconds=math.nan if times is None else times.plain_seconds,
+        growth=growth,
+        notes=tuple(_notes(step, counted, total, times)),
     )
 
 
@@ -101,17 +101,19 @@ def _own_costs(
         fresh = [each for each in parameters if each is not None and id(each) not in known]
         known.update(map(id, fresh))
         result[name] = LayerCost(
-            name,
-            "" if module is None else type(module).__name__,
-            counted.calls[name],
-            counted.flops.get((FORWARD, name), 0),
-            counted.flops.get((BACKWARD, name), 0),
-            sum(each.numel() * each.element_size() for each in fresh),
-            counted.activation_bytes[name],
-            counted.gradient_bytes[name],
-            counted.saved_bytes[name],
-            math.nan if times is None else times.seconds.get((FORWARD, name), 0.0),
-            math.nan if times is None else times.seconds.get((BACKWARD, name), 0.0),
+            layer=name,
+            kind="" if module is None else type(module).__name__,
+            calls=counted.calls[name],
+            forward_flops=counted.flops.get((FORWARD, name), 0),
+            backward_flops=counted.flops.get((BACKWARD, name), 0),
+            parameter_bytes=sum(each.numel() * each.element_size() for each in fresh),
+            activation_bytes=counted.activation_bytes[name],
+            gradient_bytes=counted.gradient_bytes[name],
+            saved_bytes=counted.saved_bytes[name],
+            forward_seconds=math.nan if times is None else times.seconds.get((FORWARD, name), 0.0),
+            backward_seconds=math.nan
+            if times is None
+            else times.seconds.get((BACKWARD, name), 0.0),
         )
     return result
 

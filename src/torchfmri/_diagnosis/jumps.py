@@ -46,12 +46,18 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
             continue
         step, spike = int(steps[place]), norms[place] / median(norms[:place])
         yield Finding(
-            "learning_rate_too_high", "alarm", (), "optimizer", step,
-            f"The update of step {step} changed the weights {_by(ratio, usual)}"
+            problem="learning_rate_too_high",
+            severity="alarm",
+            layers=(),
+            phase="optimizer",
+            step=step,
+            text=f"The update of step {step} changed the weights {_by(ratio, usual)}"
             f"{_gradients(spike)}{_then(lost, before, after)}.",
-            _advice(step, spike) if place else f"Lower the learning rate{rate_in_words(seen)}.",
-            {"update_ratio": ratio, "loss_before": before, "loss_after": after},
-        )  # fmt: skip
+            advice=_advice(step, spike)
+            if place
+            else f"Lower the learning rate{rate_in_words(seen)}.",
+            evidence={"update_ratio": ratio, "loss_before": before, "loss_after": after},
+        )
         return
 
 
@@ -110,12 +116,16 @@ def _about_growth(
     in_all = abs(math.log(size) * times) if math.isfinite(size) else math.inf
     alarm = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
     return Finding(
-        "weights_changed_outside", "alarm" if alarm else "warn", layers, "optimizer", step,
-        f"{text}: {cause}.",
-        "Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
+        problem="weights_changed_outside",
+        severity="alarm" if alarm else "warn",
+        layers=layers,
+        phase="optimizer",
+        step=step,
+        text=f"{text}: {cause}.",
+        advice="Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
         f"scaling, averaging or merging by hand.{advice}",
-        {"growth": size, "times": times, "unwatched": unwatched},
-    )  # fmt: skip
+        evidence={"growth": size, "times": times, "unwatched": unwatched},
+    )
 
 
 def _watched(unwatched: int) -> str:

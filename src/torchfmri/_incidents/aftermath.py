@@ -120,9 +120,15 @@ class Aftermath:
         subject = self._subject
         scale = 1.0 if subject.scaler is None else float(gradient_scale(subject.scaler))
         step = BadStep(
-            number, seen.calls, seen.known_losses, subject.bad_gradients(), False, scale,
-            seen.told_batch, frozenset(seen.overwritten),
-        )  # fmt: skip
+            number=number,
+            calls=seen.calls,
+            losses=seen.known_losses,
+            gradients=subject.bad_gradients(),
+            after_update=False,
+            scale=scale,
+            batch=seen.told_batch,
+            overwritten=frozenset(seen.overwritten),
+        )
         lasting = self._lasting(number) if self._is_full else None
         if lasting is not None:
             return lasting, True
@@ -222,7 +228,15 @@ class Aftermath:
             "norms": weight_norms(model),
         }
         weights = dict(unwrap(model).state_dict()) if self._options.weights else None
-        return IncidentPart(rank, number, finding, seen.kept_calls, seen.told_batch, about, weights)
+        return IncidentPart(
+            rank=rank,
+            step=number,
+            finding=finding,
+            calls=seen.kept_calls,
+            told=seen.told_batch,
+            about=about,
+            weights=weights,
+        )
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchfmri: {text}", NonFiniteWarning, stacklevel=2)

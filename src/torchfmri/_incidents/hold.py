@@ -245,12 +245,12 @@ def _late_finding(number: int, seen: SeenStep) -> Finding:
     of_loss = not are_finite(seen.known_losses)
     what = "The loss" if of_loss else "A gradient"
     return Finding(
-        "nonfinite_loss" if of_loss else "nonfinite_backward",
-        "alarm",
-        (),
-        "loss" if of_loss else "backward",
-        number,
-        f"{what} of step {number} was not finite. It was noticed after the update, so its origin "
-        "is not known.",
-        "With on_nonfinite='skip' or 'raise' a step is held and looked into.",
+        problem="nonfinite_loss" if of_loss else "nonfinite_backward",
+        severity="alarm",
+        layers=(),
+        phase="loss" if of_loss else "backward",
+        step=number,
+        text=f"{what} of step {number} was not finite. It was noticed after the update, so its "
+        "origin is not known.",
+        advice="With on_nonfinite='skip' or 'raise' a step is held and looked into.",
     )

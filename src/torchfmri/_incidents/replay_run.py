@@ -92,9 +92,13 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         )
     model, notes = subject.model, [*part.notes, *_prepare(subject.model, part)]
     step = BadStep(
-        part.step, part.calls, [], {"": torch.empty(0)}, bool(part.about.get("after_update")),
-        _scale(part),
-    )  # fmt: skip
+        number=part.step,
+        calls=part.calls,
+        losses=[],
+        gradients={"": torch.empty(0)},
+        after_update=bool(part.about.get("after_update")),
+        scale=_scale(part),
+    )
     found, ran_loss = None, True
     is_written = bool(part.about.get("batch_was_written"))
     for call in part.calls:
@@ -274,12 +278,12 @@ def _not_reproduced(part: IncidentPart, ran_loss: bool) -> Finding:
             "that are not deterministic may also differ."
         )
     return Finding(
-        "nonfinite_not_reproduced",
-        "alarm",
-        part.finding.layers,
-        part.finding.phase,
-        part.step,
-        f"{why} When it happened: {part.finding.text}",
-        advice,
-        {"compiled": bool(part.about.get("compiled"))},
+        problem="nonfinite_not_reproduced",
+        severity="alarm",
+        layers=part.finding.layers,
+        phase=part.finding.phase,
+        step=part.step,
+        text=f"{why} When it happened: {part.finding.text}",
+        advice=advice,
+        evidence={"compiled": bool(part.about.get("compiled"))},
     )

@@ -186,9 +186,15 @@ def _open_part(
         raise FileFormatError(_PART, f"it belongs to another incident than {SUMMARY!r}")
     others = [name for name in list_names(own) if files and name not in files and name != _PART]
     part = IncidentPart(
-        rank, _step_of(content), _checked_finding(content.get("finding")), [], None, about,
-        identity=identity, notes=tuple(_notes_on_others(own, others)),
-    )  # fmt: skip
+        rank=rank,
+        step=_step_of(content),
+        finding=_checked_finding(content.get("finding")),
+        calls=[],
+        told=None,
+        about=about,
+        identity=identity,
+        notes=tuple(_notes_on_others(own, others)),
+    )
     return part, compare_files(own, files)
 
 

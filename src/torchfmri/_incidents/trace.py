@@ -237,7 +237,16 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         parents: tuple[Event, ...] = (),
         operands: tuple[Operand, ...] = (),
     ) -> Event:
-        self.latest = Event(self._count, kind, operation, place, content, name, parents, operands)
+        self.latest = Event(
+            number=self._count,
+            kind=kind,
+            operation=operation,
+            place=place,
+            content=content,
+            name=name,
+            parents=parents,
+            operands=operands,
+        )
         self._count += 1
         return self.latest
 

@@ -105,7 +105,9 @@ def lesion(
     if choice is not None:
         targets += _feature_targets(model, questions, choice)
     texts = _texts(targets, labels)
-    run = LesionRun(runnable(model), targets, edit, seed, tokens, batch)
+    run = LesionRun(
+        model=runnable(model), targets=targets, edit=edit, seed=seed, tokens=tokens, batch=batch
+    )
     key = _key(model, questions, targets, (edit, method, seed, repr(tokens)))
     done = _continue(path, key, len(questions))
     with ExitStack() as stack:

@@ -70,7 +70,9 @@ def patch(
     foils = None if foil is None else [foil, foil]
     asked = read_questions(model, tokenizer, [clean, corrupted], [answer, answer], foils, metric)
     targets = find_targets(model, of)
-    run = LesionRun(runnable(model), targets, "zero", 0, None, batch)
+    run = LesionRun(
+        model=runnable(model), targets=targets, edit="zero", seed=0, tokens=None, batch=batch
+    )
     matched = matched_tokens(asked, pairs)
     groups = [matched] if per == "place" else [[each] for each in matched]
     with ExitStack() as stack:

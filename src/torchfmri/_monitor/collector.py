@@ -280,13 +280,21 @@ def _read(launch: _Launch) -> list[tuple[Series, Statistics]]:
 
 
 def _statistics_of_summary(label: summaries.Label, numbers: Floats) -> Statistics:
-    finite, nan, positive, negative, zero, tiny, *moments, rows = numbers.tolist()
+    finite, nan, positive, negative, zero, tiny, mean, squares, low, high, rows = numbers.tolist()
     counted = None
     if label.rows:
         nan -= (label.rows - rows) * (math.prod(label.shape) // label.rows)
         counted = (int(rows), label.rows)
-    number = int(finite + nan + positive + negative)
     found = Reduction(
-        number, int(nan), int(positive), int(negative), int(zero), int(tiny - zero), *moments
+        count=int(finite + nan + positive + negative),
+        nan=int(nan),
+        pos_inf=int(positive),
+        neg_inf=int(negative),
+        zero=int(zero),
+        subnormal=int(tiny - zero),
+        mean=mean,
+        squared_deviations=squares,
+        low=low,
+        high=high,
     )
     return statistics_of_reduction(found, dtype=label.dtype, shape=label.shape, positions=counted)

@@ -171,7 +171,14 @@ class Monitor(Attached):
         names = leaf_layers(layers) if watch is None else find_layers(layers, watch)
         modules = {name: layers[name] for name in names}
         owners = layers if watch is None else modules
-        self._plan = WatchPlan(modules, owners, _check_whats(what), histogram, max_bytes, scaler)
+        self._plan = WatchPlan(
+            modules=modules,
+            owners=owners,
+            what=_check_whats(what),
+            histogram=histogram,
+            max_bytes=max_bytes,
+            scaler=scaler,
+        )
         self._history = History(history)
         self._writers: list[Writer] = []
         self._number = 0
@@ -182,7 +189,12 @@ class Monitor(Attached):
         self._optimizer_steps = OptimizerSteps(model, check_optimizers(optimizer), self)
         action = check_action(on_nonfinite) or ("continue" if incidents is not None else None)
         subject = IncidentSubject(
-            model, loss, scaler, self._history_of_incident, self._stop_guard, self._unwatched
+            model=model,
+            loss=loss,
+            scaler=scaler,
+            history=self._history_of_incident,
+            failed=self._stop_guard,
+            unwatched=self._unwatched,
         )
         self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
         self._guards = self._hold is not None

@@ -63,7 +63,12 @@ class StepHooks:
         reason = "histograms are not taken inside a compiled graph" if plan.histogram else ""
         if not reason:
             found = CompiledCalls(
-                self._model, targets, self._sink, self._enter_model, self._left, self._run_eagerly
+                model=self._model,
+                targets=targets,
+                sink=self._sink,
+                enter=self._enter_model,
+                leave=self._left,
+                fall_back=self._run_eagerly,
             )
             reason = found.reason
         self._sink.noted("", _EAGER + reason if reason else _COMPILED)

@@ -88,7 +88,18 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     last = failures[-1][1]
     if isinstance(last, BackwardError):
         reason = f"its backward pass raises {_cause(last)}"
-        return LayerVerdict([GradientVerdict(BACKWARD_PASS, WRONG, float("inf"), 0.0, reason, 1)])
+        return LayerVerdict(
+            [
+                GradientVerdict(
+                    of=BACKWARD_PASS,
+                    status=WRONG,
+                    deviation=float("inf"),
+                    allowed=0.0,
+                    reason=reason,
+                    order=1,
+                )
+            ]
+        )
     return LayerVerdict(problem=f"it cannot be run alone: {_cause(last)}")
 
 
@@ -161,12 +172,12 @@ def _judge_off_kinks(
 
 def _finding(judgement: Judgement, order: int) -> GradientVerdict:
     return GradientVerdict(
-        judgement.variable.name,
-        judgement.status,
-        judgement.deviation,
-        judgement.allowed,
-        judgement.reason,
-        order,
+        of=judgement.variable.name,
+        status=judgement.status,
+        deviation=judgement.deviation,
+        allowed=judgement.allowed,
+        reason=judgement.reason,
+        order=order,
     )
 
 

@@ -193,7 +193,14 @@ class Verification:
         ]
         wrong = frozenset(k for k, line in enumerate(lines) if line.status == WRONG)
         names = [line.name for line in lines]
-        return Grid(title, "layer", names, columns, self._remarks(), wrong)
+        return Grid(
+            title=title,
+            heading="layer",
+            names=names,
+            columns=columns,
+            notes=self._remarks(),
+            emphasised=wrong,
+        )
 
     def _remarks(self) -> list[str]:
         said = [
@@ -238,12 +245,12 @@ def _lines(checks: Sequence[GradientCheck]) -> list[_TableLine]:
         worst = max(members, key=lambda check: check.deviation)
         lines.append(
             _TableLine(
-                layer_label(name) + count,
-                status,
-                first.kind,
-                _listed(members),
-                worst.deviation,
-                max(check.allowed for check in members),
+                name=layer_label(name) + count,
+                status=status,
+                kind=first.kind,
+                of=_listed(members),
+                deviation=worst.deviation,
+                allowed=max(check.allowed for check in members),
             )
         )
     return sorted(lines, key=lambda line: _ORDER[line.status])

@@ -274,12 +274,12 @@ class PackedSegment:
         text = tokens["bytes"][ends[0] : ends[-1]].tobytes()
         spelling = tuple(text[first - ends[0] : last - ends[0]] for first, last in pairwise(ends))
         return Tokens(
-            tokens["ids"][rows],
-            spelling,
-            tokens["surprisal"][rows],
-            tokens["entropy"][rows],
-            tokens["generated"][rows],
-            tokens["special"][rows],
+            ids=tokens["ids"][rows],
+            spelling=spelling,
+            surprisal=tokens["surprisal"][rows],
+            entropy=tokens["entropy"][rows],
+            generated=tokens["generated"][rows],
+            special=tokens["special"][rows],
         )
 
     def _tensor(self, layer: str, rows: slice) -> NDArray[Any]:

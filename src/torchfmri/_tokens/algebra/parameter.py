@@ -84,7 +84,16 @@ def _described(
     layer, _, key = name.rpartition(".")
     output, inputs = _sides(classes, shape)
     voxel = _voxel(layer, shape, output, head, units)
-    return ParameterInfo(name, layer, key, shape, dtype, output, inputs, voxel)
+    return ParameterInfo(
+        name=name,
+        layer=layer,
+        key=key,
+        shape=shape,
+        dtype=dtype,
+        output=output,
+        input=inputs,
+        voxel=voxel,
+    )
 
 
 def _sides(

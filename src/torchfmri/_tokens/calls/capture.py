@@ -71,14 +71,29 @@ class Capture:
         for name, layer in plan.scripted.items():
             account.refuse([name], UnsupportedLayerError(name, layer, _SCRIPTED))
         self.passes = TokenPasses(
-            plan.maps, plan.model, partial(_refuse_layer, account, watched),
-            lambda error: account.noted("", f"positions: {error}"), account.noted, channels,
-        )  # fmt: skip
+            maps=plan.maps,
+            model=plan.model,
+            refuse=partial(_refuse_layer, account, watched),
+            failed=lambda error: account.noted("", f"positions: {error}"),
+            note=account.noted,
+            channels=channels,
+        )
         self.owners = Owners(
-            watched, parameters, self.passes, padding, self.account, self._keeps_factors
+            watched=watched,
+            parameters=parameters,
+            passes=self.passes,
+            padding=padding,
+            account=self.account,
+            keeps_factors=self._keeps_factors,
         )
         self.arrivals = Arrivals(
-            watched, parameters, self.passes, self.account, self.owners, keep, max_bytes
+            watched=watched,
+            parameters=parameters,
+            passes=self.passes,
+            account=self.account,
+            owners=self.owners,
+            keep=keep,
+            max_bytes=max_bytes,
         )
         self._by_call: dict[CallKey, TokenRecord | OwnerCall] = {}
         self._last: tuple[weakref.ref[Tensor], Tensor, int | None] | None = None

@@ -412,7 +412,9 @@ class TokenGradients(Attached):
             note = "nothing to compare with: the gradient reached the parameter unseen (sharded?)"
         if residual is not None and residual > self._tolerance(name):
             note = f"{residual:.1%} of its gradient is unattributed: it came through no layer call"
-        return CoverageRow(name, rule, axes, residual, check, note)
+        return CoverageRow(
+            name=name, rule=rule, tokens=axes, residual=residual, check=check, note=note
+        )
 
     def _compared(self, name: str) -> _Compared | str | None:
         """The tokens' sum beside autograd's gradient; why there are no token gradients, as text."""

@@ -99,16 +99,16 @@ class Owners:
         recorded = torch.is_grad_enabled() and not self._waits_for_replay()
         run = earlier.axis.run if earlier else self._passes.current.number
         found = OwnerCall(
-            watched.layer,
-            watched.module,
-            modules,
-            arguments if recorded else (),
-            keywords if recorded else {},
-            output if recorded else (),
-            self._states.get(watched.layer),
-            Axis(run, watched.stack, (0, 0)),
-            self._padding.current(),
-            suspects,
+            layer=watched.layer,
+            module=watched.module,
+            modules=modules,
+            arguments=arguments if recorded else (),
+            keywords=keywords if recorded else {},
+            output=output if recorded else (),
+            state=self._states.get(watched.layer),
+            axis=Axis(run, watched.stack, (0, 0)),
+            mask=self._padding.current(),
+            suspects=suspects,
         )
         if earlier is None:
             self._passes.owner_called(found, arguments, keywords)

@@ -97,21 +97,21 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> CapturePlan:
     watched = watched_modules(layers, parameters, aliases, stacks)
     infos = describe_all(parameters, layers, head, voxel)
     plan = CapturePlan(
-        root,
-        {name: layers[name] for name in (stacks.encoder, stacks.decoder) if name},
-        parameters,
-        aliases,
-        infos,
-        alike_of(infos),
-        watched,
-        {id(each.module): each for each in watched.values()},
-        [each.module for each in watched.values() if each.rule is not None],
-        [each.module for each in watched.values() if each.only_calls and each.layer],
-        [each for each in watched.values() if each.rule is None and not each.only_calls],
-        homes_of(watched),
-        masked_modules(layers.values()),
-        scripted_parameters(layers, aliases),
-        {},
+        model=root,
+        stacks={name: layers[name] for name in (stacks.encoder, stacks.decoder) if name},
+        parameters=parameters,
+        aliases=aliases,
+        infos=infos,
+        alike=alike_of(infos),
+        watched=watched,
+        by_module={id(each.module): each for each in watched.values()},
+        called=[each.module for each in watched.values() if each.rule is not None],
+        parts=[each.module for each in watched.values() if each.only_calls and each.layer],
+        owners=[each for each in watched.values() if each.rule is None and not each.only_calls],
+        homes=homes_of(watched),
+        masked=masked_modules(layers.values()),
+        scripted=scripted_parameters(layers, aliases),
+        maps={},
     )
     seen = look_at(root, len(layers))
     if seen is not None and _can_be_kept(layers, seen):

@@ -134,7 +134,9 @@ class PassVerification:
         self, layer: str, token: tuple[int, int] | None, of: str, verdict: str, note: str
     ) -> TokenVerificationRow:
         parameters = tuple(self._watched[layer].parameters.values())
-        return TokenVerificationRow(layer, parameters, token, of, verdict, note)
+        return TokenVerificationRow(
+            layer=layer, parameters=parameters, token=token, of=of, verdict=verdict, note=note
+        )
 
     def _why_not(self, watched: Watched) -> str:
         if watched.rule is None:

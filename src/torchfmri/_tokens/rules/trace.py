@@ -258,7 +258,14 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
                     self._note_derived("" if keywords else name, operands, each, leaves)
                     self.note_state(name, operands, each)
             return
-        call = OperatorCall(self, function, name, arguments, keywords, results)
+        call = OperatorCall(
+            trace=self,
+            function=function,
+            name=name,
+            arguments=arguments,
+            keywords=keywords,
+            results=results,
+        )
         for each, found in zip(results, call.origins(), strict=True):
             if found is None:
                 continue

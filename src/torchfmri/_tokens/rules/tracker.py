@@ -253,7 +253,15 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
             self._derived.pop(id(each), None)  # written in place: data now
         origins = self.origins(results[0]) if results else None
         for position, source in derived:
-            use = Use(function, kept, keywords, position, source, results[0], origins)
+            use = Use(
+                function=function,
+                arguments=kept,
+                keywords=keywords,
+                position=position,
+                derived=source,
+                output=results[0],
+                origins=origins,
+            )
             self._add(use)
         if len(derived) < len(inner):  # inside a list: cat, stack
             self._use_in_list(function, arguments, origins, inner)
@@ -264,7 +272,17 @@ class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
 
     def _use_directly(self, source: Derived) -> None:
         """The gradient of a derived tensor itself is wanted: its entries know their tokens."""
-        self._add(Use(None, (), {}, 0, source, source.tensor, source.origins))
+        self._add(
+            Use(
+                function=None,
+                arguments=(),
+                keywords={},
+                position=0,
+                derived=source,
+                output=source.tensor,
+                origins=source.origins,
+            )
+        )
 
     def _use_in_list(
         self, function: Any, arguments: Any, origins: Origins | None, inner: list[Derived]

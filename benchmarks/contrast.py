@@ -27,7 +27,7 @@ from torchfmri._contrast.classification import classify
 from torchfmri._contrast.corrections import adjust_fdr
 from torchfmri._contrast.group_tests import welch
 from torchfmri._scan.prompts.prompt_values import tabulate
-from torchfmri._scan.prompts.question import Question, Source
+from torchfmri._scan.prompts.question import Question, ValueSource
 
 PARTS = ("calibration", "power", "speed", "real")
 BOUND = 19
@@ -82,8 +82,8 @@ def scan_questions(name: str, folder: Path) -> Scan:
     return torchfmri.load(folder)
 
 
-def source_of(scan: Scan) -> Source:
-    return Source(scan.anatomy, list(scan), scan.meta)
+def source_of(scan: Scan) -> ValueSource:
+    return ValueSource(scan.anatomy, list(scan), scan.meta)
 
 
 # -- nothing to be found -------------------------------------------------------------------------

@@ -227,17 +227,18 @@ class Sizes(NamedTuple):
 
 CEILINGS = Sizes(
     longest_file=832,
-    files_over_400=21,
+    files_over_400=20,
     longest_function=97,
     functions_over_50=40,
     most_arguments=19,
-    long_records=184,
-    laid_by_hand=329,
-    repeated_class_names=33,
+    long_records=0,
+    laid_by_hand=220,
+    repeated_class_names=0,
 )
+PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 
 
-FEWEST_COMMENTS = 0.017  # lines with a comment, of all lines; may only rise
+FEWEST_COMMENTS = 0.0138  # lines with a comment, of all lines; may only rise
 
 
 def long_records(sources: dict[Path, str]) -> list[str]:
@@ -263,7 +264,11 @@ def repeated_class_names(sources: dict[Path, str]) -> list[str]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(path))
-    return [f"{name}: {', '.join(of)}" for name, of in sorted(files.items()) if len(of) > 1]
+    return [
+        f"{name}: {', '.join(of)}"
+        for name, of in sorted(files.items())
+        if len(of) > 1 and name not in PUBLIC_TWICE
+    ]
 
 
 def sizes_of(sources: dict[Path, str]) -> Sizes:
@@ -298,7 +303,7 @@ def test_the_house_does_not_grow_out_of_its_sizes() -> None:
     named = [*long_records(sources), *repeated_class_names(sources)]
     assert not grown, "\n".join([str(grown), *named])
     text = "".join(sources.values())
-    comments = len(re.findall(r"^\s*#|  # ", text, re.MULTILINE))
+    comments = len(re.findall(r"^\s*#|  # (?!fmt:)", text, re.MULTILINE))
     assert comments / text.count("\n") > FEWEST_COMMENTS
 
 

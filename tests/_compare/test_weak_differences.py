@@ -12,9 +12,9 @@ from benchmarks._compare_models import batch, build
 from benchmarks._compare_pairs import quiet
 from benchmarks._compare_unseen import FAULTS, fault_pairs, lowered, rounding_pairs
 from torchfmri import Run, compare
-from torchfmri._compare.grid import Grid
+from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.kinds import kinds_of, parameter_kind
-from torchfmri._compare.recording import Rows
+from torchfmri._compare.recording import RecordedRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.2.self_attn")
@@ -163,9 +163,9 @@ def test_unseen_faults_are_found_in_bfloat16() -> None:
 # -- kinds ---------------------------------------------------------------------------------------
 
 
-def rows(values: Tensor) -> Rows:
-    grid = Grid(kept=torch.ones(1, len(values), dtype=torch.bool), order=(0,))
-    return Rows(values.double(), grid)
+def rows(values: Tensor) -> RecordedRows:
+    grid = PositionGrid(kept=torch.ones(1, len(values), dtype=torch.bool), order=(0,))
+    return RecordedRows(values.double(), grid)
 
 
 def test_precision_needs_evidence() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from torchfmri._contrast import Columns, PromptTable
+from torchfmri._contrast import PromptColumns, PromptTable
 
 
 def make_table(
@@ -27,7 +27,7 @@ def make_table(
         groups=np.array(groups, object),
         pairs=None if pairs is None else np.array(pairs, object),
         values=drawn,
-        columns=Columns(
+        columns=PromptColumns(
             layer=np.array([f"layers.{each // 4}.mlp" for each in number], object),
             module=np.full(len(number), "MLP", object),
             kind=np.full(len(number), "units", object),

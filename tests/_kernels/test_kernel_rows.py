@@ -29,7 +29,7 @@ from torchfmri._kernels.rows import (
     Lane,
     Numbers,
     Product,
-    Rows,
+    RowLanes,
     bilinear_forms,
 )
 
@@ -108,7 +108,7 @@ def test_compiled_rows(case: tuple[int, int, int, int], monkeypatch: pytest.Monk
     count, width, size, start = case
     monkeypatch.setattr(rows_module, "_AHEAD", 8)
     asked = asked_of(width, size, start, torch.float32, "cpu")
-    lane = Rows().lane(torch.empty(1, count, width), asked)
+    lane = RowLanes().lane(torch.empty(1, count, width), asked)
     assert lane is not None
     found = []
     for seed in range(20):  # more than are made ahead
@@ -124,7 +124,7 @@ def test_compiled_rows(case: tuple[int, int, int, int], monkeypatch: pytest.Monk
 def test_compiled_products(size: int) -> None:
     product, g, x, whole = product_of(torch.float32, "cpu")
     asked = asked_of(100, size, 20, torch.float32, "cpu")
-    lane = Rows().product_lane(g, product, asked)
+    lane = RowLanes().product_lane(g, product, asked)
     assert lane is not None
     found = lane.read(g, x)
     assert_close(found, expected_of(whole, asked))
@@ -137,12 +137,12 @@ def test_compiled_products(size: int) -> None:
 def test_what_numba_is_not_asked_for() -> None:
     asked = asked_of(300, 300, 0, torch.float32, "cpu")
     large = draw(80, 300)
-    assert Rows().lane(large, asked) is not None
+    assert RowLanes().lane(large, asked) is not None
     for other in (large.double(), large.bfloat16(), draw(5, 300)):
-        assert Rows().lane(other, asked) is None
+        assert RowLanes().lane(other, asked) is None
     use_accelerator(False)
     try:
-        assert Rows().lane(large, asked) is None
+        assert RowLanes().lane(large, asked) is None
     finally:
         use_accelerator(True)
 
@@ -155,7 +155,7 @@ def test_what_numba_is_not_asked_for() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_queued_passes(dtype: torch.dtype) -> None:
     """Passes of all kinds wait, and are right after one `flush`."""
-    rows, checks = Rows(), []
+    rows, checks = RowLanes(), []
     for number, (count, width, size, start) in enumerate(CASES):
         for groups in (size, 0):
             values = draw(count, width, seed=number).to(DEVICE, dtype)
@@ -191,7 +191,7 @@ def _nothing(numbers: Numbers) -> Numbers:
 @pytest.mark.usefixtures("queued")
 def test_a_long_queue_is_launched_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "_AHEAD", 8)  # lines are renewed while passes wait
-    rows, asked = Rows(), asked_of(8, 0, 0, torch.float32, DEVICE)
+    rows, asked = RowLanes(), asked_of(8, 0, 0, torch.float32, DEVICE)
     values = draw(2, 8).to(DEVICE)
     lane = _lane(rows.lane(values, asked))
     found: list[Numbers] = []

@@ -14,7 +14,7 @@ from torchfmri._capture.padding import TokenMask
 from torchfmri._kernels import reduce_values
 from torchfmri._monitor import collector as collector_module
 from torchfmri._monitor.collector import Collector
-from torchfmri._records.history import History, Rows, Series, Step
+from torchfmri._records.history import History, HistoryRows, Series, Step
 from torchfmri.statistics import calculate_statistics
 
 A, B = Series("a", "activations"), Series("b", "activations")
@@ -252,7 +252,7 @@ def test_one_table_says_the_same_as_single_statistics(
     for series, tensor in tensors.items():
         collection.add(series, tensor)
     found = collection.read()
-    assert isinstance(found, Rows)
+    assert isinstance(found, HistoryRows)
     table, single = History(), History()
     table.append(Step(0), found)
     single.append(Step(0), {each: calculate_statistics(t) for each, t in tensors.items()})
@@ -272,5 +272,5 @@ def test_what_has_to_be_merged_is_not_taken_from_a_table(kernels: Kernels) -> No
     collection.add(A, torch.ones(2))
     collection.add(A, torch.zeros(2))
     found = collection.read()
-    assert not isinstance(found, Rows)
+    assert not isinstance(found, HistoryRows)
     assert found[A].count == 4

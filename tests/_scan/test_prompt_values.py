@@ -11,7 +11,7 @@ import pytest
 import torchfmri
 from torchfmri import InspectionError, LayerNotFoundError, Scan, ScannedSequence, ScanOptions
 from torchfmri._scan.prompts.prompt_values import tabulate
-from torchfmri._scan.prompts.question import Question, Source
+from torchfmri._scan.prompts.question import Question, ValueSource
 from torchfmri._scan.prompts.token_choice import choose_tokens, token_words
 
 NAMES = ("Tom", "Ann", "Sue", "Ben", "Max", "Lily")
@@ -236,7 +236,7 @@ def test_fields_and_roles_that_are_not_there(scan: Scan) -> None:
 
 @pytest.mark.parametrize("level", ["layer", "voxel", "head"])
 def test_values_are_means_over_the_tokens_of_a_prompt(scan: Scan, level: str) -> None:
-    source = Source(scan.anatomy, list(scan), scan.meta)
+    source = ValueSource(scan.anatomy, list(scan), scan.meta)
     table = tabulate([source], Question(level=level, tokens="generated"))
     for row, sequence in enumerate(scan):
         values = sequence.layers if level == "layer" else sequence.voxels

@@ -32,7 +32,7 @@ from torchfmri import (
     Tokens,
     load,
 )
-from torchfmri._files import Column, read_tensors, tensor_file, write_tensors
+from torchfmri._files import FileColumn, read_tensors, tensor_file, write_tensors
 from torchfmri._scan.record.sequence import METRICS, STATISTICS
 from torchfmri._scan.store import manifest
 from torchfmri._scan.store import writer as store
@@ -179,7 +179,7 @@ def test_segments_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     }
     tensors["none"] = np.empty((0, 4), np.float32)
     columns = {
-        name: Column(tensor_file.TAGS[values.dtype], [values[:1], values[1:]])
+        name: FileColumn(tensor_file.TAGS[values.dtype], [values[:1], values[1:]])
         for name, values in tensors.items()
     }
     path = tmp_path / "ours.safetensors"

@@ -15,7 +15,7 @@ import torchfmri
 from torchfmri import Monitor
 from torchfmri._records import HistoryFolder
 from torchfmri._scan import board_of
-from torchfmri._viewer import LAYERS, TRACKS, Desk, Run, RunBoard, View
+from torchfmri._viewer import LAYERS, TRACKS, Desk, RunBoard, View, ViewedRun
 from torchfmri.exceptions import FileFormatError, InspectionError
 
 
@@ -262,6 +262,6 @@ def test_rows_without_the_metric_are_left_out(page: Page, tmp_path: Path) -> Non
 
 
 def test_a_run_without_steps_waits(page: Page) -> None:
-    with View(RunBoard(run=Run("net")), token="0123456789abcdef") as view:
+    with View(RunBoard(run=ViewedRun("net")), token="0123456789abcdef") as view:
         page.page.goto(view.url)
         page.page.wait_for_selector(".cover h2:text('Waiting for the first step')")

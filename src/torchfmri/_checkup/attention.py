@@ -47,9 +47,13 @@ def head_activity(
     sums = (entropy * rows).sum(dim=(0, -1)) / rows.sum(dim=(0, -1)).clamp(min=1)
     largest = logits.masked_fill(~open_keys, 0).abs().amax(dim=(0, -1, -2))
     return HeadActivity(
-        layer, step, tuple(sums.tolist()), tuple(largest.tolist()), logits.shape[-1],
-        _open_future(open_keys),
-    )  # fmt: skip
+        layer=layer,
+        step=step,
+        entropy=tuple(sums.tolist()),
+        logit=tuple(largest.tolist()),
+        keys=logits.shape[-1],
+        future=_open_future(open_keys),
+    )
 
 
 def _open_future(open_keys: Tensor) -> float:

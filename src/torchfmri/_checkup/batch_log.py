@@ -150,19 +150,19 @@ class BatchLog:
         token = self._tokens.most_common(1)[0][0] if self._tokens else None
         padded = self._padded / self._positions if self._positions and token != ignored else 0.0
         return DataFacts(
-            None if math.isnan(size := median(self._input_sizes)) else size,
-            reader is not None and reader[1],
-            "" if reader is None else reader[0],
-            self._repeated / self._compared if self._compared else 0.0,
-            self._contradicting / self._compared if self._compared else 0.0,
-            self._changed / self._again if self._again >= LEAST_AGAIN else 0.0,
-            self.samples,
-            self._sorted_share(),
-            len(self._classes),
-            padded,
-            token,
-            _padding_rows(model),
-            0.0 if math.isnan(size := median(self._target_sizes)) else size,
+            rms=None if math.isnan(size := median(self._input_sizes)) else size,
+            normalised=reader is not None and reader[1],
+            reader="" if reader is None else reader[0],
+            repeated=self._repeated / self._compared if self._compared else 0.0,
+            contradicting=self._contradicting / self._compared if self._compared else 0.0,
+            changing=self._changed / self._again if self._again >= LEAST_AGAIN else 0.0,
+            samples=self.samples,
+            one_class_batches=self._sorted_share(),
+            classes_seen=len(self._classes),
+            padding=padded,
+            padding_token=token,
+            padding_rows=_padding_rows(model),
+            target_rms=0.0 if math.isnan(size := median(self._target_sizes)) else size,
             sizes={"inputs": self._input_sizes, "targets": self._target_sizes},
         )
 

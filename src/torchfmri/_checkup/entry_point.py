@@ -94,14 +94,14 @@ def diagnose(
         run = Checkup(model, copies, steps, notes)
         seen = run.observe(_endless(batches), check)
     diagnosis = Diagnosis(
-        name,
-        tuple(find(seen, notes=notes)),
-        run.steps_taken,
-        _facts(seen),
-        time.perf_counter() - started,
-        run.history,
-        seen,
-        notes.all,
+        model=name,
+        findings=tuple(find(seen, notes=notes)),
+        steps=run.steps_taken,
+        facts=_facts(seen),
+        seconds=time.perf_counter() - started,
+        history=run.history,
+        observation=seen,
+        notes=notes.all,
     )
     if show:
         print(diagnosis)

@@ -52,23 +52,39 @@ def loss_facts(
             watcher.last_detailed.softmaxes.against(tensors[0], target)
     bounded = function in SQUASHERS and seen.logit_range is not None and _is_within(seen)
     known = target if target_is_known else None
-    outside = 0.0 if known is None else share_outside(function, known)
-    reach = RANGES[function][0] if function in RANGES else ""
     misread = _misread(watcher, seen, function)
+    function, outside, reach = _range_left(watcher, seen, function, known)
+    return LossFacts(
+        classes=seen.classes,
+        cross_entropy=seen.cross_entropy,
+        misread=misread,
+        broadcast=seen.broadcast,
+        inner=seen.inner,
+        value=float(value.detach()) if isinstance(value, Tensor) else math.nan,
+        output_function=function,
+        output_layer=matrices[-1] if matrices else "",
+        output_size=relative_size(tensors[0], known) if tensors else math.nan,
+        outside=outside,
+        range=reach,
+        bounded=bounded,
+        targets=what_targets_are(seen, parts),
+        weights=tuple(seen.weights),
+        logit=math.nan if seen.logit_range is None else max(map(abs, seen.logit_range)),
+    )
+
+
+def _range_left(
+    watcher: Watcher, seen: LossWatch, function: str, target: Tensor | None
+) -> tuple[str, float, str]:
+    # The function whose range most targets are outside of, what share of them is, and the range.
+    outside = 0.0 if target is None else share_outside(function, target)
+    reach = RANGES[function][0] if function in RANGES else ""
     detailed = watcher.last_detailed
     if detailed is not None and detailed.softmaxes.above_one > outside:
         function, outside, reach = "softmax", detailed.softmaxes.above_one, SUM_OF_ONE
     if seen.outside > outside:
-        function = "the sigmoid of a binary cross entropy"
-        outside, reach = seen.outside, "0 to 1"
-    return LossFacts(
-        seen.classes, seen.cross_entropy, misread, seen.broadcast, seen.inner,
-        float(value.detach()) if isinstance(value, Tensor) else math.nan,
-        function, matrices[-1] if matrices else "",
-        relative_size(tensors[0], known) if tensors else math.nan, outside, reach,
-        bounded, what_targets_are(seen, parts), tuple(seen.weights),
-        math.nan if seen.logit_range is None else max(map(abs, seen.logit_range)),
-    )  # fmt: skip
+        return "the sigmoid of a binary cross entropy", seen.outside, "0 to 1"
+    return function, outside, reach
 
 
 def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float, float] | None:

@@ -43,9 +43,14 @@ class NormLog:
         )
         momentum = self.module.momentum
         return NormFacts(
-            self.layer, training, samples, values, untouched,
-            float("nan") if momentum is None else float(momentum), self._calls.total(),
-        )  # fmt: skip
+            layer=self.layer,
+            training=training,
+            samples=samples,
+            values=values,
+            untouched=untouched,
+            momentum=float("nan") if momentum is None else float(momentum),
+            calls=self._calls.total(),
+        )
 
 
 def normalises_one(module: nn.Module, values: Tensor) -> bool:

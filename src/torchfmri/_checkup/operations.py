@@ -201,7 +201,14 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
             return  # in backward, and for targets, it may run over anything
         axis = int(args[1]) % result.ndim
         self.softmaxes.add(
-            Softmax(self._where(), axis, result, of_scores, self.in_loss, function),
+            Softmax(
+                layer=self._where(),
+                axis=axis,
+                result=result,
+                of_scores=of_scores,
+                in_loss=self.in_loss,
+                function=function,
+            ),
             isinstance(args[0], nn.Parameter),
         )
 

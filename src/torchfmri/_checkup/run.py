@@ -215,12 +215,16 @@ class Checkup:
         if found is None and updated:
             found = self._bad_update(number)
         self._origin = found or Finding(
-            "nonfinite_loss", "alarm", (), "loss", number,
-            f"The loss or a gradient of step {number} was not finite, but was when the step ran "
-            "again: it depends on something that changes from run to run.",
-            "Look for random numbers with a generator of their own, and for memory that is read "
-            "before it is written (torch.empty).",
-        )  # fmt: skip
+            problem="nonfinite_loss",
+            severity="alarm",
+            layers=(),
+            phase="loss",
+            step=number,
+            text=f"The loss or a gradient of step {number} was not finite, but was when the step "
+            "ran again: it depends on something that changes from run to run.",
+            advice="Look for random numbers with a generator of their own, and for memory that is "
+            "read before it is written (torch.empty).",
+        )
 
     def _bad_update(self, number: int) -> Finding:
         """Weights that the optimizer made, and that the next forward pass does not even read."""
@@ -231,13 +235,17 @@ class Checkup:
         ]
         layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
         return Finding(
-            "nonfinite_update", "alarm", layers, "optimizer", number + 1,
-            f"Loss and gradients of step {number} were finite, and {bad[0]!r} was not after "
+            problem="nonfinite_update",
+            severity="alarm",
+            layers=layers,
+            phase="optimizer",
+            step=number + 1,
+            text=f"Loss and gradients of step {number} were finite, and {bad[0]!r} was not after "
             "optimizer.step(): the optimizer made it.",
-            "Look at the settings of the optimizer: eps=0 divides 0 by 0 where a weight has no "
-            "gradient yet, and too high a learning rate overflows.",
-            {"parameters": len(bad)},
-        )  # fmt: skip
+            advice="Look at the settings of the optimizer: eps=0 divides 0 by 0 where a weight has "
+            "no gradient yet, and too high a learning rate overflows.",
+            evidence={"parameters": len(bad)},
+        )
 
     # -- the loss, once ----------------------------------------------------------------------
 
@@ -282,14 +290,16 @@ class Checkup:
         watcher = self._watcher
         units = [log.activity() for log in watcher.units.values()]
         reach = Reach(
-            tuple(watcher.called),
-            frozenset(watcher.without_graph),
-            frozenset(self._consumed),
-            frozenset(name for name, kind in watcher.gradients.kinds.items() if kind != "none"),
-            self._leaves.unregistered(),
-            self._loss_has_graph,
-            tuple(watcher.linear_pairs),
-            self._leaves.has_residual,
+            called=tuple(watcher.called),
+            without_graph=frozenset(watcher.without_graph),
+            consumed=frozenset(self._consumed),
+            reached=frozenset(
+                name for name, kind in watcher.gradients.kinds.items() if kind != "none"
+            ),
+            unregistered=self._leaves.unregistered(),
+            loss_has_graph=self._loss_has_graph,
+            linear_pairs=tuple(watcher.linear_pairs),
+            has_residual=self._leaves.has_residual,
         )
         place = {layer: index for index, layer in enumerate(watcher.called)}
         routers = [
@@ -300,17 +310,26 @@ class Checkup:
             and place.get(name, -1) < min(place.get(each, len(place)) for each in experts)
         ]
         return Observation(
-            trace_of(self._monitor.history), self._structure,
-            [each for each in units if each is not None], self._heads, routers, self._weights(),
-            reach, self._loss,
-            replace(
+            trace=trace_of(self._monitor.history),
+            structure=self._structure,
+            units=[each for each in units if each is not None],
+            heads=self._heads,
+            routers=routers,
+            weights=self._weights(),
+            reach=reach,
+            loss=self._loss,
+            data=replace(
                 self._batches.facts(self._original, watcher.reader, self._ignored),
-                mixed=mixed, given=dict(watcher.given),
+                mixed=mixed,
+                given=dict(watcher.given),
             ),
-            self._log.facts(watcher, self._batches.samples), copied_tables(self._original),
-            [log.facts() for log in watcher.norms.values()], self._softmaxes, self._constants,
-            self._origin,
-        )  # fmt: skip
+            steps=self._log.facts(watcher, self._batches.samples),
+            copied_tables=copied_tables(self._original),
+            norms=[log.facts() for log in watcher.norms.values()],
+            softmaxes=self._softmaxes,
+            constants=self._constants,
+            origin=self._origin,
+        )
 
     def _weights(self) -> dict[str, WeightFacts]:
         before, after = parameters_of(self._original), parameters_of(self._copies.model)
@@ -318,10 +337,13 @@ class Checkup:
         for name, start in before.items():
             end = after[name].detach()
             found[name] = WeightFacts(
-                rms(start), rms(end), has_equal_rows(start), has_equal_rows(end),
-                float((start.detach() != end).float().mean()) if end.numel() else 0.0,
-                self._watcher.gradients.kinds.get(name, "none"),
-            )  # fmt: skip
+                rms=rms(start),
+                last_rms=rms(end),
+                equal_rows=has_equal_rows(start),
+                still_equal_rows=has_equal_rows(end),
+                moved=float((start.detach() != end).float().mean()) if end.numel() else 0.0,
+                gradient=self._watcher.gradients.kinds.get(name, "none"),
+            )
         return found
 
 

@@ -58,12 +58,12 @@ def diagnose_script(path: Path, steps: int) -> Diagnosis:
         raise InspectionError(f"{path.name} has trained no model: no layer ran in training mode.")
     monitor = monitors[0]
     return Diagnosis(
-        type(unwrap(monitor.model)).__name__,
-        tuple(monitor.findings),
-        len(monitor.history),
-        {},
-        time.perf_counter() - started,
-        monitor.history,
+        model=type(unwrap(monitor.model)).__name__,
+        findings=tuple(monitor.findings),
+        steps=len(monitor.history),
+        facts={},
+        seconds=time.perf_counter() - started,
+        history=monitor.history,
     )
 
 

@@ -134,7 +134,14 @@ class SoftmaxLog:
             return
         shape = tuple(softmax.result.shape)
         self.misplaced.append(
-            MisplacedSoftmax(softmax.layer, softmax.axis, shape, over, wanted, softmax.in_loss)
+            MisplacedSoftmax(
+                layer=softmax.layer,
+                axis=softmax.axis,
+                shape=shape,
+                over=over,
+                wanted=wanted,
+                in_loss=softmax.in_loss,
+            )
         )
 
 

@@ -50,10 +50,22 @@ class StepLog:
             row[: len(each)] = each
         largest = np.array([max(each, default=math.nan) for each in self._rates])
         return StepFacts(
-            clip, norm, stale, largest, stepped, half,
-            tuple(gradients.flushed) if any(half.values()) or gradients.flushed else (),
-            dict(watcher.spread), noise_scale(gradients.samples, samples / max(1, len(self))),
-            cleared, dict(watcher.growth), rates, early, evaluated, dict(watcher.signal),
-            int(np.median(self._passes)) if self._passes else 0, watcher.idle_parameters(),
-            gradients.scaled_clip,
-        )  # fmt: skip
+            clip=clip,
+            norm=norm,
+            stale=stale,
+            learning_rate=largest,
+            stepped=stepped,
+            half_gradients=half,
+            flushed=tuple(gradients.flushed) if any(half.values()) or gradients.flushed else (),
+            spread=dict(watcher.spread),
+            noise_scale=noise_scale(gradients.samples, samples / max(1, len(self))),
+            cleared=cleared,
+            growth=dict(watcher.growth),
+            rates=rates,
+            early=early,
+            evaluated=evaluated,
+            signal=dict(watcher.signal),
+            passes=int(np.median(self._passes)) if self._passes else 0,
+            idle=watcher.idle_parameters(),
+            scaled_clip=gradients.scaled_clip,
+        )

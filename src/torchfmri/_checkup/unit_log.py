@@ -82,10 +82,19 @@ class UnitLog:
         size = np.mean([self._size[step] for step in window], axis=0)
         dormant = int((size < DORMANT * size.mean()).sum()) if size.mean() > 0 else units
         return UnitActivity(
-            self.layer, self.source, self.function, units,
-            sum(self._samples[step] for step in window), len(window), int(silent.sum()),
-            self._first_silent(steps, silent), dormant, dict(self._flat), self.is_last, self.reader,
-        )  # fmt: skip
+            layer=self.layer,
+            source=self.source,
+            function=self.function,
+            units=units,
+            samples=sum(self._samples[step] for step in window),
+            steps=len(window),
+            silent=int(silent.sum()),
+            first_silent=self._first_silent(steps, silent),
+            dormant=dormant,
+            flat=dict(self._flat),
+            is_last=self.is_last,
+            reader=self.reader,
+        )
 
     def _window(self, steps: list[int]) -> list[int]:
         """The last steps that make enough samples."""

@@ -125,12 +125,12 @@ class Comparison:
         names = [_name(pair) for pair in pairs]
         bold = frozenset(index for index, pair in enumerate(pairs) if pair.differs)
         return Grid(
-            title,
-            "tensor",
-            names or ["nothing was compared"],
-            columns if pairs else [],
-            notes,
-            bold,
+            title=title,
+            heading="tensor",
+            names=names or ["nothing was compared"],
+            columns=columns if pairs else [],
+            notes=notes,
+            emphasised=bold,
         )
 
     def _shown(self, lines: int) -> list[Pair]:

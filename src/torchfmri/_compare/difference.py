@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._compare.grid import Grid
-from torchfmri._compare.recording import Place
+from torchfmri._compare.grid import PositionGrid
+from torchfmri._compare.recording import RecordedPlace
 
 Floats = NDArray[np.float64]
 FACTOR = 8.0
@@ -50,10 +50,10 @@ class Pair:
     """
 
     direction: str
-    place: Place
-    partner: Place | None
+    place: RecordedPlace
+    partner: RecordedPlace | None
     gaps: Floats
-    grid: Grid | None
+    grid: PositionGrid | None
     spread_a: float
     spread_b: float
     threshold: float

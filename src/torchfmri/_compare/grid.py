@@ -19,7 +19,7 @@ _EMBEDDED = ("inputs_embeds", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class PositionGrid:
     """The tokens of a batch: row by row, those that are not padding.
 
     Attributes:
@@ -75,12 +75,12 @@ class Grid:
         return values.unsqueeze(-1) if values.ndim == 2 else values
 
 
-def grids_of(data: Any) -> list[Grid]:
+def grids_of(data: Any) -> list[PositionGrid]:
     """Return the grids of a batch: one for each length, such as the encoder's and the decoder's."""
     elements = flatten(data)
     by_name = {element.path.rpartition(".")[2]: element.tensor for element in elements}
     masks = [by_name[name] for name in _MASKS if name in by_name and by_name[name].ndim == 2]
-    found: dict[tuple[int, ...], Grid] = {}
+    found: dict[tuple[int, ...], PositionGrid] = {}
     for path, tensor in elements:
         name = path.rpartition(".")[2]
         whole = tensor.ndim == 2 and not tensor.is_floating_point() and name not in _MASKS
@@ -91,11 +91,11 @@ def grids_of(data: Any) -> list[Grid]:
         mask = next((each for each in masks if tuple(each.shape) == shape), None)
         kept = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
         ids = tensor.cpu() if whole else None
-        found[shape] = Grid(kept=kept, order=tuple(range(shape[0])), ids=ids)
+        found[shape] = PositionGrid(kept=kept, order=tuple(range(shape[0])), ids=ids)
     return list(found.values())
 
 
-def grids_seen(inspection: Inspection, rows: int) -> list[Grid]:
+def grids_seen(inspection: Inspection, rows: int) -> list[PositionGrid]:
     """Return the grid that most outputs (b, s, w) have, for a model that reads no token ids."""
     counts = Counter(
         value.shape[:2]
@@ -104,6 +104,6 @@ def grids_seen(inspection: Inspection, rows: int) -> list[Grid]:
         if value is not None and len(value.shape) == 3 and value.shape[0] == rows
     )
     return [
-        Grid(kept=torch.ones(shape, dtype=torch.bool), order=tuple(range(rows)))
+        PositionGrid(kept=torch.ones(shape, dtype=torch.bool), order=tuple(range(rows)))
         for shape, _ in counts.most_common(1)
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._compare.difference import Kind
-from torchfmri._compare.recording import Rows, relative
+from torchfmri._compare.recording import RecordedRows, relative
 from torchfmri._text import apart
 
 _EXPLAINED = 0.02
@@ -27,7 +27,9 @@ _LEAST_VALUES = 32
 _LEVELS = 256
 
 
-def kinds_of(a: Rows, b: Rows, threshold: float, *, same_dtype: bool = True) -> list[Kind]:
+def kinds_of(
+    a: RecordedRows, b: RecordedRows, threshold: float, *, same_dtype: bool = True
+) -> list[Kind]:
     """Return the simplest kinds of difference that explain the values; empty if none does.
 
     Args:
@@ -162,7 +164,7 @@ def _precision(one: Tensor, two: Tensor) -> Kind | None:
     return None
 
 
-def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:
+def _position_kinds(rows: RecordedRows, differing: Tensor) -> list[Kind]:
     if rows.grid is None or not differing.any():
         return []
     places = rows.grid.places
@@ -174,7 +176,7 @@ def _position_kinds(rows: Rows, differing: Tensor) -> list[Kind]:
     return []
 
 
-def _shifted_positions(a: Rows, b: Rows, threshold: float) -> Kind | None:
+def _shifted_positions(a: RecordedRows, b: RecordedRows, threshold: float) -> Kind | None:
     """Return `shifted_positions` if b has at each position what a has at a neighbouring one."""
     if a.grid is None or b.grid is None:
         return None

@@ -19,7 +19,7 @@ from torchfmri._compare.recording import (
     FORWARD,
     PARAMETERS,
     WHAT,
-    Place,
+    RecordedPlace,
     Recording,
     relative,
 )
@@ -139,7 +139,7 @@ def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | N
 def _add_only_b(
     found: list[Pair],
     direction: str,
-    rest: Sequence[Place],
+    rest: Sequence[RecordedPlace],
     a: Side,
     b: Side,
     back: Mapping[str, str],
@@ -172,14 +172,14 @@ def _add_only_b(
             found.insert(at, _lonely(direction, ours, reason))
 
 
-def _partners(side: Recording, direction: str) -> dict[str, dict[tuple[int, str], Place]]:
-    found: dict[str, dict[tuple[int, str], Place]] = {}
+def _partners(side: Recording, direction: str) -> dict[str, dict[tuple[int, str], RecordedPlace]]:
+    found: dict[str, dict[tuple[int, str], RecordedPlace]] = {}
     for place in side.places(direction):
         found.setdefault(place.layer, {})[place.call, place.element] = place
     return found
 
 
-def _parameter_name(a: Recording, b: Recording, place: Place, layer: str) -> str:
+def _parameter_name(a: Recording, b: Recording, place: RecordedPlace, layer: str) -> str:
     """Return the name that a parameter of a has in b."""
     shapes = [
         {
@@ -191,7 +191,7 @@ def _parameter_name(a: Recording, b: Recording, place: Place, layer: str) -> str
     return partner_names(*shapes).get(place.element, place.element)
 
 
-def _has_rows(side: Recording, place: Place) -> bool:
+def _has_rows(side: Recording, place: RecordedPlace) -> bool:
     """Whether the rows of a tensor are tokens, or do not depend on how the batch is laid out."""
     rows, value = side.rows(place), side.value(place)
     if place.what == WHAT[PARAMETERS] or rows is None:
@@ -204,7 +204,11 @@ def _has_rows(side: Recording, place: Place) -> bool:
 
 
 def _absent(
-    side: Side, direction: str, layer: str, place: Place, names: tuple[str, str] = ("a", "b")
+    side: Side,
+    direction: str,
+    layer: str,
+    place: RecordedPlace,
+    names: tuple[str, str] = ("a", "b"),
 ) -> str:
     """Return why a tensor that a side lacks counts as a difference; empty if it does not count.
 
@@ -229,13 +233,29 @@ def _absent(
     return f"a gradient arrives in {has} only" if direction == BACKWARD and has_output else ""
 
 
-def _lonely(direction: str, place: Place, reason: str) -> Pair:
+def _lonely(direction: str, place: RecordedPlace, reason: str) -> Pair:
     gaps = np.array([math.inf])
-    return Pair(direction, place, None, gaps, None, math.nan, math.nan, 0.0, math.nan, reason)
+    return Pair(
+        direction=direction,
+        place=place,
+        partner=None,
+        gaps=gaps,
+        grid=None,
+        spread_a=math.nan,
+        spread_b=math.nan,
+        threshold=0.0,
+        largest=math.nan,
+        reason=reason,
+    )
 
 
 def _pair(
-    a: Side, b: Side, direction: str, place: Place, partner: Place, tolerance: float | None
+    a: Side,
+    b: Side,
+    direction: str,
+    place: RecordedPlace,
+    partner: RecordedPlace,
+    tolerance: float | None,
 ) -> Pair:
     spreads = a.spread.get(place), b.spread.get(partner)
     spread_a, spread_b = (math.nan if each is None else each.worst for each in spreads)
@@ -267,7 +287,7 @@ def _pair(
     )  # fmt: skip
 
 
-def _is_transposed(a: Side, b: Side, place: Place, partner: Place) -> bool:
+def _is_transposed(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> bool:
     """Whether a parameter is kept transposed in b, as the weight of a Conv1D is in a Linear."""
     if place.what != WHAT[PARAMETERS]:
         return False
@@ -288,7 +308,7 @@ def _is_transposed(a: Side, b: Side, place: Place, partner: Place) -> bool:
 
 
 def _threshold(
-    a: Side, b: Side, place: Place, partner: Place, tolerance: float | None,
+    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, tolerance: float | None,
     spreads: tuple[float, float],
 ) -> float:  # fmt: skip
     if tolerance is not None:
@@ -310,7 +330,7 @@ def _threshold(
 
 
 def _repeated(
-    a: Side, b: Side, place: Place, partner: Place, gaps: Floats
+    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, gaps: Floats
 ) -> tuple[float, NDArray[np.bool_] | None]:
     """Return the threshold for a difference that repeats, and the rows in which it does.
 
@@ -354,7 +374,7 @@ def _repeated(
     return (least if same and comes_back(large) else math.inf), repeating
 
 
-def _tables(a: Side, b: Side, place: Place, partner: Place) -> list[Tensor] | None:
+def _tables(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> list[Tensor] | None:
     """Return both sides, and both with new rounding, as rows; None if that cannot be had."""
     if a.rounded is None or b.rounded is None:
         return None

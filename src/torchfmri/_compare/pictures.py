@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchfmri._compare.difference import Difference, Pair
-from torchfmri._compare.grid import Grid
+from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.recording import BACKWARD, FORWARD
 from torchfmri._scan import layer_bands, outline_of
 from torchfmri._text import layer_label, shorten
@@ -177,7 +177,7 @@ def _brain(
     )
 
 
-def _usual_grid(pairs: Sequence[Pair]) -> Grid:
+def _usual_grid(pairs: Sequence[Pair]) -> PositionGrid:
     counts: dict[int, int] = {}
     grids = [pair.grid for pair in pairs if pair.grid is not None]
     for grid in grids:

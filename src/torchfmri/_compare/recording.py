@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchfmri._compare.grid import Grid
-from torchfmri._compare.run import Pass
+from torchfmri._compare.grid import PositionGrid
+from torchfmri._compare.run import RecordedPass
 from torchfmri._records import Record, Value
 
 FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
@@ -24,7 +24,7 @@ _SMALL = 0.1
 what is left of a sum that cancels is all rounding."""
 
 
-class Place(NamedTuple):
+class RecordedPlace(NamedTuple):
     """One tensor of a recording.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     element: str
 
 
-class Rows(NamedTuple):
+class RecordedRows(NamedTuple):
     """A tensor as a table.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     """
 
     values: Tensor
-    grid: Grid | None
+    grid: PositionGrid | None
 
 
 class Recording:
@@ -61,30 +61,30 @@ class Recording:
             nothing.
     """
 
-    def __init__(self, passed: Pass, reduced: str = "") -> None:
+    def __init__(self, passed: RecordedPass, reduced: str = "") -> None:
         self.inspection, self.grids, self.reduced = passed.inspection, list(passed.grids), reduced
         self.batch, self._turned = passed.batch, passed.turned
-        self._joined: dict[Place, Tensor] = {}
+        self._joined: dict[RecordedPlace, Tensor] = {}
         self._grows = False
-        self._values: dict[Place, Value] = {}
-        self._order: dict[str, list[Place]] = {direction: [] for direction in WHAT}
+        self._values: dict[RecordedPlace, Value] = {}
+        self._order: dict[str, list[RecordedPlace]] = {direction: [] for direction in WHAT}
         self._list_calls()
         self._list_parameters()
         self._order[BACKWARD].reverse()
 
-    def places(self, direction: str) -> list[Place]:
+    def places(self, direction: str) -> list[RecordedPlace]:
         """The tensors of the forward pass, of the backward pass, or of the parameters, in order."""
         return self._order[direction]
 
-    def value(self, place: Place) -> Value | None:
+    def value(self, place: RecordedPlace) -> Value | None:
         """Return the value captured at a place; None if there is none."""
         return self._values.get(place)
 
-    def dtype(self, place: Place) -> torch.dtype:
+    def dtype(self, place: RecordedPlace) -> torch.dtype:
         """Return the dtype in which the tensor was computed."""
         return self._values[place].dtype
 
-    def rows(self, place: Place, *, transposed: bool = False) -> Rows | None:
+    def rows(self, place: RecordedPlace, *, transposed: bool = False) -> RecordedRows | None:
         """Return the tensor, or its transpose, as rows; None if only statistics were kept."""
         value = self._values[place]
         if not value.has_tensor:
@@ -92,14 +92,14 @@ class Recording:
         tensor = self._joined.get(place, value.tensor)
         return self.as_rows(tensor.T if transposed else tensor, place.what)
 
-    def has_keys(self, place: Place) -> bool:
+    def has_keys(self, place: RecordedPlace) -> bool:
         """Whether the units of a tensor are positions too, as those of attention weights."""
         shape = self._values[place].shape
         return len(shape) == 4 and any(
             shape[-1] == grid.kept.shape[1] in shape[1:3] for grid in self.grids
         )
 
-    def as_rows(self, tensor: Tensor, what: str) -> Rows:
+    def as_rows(self, tensor: Tensor, what: str) -> RecordedRows:
         """Return a tensor as rows: one per token, one per sample, or a single row."""
         if tensor.is_nested or tensor.layout != torch.strided:
             tensor = tensor.to_dense()
@@ -109,11 +109,11 @@ class Recording:
             for grid in self.grids:
                 rows = grid.rows(tensor)
                 if rows is not None:
-                    return Rows(self._reduce(rows.double(), what), grid)
+                    return RecordedRows(self._reduce(rows.double(), what), grid)
         order = self._row_order(tensor)
         if order is not None and "parameter" not in what:
-            return Rows(tensor[order].flatten(1).double(), None)
-        return Rows(tensor.reshape(1, -1).double(), None)
+            return RecordedRows(tensor[order].flatten(1).double(), None)
+        return RecordedRows(tensor.reshape(1, -1).double(), None)
 
     def choices(self) -> dict[tuple[str, int, str], Tensor]:
         """Return the whole numbers that layers returned for each token, (token, numbers), in order.
@@ -132,7 +132,7 @@ class Recording:
                     found[call.layer, call.index, path] = rows.values
         return found
 
-    def padded(self, place: Place) -> Tensor | None:
+    def padded(self, place: RecordedPlace) -> Tensor | None:
         """The values at padded positions, (position, unit); None where there are none."""
         value = self._values[place]
         if not value.has_tensor:
@@ -176,7 +176,7 @@ class Recording:
                         value.dtype.is_floating_point or value.dtype.is_complex
                     ):
                         continue
-                    place = Place(call.layer, call.index, what, path)
+                    place = RecordedPlace(call.layer, call.index, what, path)
                     if call.layer in joined and not self._join(place):
                         continue
                     self._values[place] = value
@@ -214,7 +214,7 @@ class Recording:
         found = (each for each in self.inspection.values() if parts and len(each.calls) == parts)
         return {each.layer for each in found if self._parts_of(each.layer, *_FIRST) is not None}
 
-    def _join(self, place: Place) -> bool:
+    def _join(self, place: RecordedPlace) -> bool:
         """Put the parts of a tensor together along its tokens; False where it has none."""
         parts = self._parts_of(place.layer, place.what, place.element)
         if parts is not None:
@@ -230,7 +230,9 @@ class Recording:
             value = call.value(what, path)
             if value is None or not value.has_tensor:
                 return None
-            grid = Grid(kept=torch.ones(rows, length, dtype=torch.bool), order=tuple(range(rows)))
+            grid = PositionGrid(
+                kept=torch.ones(rows, length, dtype=torch.bool), order=tuple(range(rows))
+            )
             tensor = value.tensor.detach().cpu()
             if tensor.ndim == 2 and len(tensor) == rows * length:
                 # A router returns (b * s, w), which a grid of one token takes for (b, w).
@@ -255,7 +257,7 @@ class Recording:
                 continue
             seen.add(id(record))
             for name, value in record.parameter_values(WHAT[PARAMETERS]).items():
-                place = Place(record.layer, 0, WHAT[PARAMETERS], name)
+                place = RecordedPlace(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
 

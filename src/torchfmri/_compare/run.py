@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_callable, check_module, require
-from torchfmri._compare.grid import Grid, grids_of, grids_seen
+from torchfmri._compare.grid import PositionGrid, grids_of, grids_seen
 from torchfmri._compare.rounding import rounding_redrawn
 from torchfmri._inspect import Inspector
 from torchfmri._model import (
@@ -111,7 +111,7 @@ def can_drop(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class RecordedPass:
     """What one pass left.
 
     Attributes:
@@ -123,7 +123,7 @@ class Pass:
     """
 
     inspection: Inspection
-    grids: list[Grid]
+    grids: list[PositionGrid]
     notes: tuple[str, ...] = ()
     batch: int = 0
     turned: bool = False
@@ -136,7 +136,7 @@ def record(
     what: Sequence[str] = _WATCHED,
     max_bytes: int | None = None,
     other_seed: bool = False,
-) -> Pass:
+) -> RecordedPass:
     """Run a model once and keep the tensors of its layers; the model stays as it was.
 
     Args:
@@ -163,10 +163,10 @@ def record(
     return _passed(run, inspection, notes)
 
 
-def _passed(run: Run, inspection: Inspection, notes: list[str]) -> Pass:
+def _passed(run: Run, inspection: Inspection, notes: list[str]) -> RecordedPass:
     rows = batch_size(run)
     grids = grids_of((run.data, run.target)) or grids_seen(inspection, rows)
-    return Pass(inspection, grids, tuple(notes), rows)
+    return RecordedPass(inspection, grids, tuple(notes), rows)
 
 
 def batch_size(run: Run) -> int:
@@ -197,7 +197,7 @@ def _written(name: str) -> str:
     return f"the forward pass writes into the parameter {name!r}: those changes stay"
 
 
-def record_outside(run: Run) -> Pass:
+def record_outside(run: Run) -> RecordedPass:
     """Run compiled code and keep its output and the gradients of its parameters.
 
     They stand in an inspection as the activations of the model and parameter gradients of its
@@ -275,7 +275,7 @@ def rearranged(run: Run) -> Run | None:
     return replace(run, data=map_tensors(data, turn), target=map_tensors(run.target, turn))
 
 
-def record_rearranged(run: Run, **options: Any) -> Pass:
+def record_rearranged(run: Run, **options: Any) -> RecordedPass:
     """A pass over the batch in the opposite order, on one thread."""
     other = rearranged(run)
     with _one_thread():
@@ -286,7 +286,7 @@ def record_rearranged(run: Run, **options: Any) -> Pass:
     return replace(found, grids=grids, turned=other is not None)
 
 
-def record_rounded(run: Run, coarsest: torch.dtype | None, **options: Any) -> Pass:
+def record_rounded(run: Run, coarsest: torch.dtype | None, **options: Any) -> RecordedPass:
     """A pass in which every layer rounds anew, to the coarser of two precisions."""
     with rounding_redrawn(runnable(run.model), coarsest):
         return record(run, **options)

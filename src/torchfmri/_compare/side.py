@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchfmri._compare.recording import FORWARD, WHAT, Place, Recording, relative
+from torchfmri._compare.recording import FORWARD, WHAT, RecordedPlace, Recording, relative
 from torchfmri._compare.run import (
-    Pass,
+    RecordedPass,
     Run,
     record,
     record_outside,
@@ -50,8 +50,8 @@ class Side:
     Attributes:
         recording: What is compared.
         run: What it was recorded of; None for a recording of old.
-        spread: Place -> how far the recording differs from other runs of the same side. Empty
-            where it was not measured.
+        spread: RecordedPlace -> how far the recording differs from other runs of the same side.
+            Empty where it was not measured.
         rounded: A recording with every layer rounding anew; None where there is none.
         notes: What to know about this side.
         tokens: Texts of the tokens, where they are known.
@@ -59,7 +59,7 @@ class Side:
 
     recording: Recording
     run: Run | None = None
-    spread: dict[Place, Spread] = field(default_factory=dict)
+    spread: dict[RecordedPlace, Spread] = field(default_factory=dict)
     rounded: Recording | None = None
     notes: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
@@ -120,11 +120,11 @@ def measure_spread(
 
 
 def _independent(
-    side: Side, moved: dict[Place, Spread], rounded: Mapping[Place, Spread]
-) -> dict[Place, Spread]:
+    side: Side, moved: dict[RecordedPlace, Spread], rounded: Mapping[RecordedPlace, Spread]
+) -> dict[RecordedPlace, Spread]:
     """Return the spreads of tensors that change only by rounding when rows change places."""
 
-    def most(place: Place) -> float:
+    def most(place: RecordedPlace) -> float:
         known = rounded.get(place, _NO_SPREAD)
         return max(_NO_ARRANGEMENT, _MOST_ROUNDING * known.worst)
 
@@ -138,12 +138,12 @@ def _independent(
     return found
 
 
-def measure_repeats(side: Side, again: Pass) -> None:
+def measure_repeats(side: Side, again: RecordedPass) -> None:
     """Count another recording of the same run as this side's own spread."""
     _add(side, again)
 
 
-def _add(side: Side, other: Pass, reference: Pass | None = None) -> None:
+def _add(side: Side, other: RecordedPass, reference: RecordedPass | None = None) -> None:
     base = side.recording
     if reference is not None:
         base = Recording(reference)
@@ -151,8 +151,8 @@ def _add(side: Side, other: Pass, reference: Pass | None = None) -> None:
 
 
 def _merge(
-    spread: dict[Place, Spread], more: Mapping[Place, Spread],
-    known: Mapping[Place, Spread] | None = None,
+    spread: dict[RecordedPlace, Spread], more: Mapping[RecordedPlace, Spread],
+    known: Mapping[RecordedPlace, Spread] | None = None,
 ) -> None:  # fmt: skip
     """Keep the larger of two spreads; only those of `known` places, if these are given.
 
@@ -164,7 +164,7 @@ def _merge(
             spread[place] = spread.get(place, _NO_SPREAD).larger(value)
 
 
-def _beside(reference: Recording, other: Pass) -> Recording:
+def _beside(reference: Recording, other: RecordedPass) -> Recording:
     """Return another pass of the same side, with rows in the order of the first."""
     again = Recording(other, reference.reduced)
     # What counts as a token may have been agreed on with the other side.
@@ -177,7 +177,7 @@ def _beside(reference: Recording, other: Pass) -> Recording:
     return again
 
 
-def _spread(reference: Recording, again: Recording) -> dict[Place, Spread]:
+def _spread(reference: Recording, again: Recording) -> dict[RecordedPlace, Spread]:
     """The relative difference of each tensor between two passes of one side."""
     found = {}
     for direction in WHAT:

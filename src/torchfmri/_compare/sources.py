@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from torchfmri._arguments import is_list
-from torchfmri._compare.grid import Grid
+from torchfmri._compare.grid import PositionGrid
 from torchfmri._compare.hidden_states import import_hidden_states
 from torchfmri._compare.recording import Recording
-from torchfmri._compare.run import Pass, Run
+from torchfmri._compare.run import RecordedPass, Run
 from torchfmri._compare.side import Side, live_side, measure_repeats
 from torchfmri._files import list_names
 from torchfmri._records import Call, History, Inspection, Record, Value, kind_of
@@ -76,22 +76,22 @@ def side_of(given: Any, name: str, max_bytes: int | None) -> Side:
 def _recorded(inspections: Sequence[Inspection]) -> Side:
     """A recording, with the spread of further recordings of the same run."""
     first = inspections[0]
-    side = Side(Recording(Pass(first, inspection_grids(first))))
+    side = Side(Recording(RecordedPass(first, inspection_grids(first))))
     for other in inspections[1:]:
-        measure_repeats(side, Pass(other, inspection_grids(other)))
+        measure_repeats(side, RecordedPass(other, inspection_grids(other)))
     side.notes += [f"{text}" for text, layers in first.notes.items() if not any(layers)]
     side.tokens = list(first.tokens)
     return side
 
 
-def inspection_grids(inspection: Inspection) -> list[Grid]:
+def inspection_grids(inspection: Inspection) -> list[PositionGrid]:
     """Where the tokens are in a recording: by its token numbers, or by its padding."""
     ids, kept = inspection.token_ids, inspection.kept
     if ids is None and kept is None:
         return []
     shape = (ids if ids is not None else kept).shape  # type: ignore[union-attr]
     kept = torch.ones(shape, dtype=torch.bool) if kept is None else kept
-    return [Grid(kept=kept, order=tuple(range(shape[0])), ids=ids)]
+    return [PositionGrid(kept=kept, order=tuple(range(shape[0])), ids=ids)]
 
 
 def scan_side(scan: Scan) -> Side:
@@ -116,9 +116,9 @@ def scan_side(scan: Scan) -> Side:
         record.calls.append(call)
         records[layer] = record
     ids = torch.from_numpy(np.array(sequence.tokens.ids))[None]
-    grid = Grid(kept=torch.ones_like(ids, dtype=torch.bool), order=(0,), ids=ids)
+    grid = PositionGrid(kept=torch.ones_like(ids, dtype=torch.bool), order=(0,), ids=ids)
     inspection = Inspection(str(scan.meta.get("model", "scan")), records)
-    side = Side(Recording(Pass(inspection, [grid], batch=1), "rms"))
+    side = Side(Recording(RecordedPass(inspection, [grid], batch=1), "rms"))
     side.notes.append("a scan holds the size of each token's values, so sizes were compared")
     side.tokens = list(sequence.tokens.pieces)
     return side

@@ -17,7 +17,7 @@ from torchfmri._contrast.distributions import t_quantile, t_tail
 from torchfmri._contrast.linear_model import GLM, first_level
 from torchfmri._contrast.loading import load_contrast
 from torchfmri._contrast.peak import Peak
-from torchfmri._contrast.prompt_table import Columns, PromptTable
+from torchfmri._contrast.prompt_table import PromptColumns, PromptTable
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.report import ContrastReport
 from torchfmri._contrast.second_level import Level
@@ -27,7 +27,6 @@ __all__ = [
     "GLM",
     "Calibration",
     "Classification",
-    "Columns",
     "Contrast",
     "ContrastBoard",
     "ContrastReport",
@@ -35,6 +34,7 @@ __all__ = [
     "LayerAccuracy",
     "Level",
     "Peak",
+    "PromptColumns",
     "PromptTable",
     "TestOptions",
     "classify",

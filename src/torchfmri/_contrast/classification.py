@@ -8,6 +8,7 @@ Index letters: n prompts, w features, m relabellings (the true labels first).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._arguments import check_number
-from torchfmri._contrast.comparison import labelled
+from torchfmri._contrast.comparison import ContrastTrial, labelled
 from torchfmri._contrast.corrections import adjust_fdr
 from torchfmri._contrast.distributions import Doubles
 from torchfmri._contrast.permutations import relabel
@@ -163,14 +164,9 @@ def classify(
     fold = _folds(blocks, folds, random)
     drawn = _relabellings(labels, is_paired, permutations, random)
     found, null = [], []
-    for trial in trials:
-        layers = trial.table.columns.layer
-        known = np.isfinite(trial.table.values).all(0)
-        for layer in dict.fromkeys(layers.tolist()):
-            values = np.asarray(trial.table.values[:, (layers == layer) & known], np.float64)
-            if values.shape[1]:
-                found.append((layer, trial.table.metric, values.shape[1]))
-                null.append(accuracies(values, drawn, fold))
+    for layer, metric, values in _values_by_layer(trials):
+        found.append((layer, metric, values.shape[1]))
+        null.append(accuracies(values, drawn, fold))
     if not null:
         raise InspectionError(
             "No layer has values of every prompt: there is nothing to learn from."
@@ -179,9 +175,25 @@ def classify(
     question = f"{conditions[0]} against {conditions[1]}"
     counts = (int((labels == 0).sum()), int((labels == 1).sum()))
     return Classification(
-        question, rows, folds, counts, len(drawn), trials[0].table.tokens,
-        _notes([trial.table for trial in trials], conditions),
-    )  # fmt: skip
+        question=question,
+        rows=rows,
+        folds=folds,
+        prompts=counts,
+        permutations=len(drawn),
+        tokens=trials[0].table.tokens,
+        notes=_notes([trial.table for trial in trials], conditions),
+    )
+
+
+def _values_by_layer(trials: Sequence[ContrastTrial]) -> Iterator[tuple[str, str, NDArray[Any]]]:
+    """Yield a layer, a metric and (prompts, columns): the columns that every prompt has."""
+    for trial in trials:
+        layers = trial.table.columns.layer
+        known = np.isfinite(trial.table.values).all(0)
+        for layer in dict.fromkeys(layers.tolist()):
+            values = np.asarray(trial.table.values[:, (layers == layer) & known], np.float64)
+            if values.shape[1]:
+                yield layer, trial.table.metric, values
 
 
 def _notes(tables: list[PromptTable], conditions: list[str]) -> tuple[str, ...]:

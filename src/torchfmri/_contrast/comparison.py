@@ -138,7 +138,7 @@ def compare(
     )
 
 
-def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Trial:
+def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> ContrastTrial:
     """The prompts of a contrast with the number of their group, ready to be tested.
 
     Raises:
@@ -162,7 +162,14 @@ def labelled(table: PromptTable, contrast: Definition, *, is_paired: bool) -> Tr
         table = _matched(table, conditions)
     number = {condition: k for k, condition in enumerate(conditions)}
     labels = np.array([number[str(each)] for each in table.groups], dtype=np.int64)
-    return Trial(table, conditions, labels, weights, TestOptions(), is_paired)
+    return ContrastTrial(
+        table=table,
+        conditions=conditions,
+        labels=labels,
+        weights=weights,
+        options=TestOptions(),
+        is_paired=is_paired,
+    )
 
 
 def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
@@ -207,7 +214,7 @@ def _matched(table: PromptTable, conditions: Sequence[str]) -> PromptTable:
 
 
 @dataclass(eq=False)
-class Trial:
+class ContrastTrial:
     """A test that can be run again with other labels.
 
     Attributes:

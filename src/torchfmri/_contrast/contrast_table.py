@@ -97,7 +97,14 @@ def grid_of(contrast: Contrast, places: list[int]) -> Grid:
         Column("survives", ["yes" if peak.survives else "" for peak in peaks], 8),
     ]
     kept = frozenset(row for row, peak in enumerate(peaks) if peak.survives)
-    return Grid(contrast.summary, contrast.level, names, columns, contrast.notes, kept)
+    return Grid(
+        title=contrast.summary,
+        heading=contrast.level,
+        names=names,
+        columns=columns,
+        notes=contrast.notes,
+        emphasised=kept,
+    )
 
 
 def _size_columns(contrast: Contrast, peaks: list[Peak]) -> list[Column]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from torchfmri._contrast.comparison import TestOptions, threshold
 from torchfmri._contrast.distributions import Doubles
-from torchfmri._contrast.prompt_table import Columns
+from torchfmri._contrast.prompt_table import PromptColumns
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.second_level import Level, Refit, fit
 from torchfmri._contrast.weights import Definition, read_terms, words
@@ -62,7 +62,7 @@ class GLM:
 
     formula: str
     levels: Mapping[str, Level]
-    columns: Columns
+    columns: PromptColumns
     prompts: tuple[str, ...]
     metric: str
     level: str

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from torchfmri._arguments import check_path
 from torchfmri._contrast.calibration import Calibration
-from torchfmri._contrast.prompt_table import Columns
+from torchfmri._contrast.prompt_table import PromptColumns
 from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.saving import FLOATS, FORMAT, PLAIN, VERSION
 from torchfmri._files import is_intact, map_file, parse_tensors, require_forms, size_of, unseal
@@ -66,7 +66,7 @@ def _contrast(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     labels = record.get("labels")
     if labels is not None:
         require_forms(record, {"labels": [str]})
-    columns = Columns(
+    columns = PromptColumns(
         layer=layer,
         module=np.array([modules[each] for each in layer], object),
         kind=kinds[arrays["column/kind"]],

@@ -17,7 +17,7 @@ BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class PromptColumns:
     """What the columns of a table are.
 
     Attributes:
@@ -39,8 +39,8 @@ class Columns:
     def __len__(self) -> int:
         return len(self.layer)
 
-    def __getitem__(self, where: Any) -> Columns:
-        return Columns(
+    def __getitem__(self, where: Any) -> PromptColumns:
+        return PromptColumns(
             layer=self.layer[where],
             module=self.module[where],
             kind=self.kind[where],
@@ -105,7 +105,7 @@ class PromptTable:
     groups: NDArray[Any]
     pairs: NDArray[Any] | None
     values: NDArray[np.floating[Any]]
-    columns: Columns
+    columns: PromptColumns
     counts: NDArray[np.int64]
     metric: str
     level: str

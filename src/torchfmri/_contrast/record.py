@@ -24,7 +24,7 @@ from torchfmri._contrast.direction import Direction
 from torchfmri._contrast.distributions import Doubles
 from torchfmri._contrast.peak import Peak
 from torchfmri._contrast.picture import plot_map
-from torchfmri._contrast.prompt_table import Columns
+from torchfmri._contrast.prompt_table import PromptColumns
 from torchfmri._contrast.report import ContrastReport
 from torchfmri._contrast.saving import write_contrast
 from torchfmri._model import match_names, nearest_names, stored_layers
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-    from torchfmri._contrast.comparison import Trial
+    from torchfmri._contrast.comparison import ContrastTrial
     from torchfmri._contrast.second_level import Refit
 
 _PEAKS = 20
@@ -114,7 +114,7 @@ class Contrast:
     tokens: str
     model: str
     prompts: Mapping[str, tuple[str, ...]]
-    columns: Columns
+    columns: PromptColumns
     n_a: NDArray[np.int64]
     n_b: NDArray[np.int64]
     effect: Doubles
@@ -132,7 +132,7 @@ class Contrast:
     notes: tuple[str, ...] = ()
     calibration: Calibration | None = None
     scans: tuple[str, ...] = ()
-    trial: Trial | Refit | None = None
+    trial: ContrastTrial | Refit | None = None
     stored: Mapping[str, Doubles] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from torchfmri._contrast.prompt_table import PromptTable
 from torchfmri._text import listed, plural
 
 if TYPE_CHECKING:
-    from torchfmri._contrast.comparison import Trial
+    from torchfmri._contrast.comparison import ContrastTrial
 
 FEW = 5
 """Fewer prompts in a group than this are called few."""
@@ -47,7 +47,7 @@ def detectable(
     return high * math.sqrt(1 / n_a if is_paired else 1 / n_a + 1 / n_b)
 
 
-def remarks_of(trial: Trial, tested: Tested, permuted: Permuted | None) -> list[str]:
+def remarks_of(trial: ContrastTrial, tested: Tested, permuted: Permuted | None) -> list[str]:
     """The notes of a contrast, the most important first."""
     table, conditions, alpha = trial.table, trial.conditions, trial.options.alpha
     counts = _prompts_that_count(trial)
@@ -61,7 +61,7 @@ def remarks_of(trial: Trial, tested: Tested, permuted: Permuted | None) -> list[
     ]
 
 
-def _prompts_that_count(trial: Trial) -> dict[str, int]:
+def _prompts_that_count(trial: ContrastTrial) -> dict[str, int]:
     """Condition -> how many of its prompts have a chosen token, of pairs: both of them."""
     chosen = trial.table.counts > 0
     if trial.is_paired:
@@ -87,7 +87,7 @@ def about_copies(table: PromptTable, conditions: Sequence[str]) -> list[str]:
     return [f"{text}. Copies make everything look certain: leave them out"]
 
 
-def _about_power(trial: Trial, counts: dict[str, int], tests: int) -> list[str]:
+def _about_power(trial: ContrastTrial, counts: dict[str, int], tests: int) -> list[str]:
     single = [condition for condition, count in counts.items() if count < 2]
     if single:
         most = max(counts[condition] for condition in single)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._files import Column, new_file, seal, write_tensors
+from torchfmri._files import FileColumn, new_file, seal, write_tensors
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def write_contrast(contrast: Contrast, path: Path) -> None:
         record["labels"] = [str(each) for each in columns.label]
     tags = {"f": "F64", "i": "I64", "b": "BOOL"}
     parts = {
-        name: Column(tags[each.dtype.kind], [np.ascontiguousarray(each)])
+        name: FileColumn(tags[each.dtype.kind], [np.ascontiguousarray(each)])
         for name, each in tensors.items()
     }
     header = {

@@ -147,7 +147,14 @@ class Advice:
         ]
         front = frozenset(index for index, each in enumerate(options) if each.on_front)
         title = f"one training step of {self.model} on {self.device}, as measured on copies"
-        return Grid(title, "arrangement", [each.name for each in options], columns, notes, front)
+        return Grid(
+            title=title,
+            heading="arrangement",
+            names=[each.name for each in options],
+            columns=columns,
+            notes=notes,
+            emphasised=front,
+        )
 
 
 def mark_front(options: dict[str, Option], max_deviation: float | None) -> dict[str, Option]:

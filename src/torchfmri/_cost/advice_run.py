@@ -13,7 +13,7 @@ from torch import nn
 
 from torchfmri._arguments import check_callable, check_number, check_real
 from torchfmri._cost.advice import Advice, Option, mark_front
-from torchfmri._cost.measured_step import Step
+from torchfmri._cost.measured_step import MeasuredStep
 from torchfmri._cost.techniques import (
     ACCUMULATION,
     TECHNIQUES,
@@ -70,21 +70,21 @@ def advise(
     if max_deviation is not None:
         check_real("max_deviation", max_deviation, "a relative deviation, such as 1e-3", 0.0)
     check_callable("progress", progress, "give a function of a line of text")
-    step = Step(model, data, loss, target)
+    step = MeasuredStep(model, data, loss, target)
     with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))
         for technique in TECHNIQUES:
             bench.try_one((technique,))
         bench.try_combinations(combine)
     return Advice(
-        type(unwrap(model)).__name__,
-        str(step.device),
-        mark_front(bench.options, max_deviation),
-        bench.obstacles,
-        bench.failures,
-        bench.noise,
-        bench.randomness,
-        tuple(bench.notes()),
+        model=type(unwrap(model)).__name__,
+        device=str(step.device),
+        options=mark_front(bench.options, max_deviation),
+        obstacles=bench.obstacles,
+        failures=bench.failures,
+        noise=bench.noise,
+        randomness=bench.randomness,
+        notes=tuple(bench.notes()),
     )
 
 
@@ -92,7 +92,7 @@ class _Bench:
     """The plain step, and the arrangements that are compared with it."""
 
     def __init__(
-        self, step: Step, optimizer: Any, rounds: int, progress: Callable[[str], None]
+        self, step: MeasuredStep, optimizer: Any, rounds: int, progress: Callable[[str], None]
     ) -> None:
         self._step, self._optimizer, self._rounds = step, optimizer, rounds
         self._progress = progress
@@ -112,7 +112,17 @@ class _Bench:
         peak = self._plain.peak_bytes()
         seconds, again = time_side_by_side(self._plain, self._plain, rounds)
         spread = seconds * again.spread
-        self.options = {PLAIN: Option(PLAIN, (), seconds, spread, peak, self.noise, 0.0)}
+        self.options = {
+            PLAIN: Option(
+                name=PLAIN,
+                techniques=(),
+                seconds=seconds,
+                spread=spread,
+                peak_bytes=peak,
+                gradient_deviation=self.noise,
+                loss_deviation=0.0,
+            )
+        }
 
     def _setup(self) -> Setup:
         step = self._step
@@ -165,8 +175,15 @@ class _Bench:
         _, ratio = time_side_by_side(self._plain, trial, self._rounds)
         plain = self.options[PLAIN].seconds
         names = tuple(each.name for each in techniques)
-        times = (ratio.median * plain, ratio.spread * plain)
-        return Option(name, names, *times, peak, apart, off)
+        return Option(
+            name=name,
+            techniques=names,
+            seconds=ratio.median * plain,
+            spread=ratio.spread * plain,
+            peak_bytes=peak,
+            gradient_deviation=apart,
+            loss_deviation=off,
+        )
 
     def try_combinations(self, limit: int) -> None:
         """Combine techniques that helped; the product of their gains decides which run first."""

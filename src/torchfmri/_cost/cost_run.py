@@ -17,7 +17,7 @@ from torchfmri._cost.growth_run import measure_growth
 from torchfmri._cost.layer_cost import Cost, LayerCost, add_costs
 from torchfmri._cost.layer_times import LayerTimes, time_layers
 from torchfmri._cost.live_memory import Storages
-from torchfmri._cost.measured_step import Step
+from torchfmri._cost.measured_step import MeasuredStep
 from torchfmri._cost.resizing import data_of_size
 from torchfmri._model import Loss, named_layers, unwrap
 from torchfmri._text import bytes_text, seconds_text
@@ -54,7 +54,7 @@ def cost(
     """
     check_number("rounds", rounds, 0, "give the times that time is measured, 0 for not at all")
     given = data_of_size(data, target, sizes)
-    step = Step(model, given.data, loss, given.target)
+    step = MeasuredStep(model, given.data, loss, given.target)
     count_step(step)  # the first run loads libraries, chooses kernels and takes workspaces
     counted = count_step(step)
     times = time_layers(step, rounds) if rounds else None
@@ -63,7 +63,7 @@ def cost(
 
 
 def _result(
-    step: Step, counted: CountedStep, times: LayerTimes | None, growth: Growth | None
+    step: MeasuredStep, counted: CountedStep, times: LayerTimes | None, growth: Growth | None
 ) -> Cost:
     own = _own_costs(step.model, counted, times)
     layers = {name: _with_inside(name, own) for name in own}
@@ -71,18 +71,18 @@ def _result(
     buffers = Storages(step.model.buffers()).existing_bytes
     parameters = total.parameter_bytes
     return Cost(
-        type(unwrap(step.model)).__name__,
-        str(step.device),
-        layers,
-        total,
-        buffers,
-        counted.existing_bytes - buffers - parameters,
-        counted.retained_bytes,
-        counted.peak_bytes,
-        counted.peak_place,
-        math.nan if times is None else times.plain_seconds,
-        growth,
-        tuple(_notes(step, counted, total, times)),
+        model=type(unwrap(step.model)).__name__,
+        device=str(step.device),
+        layers=layers,
+        total=total,
+        buffer_bytes=buffers,
+        data_bytes=counted.existing_bytes - buffers - parameters,
+        retained_bytes=counted.retained_bytes,
+        peak_bytes=counted.peak_bytes,
+        peak_place=counted.peak_place,
+        plain_seconds=math.nan if times is None else times.plain_seconds,
+        growth=growth,
+        notes=tuple(_notes(step, counted, total, times)),
     )
 
 
@@ -101,17 +101,19 @@ def _own_costs(
         fresh = [each for each in parameters if each is not None and id(each) not in known]
         known.update(map(id, fresh))
         result[name] = LayerCost(
-            name,
-            "" if module is None else type(module).__name__,
-            counted.calls[name],
-            counted.flops.get((FORWARD, name), 0),
-            counted.flops.get((BACKWARD, name), 0),
-            sum(each.numel() * each.element_size() for each in fresh),
-            counted.activation_bytes[name],
-            counted.gradient_bytes[name],
-            counted.saved_bytes[name],
-            math.nan if times is None else times.seconds.get((FORWARD, name), 0.0),
-            math.nan if times is None else times.seconds.get((BACKWARD, name), 0.0),
+            layer=name,
+            kind="" if module is None else type(module).__name__,
+            calls=counted.calls[name],
+            forward_flops=counted.flops.get((FORWARD, name), 0),
+            backward_flops=counted.flops.get((BACKWARD, name), 0),
+            parameter_bytes=sum(each.numel() * each.element_size() for each in fresh),
+            activation_bytes=counted.activation_bytes[name],
+            gradient_bytes=counted.gradient_bytes[name],
+            saved_bytes=counted.saved_bytes[name],
+            forward_seconds=math.nan if times is None else times.seconds.get((FORWARD, name), 0.0),
+            backward_seconds=math.nan
+            if times is None
+            else times.seconds.get((BACKWARD, name), 0.0),
         )
     return result
 
@@ -131,7 +133,7 @@ def _with_inside(name: str, own: dict[str, LayerCost]) -> LayerCost:
 
 
 def _notes(
-    step: Step, counted: CountedStep, total: LayerCost, times: LayerTimes | None
+    step: MeasuredStep, counted: CountedStep, total: LayerCost, times: LayerTimes | None
 ) -> list[str]:
     notes = list(step.notes)
     layers = named_layers(step.model)

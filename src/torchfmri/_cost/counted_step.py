@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import Position
 from torchfmri._cost.live_memory import LiveMemory, Place, Storages, storage_of
-from torchfmri._cost.measured_step import Pass, Step, resting_collector
+from torchfmri._cost.measured_step import MeasuredPass, MeasuredStep, resting_collector
 from torchfmri._cost.saved_bytes import SavedBytes
 from torchfmri._model import named_layers
 from torchfmri._torch import Hook, flatten
@@ -51,7 +51,7 @@ class CountedStep:
     uncounted: dict[str, int] = field(default_factory=dict)
 
 
-def count_step(step: Step) -> CountedStep:
+def count_step(step: MeasuredStep) -> CountedStep:
     """Run a step once, and return its counts.
 
     Args:
@@ -80,7 +80,7 @@ def count_step(step: Step) -> CountedStep:
 
 
 def _run(
-    one_pass: Pass,
+    one_pass: MeasuredPass,
     position: Position,
     memory: LiveMemory,
     saved: SavedBytes,

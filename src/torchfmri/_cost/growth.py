@@ -104,7 +104,14 @@ class Growth:
         b = self._size("batch", 0, batch)
         s = self._size("length", 1, length)
         forward, backward, saved = (round(law(b, s)) for law in self.total)
-        return Prediction(b, s, round(self._peak(b, s)), saved, forward, backward)
+        return Prediction(
+            batch=b,
+            length=s,
+            peak_bytes=round(self._peak(b, s)),
+            saved_bytes=saved,
+            forward_flops=forward,
+            backward_flops=backward,
+        )
 
     def _size(self, axis: str, place: int, asked: int | None) -> int:
         """Return the size to predict along an axis."""
@@ -155,15 +162,15 @@ class Growth:
         flops, saved = ([key[index] for key in groups] for index in (1, 2))
         sizes = ", ".join(f"{b} x {s}" for b, s in self.measured)
         return Grid(
-            f"growth with batch size b and length s, counted at {sizes}",
-            "layer",
-            [*names, "total"],
-            [
+            title=f"growth with batch size b and length s, counted at {sizes}",
+            heading="layer",
+            names=[*names, "total"],
+            columns=[
                 Column("FLOPs forward", [*flops, str(self.total.forward_flops)], 2, right=False),
                 Column("bytes saved", [*saved, str(self.total.saved_bytes)], 1, right=False),
             ],
-            self.notes,
-            frozenset([len(names)]),
+            notes=self.notes,
+            emphasised=frozenset([len(names)]),
         )
 
 
@@ -188,7 +195,9 @@ def fit_growth(samples: Sequence[Sample], notes: Sequence[str] = ()) -> Growth:
     said = [*notes, *_describe(terms, total, peak, check)]
     if other:
         said.append(f"another program runs at {', '.join(other)}: not part of the laws")
-    return Growth(layers, total, measured, check, tuple(said), peak)
+    return Growth(
+        layers=layers, total=total, measured=measured, check=check, notes=tuple(said), _peak=peak
+    )
 
 
 def _check(samples: Sequence[Sample]) -> float | None:

@@ -13,12 +13,12 @@ from torchfmri._capture import BACKWARD, FORWARD
 from torchfmri._cost.counted_step import CountedStep, count_step
 from torchfmri._cost.growth import Growth, fit_growth
 from torchfmri._cost.laws import Sample
-from torchfmri._cost.measured_step import Step
+from torchfmri._cost.measured_step import MeasuredStep
 from torchfmri._cost.resizing import Size, check_sizes, data_of_size, size_of
 
 
 def measure_growth(
-    step: Step, data: Any, target: Any, sizes: Mapping[str, Sequence[int]]
+    step: MeasuredStep, data: Any, target: Any, sizes: Mapping[str, Sequence[int]]
 ) -> Growth:
     """Count the step at every combination of `sizes`, and fit the laws behind the counts."""
     axes = check_sizes(sizes)

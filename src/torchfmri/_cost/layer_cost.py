@@ -189,12 +189,12 @@ class Cost(Mapping[str, LayerCost]):
         lines = [*shown, replace(self.total, layer="total")]
         timed = not math.isnan(self.plain_seconds)
         return Grid(
-            self._title(),
-            "layer, with what is inside" if inside else "layer",
-            [layer_label(each.layer) for each in lines],
-            _columns(lines, self.total, timed),
-            self.notes,
-            frozenset([len(lines) - 1]),
+            title=self._title(),
+            heading="layer, with what is inside" if inside else "layer",
+            names=[layer_label(each.layer) for each in lines],
+            columns=_columns(lines, self.total, timed),
+            notes=self.notes,
+            emphasised=frozenset([len(lines) - 1]),
         )
 
     def _title(self) -> str:

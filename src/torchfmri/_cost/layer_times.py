@@ -17,7 +17,7 @@ import torch
 
 from torchfmri._capture import PAUSED, Position
 from torchfmri._cost.live_memory import Place
-from torchfmri._cost.measured_step import Step, resting_collector
+from torchfmri._cost.measured_step import MeasuredStep, resting_collector
 from torchfmri._model import named_layers
 
 
@@ -40,7 +40,7 @@ class LayerTimes:
     rounds: int
 
 
-def time_layers(step: Step, rounds: int) -> LayerTimes:
+def time_layers(step: MeasuredStep, rounds: int) -> LayerTimes:
     """Time a step in plain and in marked rounds, and keep the fastest of each.
 
     Run the step once before: the first run chooses kernels and fills caches.
@@ -83,7 +83,7 @@ class _Timeline:
         return sum(self.lengths)
 
 
-def _time_plain(step: Step) -> float:
+def _time_plain(step: MeasuredStep) -> float:
     clock = make_clock(step.device)
     with step.prepared() as one_pass, resting_collector():
         start = clock.mark()
@@ -98,7 +98,7 @@ def _time_plain(step: Step) -> float:
     return forward + backward
 
 
-def _time_marked(step: Step) -> _Timeline:
+def _time_marked(step: MeasuredStep) -> _Timeline:
     clock = make_clock(step.device)
     marks: list[Any] = []
     places: list[Place] = []

@@ -29,7 +29,7 @@ from torchfmri.exceptions import InspectionError
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A step to measure: a model, its data, and the loss that is differentiated.
 
     Attributes:
@@ -78,11 +78,11 @@ class Step:
         return [*self.model.parameters(), *self.model.buffers()]
 
     @contextmanager
-    def prepared(self) -> Iterator[Pass]:
+    def prepared(self) -> Iterator[MeasuredPass]:
         """Yield one pass on a copy of the data, and restore the model afterwards."""
         arguments, keywords = arguments_for(self.model, self.data)
         with compiled_code_as_eager(), unchanged(self.model, self._note_written):
-            yield Pass(
+            yield MeasuredPass(
                 self,
                 copy_of_data(arguments),
                 copy_of_data(dict(keywords)),
@@ -120,10 +120,10 @@ class Step:
 
 
 @dataclass
-class Pass:
+class MeasuredPass:
     """One run of a step, on its own copy of the data."""
 
-    step: Step
+    step: MeasuredStep
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     target: Any

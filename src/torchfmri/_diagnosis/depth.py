@@ -36,13 +36,17 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
     if gain < SMALL_GAIN:
         why = f" The weights are small: outputs are {gain:.2g} times their inputs."
     yield Finding(
-        "vanishing_gradients", "alarm", layers, "backward", int(seen.trace.steps[0]),
-        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
+        problem="vanishing_gradients",
+        severity="alarm",
+        layers=layers,
+        phase="backward",
+        step=int(seen.trace.steps[0]),
+        text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
         f"per layer: the first layers do not learn.{why}",
-        _against_vanishing(seen),
-        {"ratio": profile.ratio, "factor_per_layer": per_layer, "trend": profile.trend},
-    )  # fmt: skip
+        advice=_against_vanishing(seen),
+        evidence={"ratio": profile.ratio, "factor_per_layer": per_layer, "trend": profile.trend},
+    )
 
 
 def _against_vanishing(seen: Observation) -> str:
@@ -82,16 +86,18 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
     if profile.second_ratio >= SECOND_RATIO:
         return
     yield Finding(
-        "exploding_gradients", "alarm",
-        tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])), "backward",
-        int(seen.trace.steps[0]),
-        f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
+        problem="exploding_gradients",
+        severity="alarm",
+        layers=tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])),
+        phase="backward",
+        step=int(seen.trace.steps[0]),
+        text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
-        "Use an initialisation that keeps variances"
+        advice="Use an initialisation that keeps variances"
         + "".join(f", or {each}" for each in _absent(seen))
         + ".",
-        {"ratio": 1 / profile.ratio, "trend": profile.trend},
-    )  # fmt: skip
+        evidence={"ratio": 1 / profile.ratio, "trend": profile.trend},
+    )
 
 
 def activation_growth(seen: Observation) -> Iterator[Finding]:
@@ -105,21 +111,29 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
             worst = growth
     if worst is None:
         return
-    severity = "alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn"
     per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
     adds = seen.reach is not None and seen.reach.has_residual
     lost = "what the first layers add is lost in the sum, and " if adds else ""
     yield Finding(
-        "activation_growth", severity, tuple(worst.layers), "forward", worst.step,  # type: ignore[arg-type]
-        f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to {worst.layers[-1]!r}, "
-        f"by {per_layer:.2g} per layer: {lost}the next doublings may overflow.",
-        "Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0)."
+        problem="activation_growth",
+        severity="alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn",
+        layers=tuple(worst.layers),
+        phase="forward",
+        step=worst.step,
+        text=f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to "
+        f"{worst.layers[-1]!r}, by {per_layer:.2g} per layer: {lost}the next doublings may "
+        "overflow.",
+        advice="Normalise before each branch, or scale branches down (by 1/sqrt(depth), or from 0)."
         if adds
         else "Use an initialisation that keeps variances (Kaiming for ReLU, Xavier for tanh), or "
         "put norm layers between"
         + ("." if seen.reach is not None else "; scale residual branches down, if there are any."),
-        {"factor": worst.factor, "factor_per_layer": per_layer, "rms_last": float(worst.rms[-1])},
-    )  # fmt: skip
+        evidence={
+            "factor": worst.factor,
+            "factor_per_layer": per_layer,
+            "rms_last": float(worst.rms[-1]),
+        },
+    )
 
 
 def recurrent_growth(seen: Observation) -> Iterator[Finding]:
@@ -131,13 +145,17 @@ def recurrent_growth(seen: Observation) -> Iterator[Finding]:
     layer, factor = max(large.items(), key=lambda each: each[1])
     severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
     yield Finding(
-        "activation_growth", severity, tuple(large), "forward", int(seen.trace.steps[0]),
-        f"From the first to the last step of a sequence the outputs of {layer!r} grow "
+        problem="activation_growth",
+        severity=severity,
+        layers=tuple(large),
+        phase="forward",
+        step=int(seen.trace.steps[0]),
+        text=f"From the first to the last step of a sequence the outputs of {layer!r} grow "
         f"{factor:,.0f}-fold, and gradients with them on their way back.",
-        "Start the recurrent weights orthogonal with gain 1, use tanh instead of relu, or an LSTM "
-        "or GRU.",
-        {"factor": factor},
-    )  # fmt: skip
+        advice="Start the recurrent weights orthogonal with gain 1, use tanh instead of relu, or "
+        "an LSTM or GRU.",
+        evidence={"factor": factor},
+    )
 
 
 def signal_shrinks(seen: Observation) -> Iterator[Finding]:
@@ -152,11 +170,15 @@ def signal_shrinks(seen: Observation) -> Iterator[Finding]:
     per_layer = left ** (1 / (len(layers) - 1))
     gain = median(list(gains(seen).values()))
     yield Finding(
-        "signal_shrinks", "alarm", tuple(layers), "forward", 0,
-        f"From {layers[0]!r} to {layers[-1]!r} what differs between samples shrinks to {left:.1g} "
-        f"of its size, by {per_layer:.2g} per layer (weights make outputs {gain:.2g} times their "
-        "inputs): the output hardly depends on the input, and gradients shrink alike.",
-        "Initialise for the activation (Kaiming for ReLU, Xavier for tanh; the default of Linear "
-        "is too small for deep plain nets), or add normalisation or residual connections.",
-        {"left": left, "factor_per_layer": per_layer, "gain": gain},
-    )  # fmt: skip
+        problem="signal_shrinks",
+        severity="alarm",
+        layers=tuple(layers),
+        phase="forward",
+        step=0,
+        text=f"From {layers[0]!r} to {layers[-1]!r} what differs between samples shrinks to "
+        f"{left:.1g} of its size, by {per_layer:.2g} per layer (weights make outputs {gain:.2g} "
+        "times their inputs): the output hardly depends on the input, and gradients shrink alike.",
+        advice="Initialise for the activation (Kaiming for ReLU, Xavier for tanh; the default of "
+        "Linear is too small for deep plain nets), or add normalisation or residual connections.",
+        evidence={"left": left, "factor_per_layer": per_layer, "gain": gain},
+    )

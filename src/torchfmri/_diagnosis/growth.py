@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis.observation import Floats
-from torchfmri._diagnosis.trace import Trace
+from torchfmri._diagnosis.trace import RunTrace
 
 _NOTICED = 1.02
 """Growth beyond an update that is no matter of rounding."""
 
 
-class Growth(NamedTuple):
+class WeightGrowth(NamedTuple):
     """(step, parameter) how the weights before an update compare with those before the last one.
 
     Attributes:
@@ -30,9 +30,9 @@ class Growth(NamedTuple):
     update: Floats
     unwatched: NDArray[np.int64]
 
-    def of(self, columns: NDArray[np.int64]) -> Growth:
+    def of(self, columns: NDArray[np.int64]) -> WeightGrowth:
         """That of some of the parameters."""
-        return Growth(
+        return WeightGrowth(
             size=self.size[:, columns],
             beyond=self.beyond[:, columns],
             update=self.update[:, columns],
@@ -40,7 +40,7 @@ class Growth(NamedTuple):
         )
 
 
-def growth_outside(trace: Trace) -> Growth:
+def growth_outside(trace: RunTrace) -> WeightGrowth:
     """Compare each parameter with itself, and with the updates in between.
 
     A norm grows and shrinks by no more than the norm of the update. Of a large parameter the same
@@ -67,4 +67,4 @@ def growth_outside(trace: Trace) -> Growth:
             update[row], unwatched[row] = ratio, gap
             last, ratio = np.where(known, weights, last), np.where(known, now, ratio)
             gap[known] = 0
-    return Growth(size=size, beyond=beyond, update=update, unwatched=unwatched)
+    return WeightGrowth(size=size, beyond=beyond, update=update, unwatched=unwatched)

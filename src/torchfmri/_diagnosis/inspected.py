@@ -32,7 +32,22 @@ def diagnose_inspection(inspection: Inspection, model: nn.Module) -> Diagnosis:
     loss = math.nan if inspection.loss is None else inspection.loss
     history.append(Step(0, loss), found)
     order = tuple(dict.fromkeys(call.layer for call in inspection.calls()))
-    reach = Reach(order, frozenset(), frozenset(), frozenset(), (), True)
+    reach = Reach(
+        called=order,
+        without_graph=frozenset(),
+        consumed=frozenset(),
+        reached=frozenset(),
+        unregistered=(),
+        loss_has_graph=True,
+    )
     seen = Observation(trace_of(history), describe(model, None), reach=reach)
     findings = tuple(find(seen))
-    return Diagnosis(inspection.model, findings, 1, {}, 0.0, history, seen)
+    return Diagnosis(
+        model=inspection.model,
+        findings=findings,
+        steps=1,
+        facts={},
+        seconds=0.0,
+        history=history,
+        observation=seen,
+    )

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.growth import Growth, growth_outside
+from torchfmri._diagnosis.growth import WeightGrowth, growth_outside
 from torchfmri._diagnosis.losses_around import is_worse, loss_around
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.rates import rate_in_words
 from torchfmri._diagnosis.signals import first_nonfinite, gradient_norms, median, update_ratios
-from torchfmri._diagnosis.trace import Trace
+from torchfmri._diagnosis.trace import RunTrace
 from torchfmri._records import Finding
 from torchfmri._text import listed, percent
 
@@ -46,12 +46,18 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
             continue
         step, spike = int(steps[place]), norms[place] / median(norms[:place])
         yield Finding(
-            "learning_rate_too_high", "alarm", (), "optimizer", step,
-            f"The update of step {step} changed the weights {_by(ratio, usual)}"
+            problem="learning_rate_too_high",
+            severity="alarm",
+            layers=(),
+            phase="optimizer",
+            step=step,
+            text=f"The update of step {step} changed the weights {_by(ratio, usual)}"
             f"{_gradients(spike)}{_then(lost, before, after)}.",
-            _advice(step, spike) if place else f"Lower the learning rate{rate_in_words(seen)}.",
-            {"update_ratio": ratio, "loss_before": before, "loss_after": after},
-        )  # fmt: skip
+            advice=_advice(step, spike)
+            if place
+            else f"Lower the learning rate{rate_in_words(seen)}.",
+            evidence={"update_ratio": ratio, "loss_before": before, "loss_after": after},
+        )
         return
 
 
@@ -77,7 +83,11 @@ def changed_outside(seen: Observation) -> Iterator[Finding]:
 
 
 def _about_growth(
-    seen: Observation, names: list[str], found: Growth, written: NDArray[np.bool_], at_once: bool
+    seen: Observation,
+    names: list[str],
+    found: WeightGrowth,
+    written: NDArray[np.bool_],
+    at_once: bool,
 ) -> Finding:
     trace = seen.trace
     first, times = int(written.any(1).argmax()), int(written.any(1).sum())
@@ -106,19 +116,23 @@ def _about_growth(
     in_all = abs(math.log(size) * times) if math.isfinite(size) else math.inf
     alarm = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
     return Finding(
-        "weights_changed_outside", "alarm" if alarm else "warn", layers, "optimizer", step,
-        f"{text}: {cause}.",
-        "Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
+        problem="weights_changed_outside",
+        severity="alarm" if alarm else "warn",
+        layers=layers,
+        phase="optimizer",
+        step=step,
+        text=f"{text}: {cause}.",
+        advice="Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
         f"scaling, averaging or merging by hand.{advice}",
-        {"growth": size, "times": times, "unwatched": unwatched},
-    )  # fmt: skip
+        evidence={"growth": size, "times": times, "unwatched": unwatched},
+    )
 
 
 def _watched(unwatched: int) -> str:
     return "watched " if unwatched else ""
 
 
-def _last_update(trace: Trace, place: int) -> int:
+def _last_update(trace: RunTrace, place: int) -> int:
     """The last step before a place at which an optimizer stepped."""
     stepped = np.flatnonzero(np.isfinite(trace.weights[:place]).any(1))
     return int(trace.steps[stepped[-1]])

@@ -11,7 +11,7 @@ import numpy as np
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.registry import LIVE, find, fold
 from torchfmri._diagnosis.structure import Structure
-from torchfmri._diagnosis.trace import Trace
+from torchfmri._diagnosis.trace import RunTrace
 from torchfmri._records import Finding, Series, Step
 
 WINDOW = 64
@@ -30,7 +30,7 @@ class LiveDiagnosis:
     def __init__(self, describe: Callable[[], Structure]) -> None:
         self._describe = describe
         self._structure: Structure | None = None
-        self._trace = Trace(WINDOW)
+        self._trace = RunTrace(WINDOW)
         self._known: dict[tuple[str, tuple[str, ...]], Finding] = {}
         self._fresh: list[Finding] = []
         self._waiting = 0

@@ -34,12 +34,19 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
     }
     name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
     yield Finding(
-        name, "alarm", (loss.output_layer,) if loss.output_layer else (), "loss", 0,
-        f"The loss takes {expected}, but what it gets is {found}"
-        + (": softmax or sigmoid is applied twice, which flattens the gradient."
-           if expected == "logits" else "."),
-        cures[loss.misread],
-    )  # fmt: skip
+        problem=name,
+        severity="alarm",
+        layers=(loss.output_layer,) if loss.output_layer else (),
+        phase="loss",
+        step=0,
+        text=f"The loss takes {expected}, but what it gets is {found}"
+        + (
+            ": softmax or sigmoid is applied twice, which flattens the gradient."
+            if expected == "logits"
+            else "."
+        ),
+        advice=cures[loss.misread],
+    )
 
 
 def loss_broadcast(seen: Observation) -> Iterator[Finding]:
@@ -48,12 +55,16 @@ def loss_broadcast(seen: Observation) -> Iterator[Finding]:
         return
     one, other, result = seen.loss.broadcast
     yield Finding(
-        "loss_broadcast", "alarm", (), "loss", 0,
-        f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
+        problem="loss_broadcast",
+        severity="alarm",
+        layers=(),
+        phase="loss",
+        step=0,
+        text=f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
         "compared with every target, and the best answer is their mean.",
-        "Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
-        {"output": list(one), "target": list(other), "result": list(result)},
-    )  # fmt: skip
+        advice="Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
+        evidence={"output": list(one), "target": list(other), "result": list(result)},
+    )
 
 
 def inverted_loss(seen: Observation) -> Iterator[Finding]:
@@ -66,24 +77,32 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
     if any(group.get("maximize") for group in seen.structure.groups):
         if math.isclose(loss.value, loss.inner, rel_tol=1e-4):
             yield Finding(
-                "inverted_loss", "alarm", (), "loss", 0,
-                f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an error: "
-                "training makes it larger.",
-                "Remove maximize=True.",
-                {"loss": loss.value, "error": loss.inner},
-            )  # fmt: skip
+                problem="inverted_loss",
+                severity="alarm",
+                layers=(),
+                phase="loss",
+                step=0,
+                text=f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an "
+                "error: training makes it larger.",
+                advice="Remove maximize=True.",
+                evidence={"loss": loss.value, "error": loss.inner},
+            )
         return
     if not loss.value < 0:
         return
     if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
         return
     yield Finding(
-        "inverted_loss", "alarm", (), "loss", 0,
-        f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes the "
-        "error larger.",
-        "Remove the minus.",
-        {"loss": loss.value, "error": loss.inner},
-    )  # fmt: skip
+        problem="inverted_loss",
+        severity="alarm",
+        layers=(),
+        phase="loss",
+        step=0,
+        text=f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes "
+        "the error larger.",
+        advice="Remove the minus.",
+        evidence={"loss": loss.value, "error": loss.inner},
+    )
 
 
 def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[Finding]:
@@ -92,12 +111,16 @@ def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[
     if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
         return
     yield Finding(
-        "inverted_loss", "warn", (), "loss", 0,
-        f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for their "
-        "opposite: it is a score, and training makes it smaller.",
-        "Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
-        {"right": right, "opposite": wrong},
-    )  # fmt: skip
+        problem="inverted_loss",
+        severity="warn",
+        layers=(),
+        phase="loss",
+        step=0,
+        text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
+        "their opposite: it is a score, and training makes it smaller.",
+        advice="Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
+        evidence={"right": right, "opposite": wrong},
+    )
 
 
 def unreachable_targets(seen: Observation) -> Iterator[Finding]:
@@ -109,29 +132,42 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
     sums = loss.range.startswith("numbers")
     if loss.outside > cuts.OUTSIDE.value:
         yield Finding(
-            "unreachable_targets", "alarm", layers, "loss", 0,
-            f"The output goes through {loss.output_function}, which makes {loss.range}, but "
+            problem="unreachable_targets",
+            severity="alarm",
+            layers=layers,
+            phase="loss",
+            step=0,
+            text=f"The output goes through {loss.output_function}, which makes {loss.range}, but "
             f"{percent(loss.outside)} of the targets {'do not' if sums else 'lie outside'}.",
-            "Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on at once."
+            advice="Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on "
+            "at once."
             if sums
             else "Scale the targets into its range (masks of 0 and 255 by 1/255), or use another "
             "last activation or loss.",
-            {"outside_share": loss.outside},
-        )  # fmt: skip
+            evidence={"outside_share": loss.outside},
+        )
     elif loss.bounded and loss.classes is not None and loss.misread is None:
         yield Finding(
-            "activation_before_loss", "warn", layers, "loss", 0,
-            f"The logits go through {loss.output_function} before the cross entropy and lie within "
-            f"{loss.range}: no class can become much more likely than another.",
-            "Remove the activation after the last layer.",
-        )  # fmt: skip
+            problem="activation_before_loss",
+            severity="warn",
+            layers=layers,
+            phase="loss",
+            step=0,
+            text=f"The logits go through {loss.output_function} before the cross entropy and lie "
+            f"within {loss.range}: no class can become much more likely than another.",
+            advice="Remove the activation after the last layer.",
+        )
     elif loss.output_function == "relu" and loss.classes is not None:
         yield Finding(
-            "activation_before_loss", "warn", layers, "loss", 0,
-            "The logits go through relu before the cross entropy: no class can be made less likely "
-            "than one at 0, and units at 0 do not learn.",
-            "Remove the activation after the last layer.",
-        )  # fmt: skip
+            problem="activation_before_loss",
+            severity="warn",
+            layers=layers,
+            phase="loss",
+            step=0,
+            text="The logits go through relu before the cross entropy: no class can be made less "
+            "likely than one at 0, and units at 0 do not learn.",
+            advice="Remove the activation after the last layer.",
+        )
 
 
 def softmax_dimension(seen: Observation) -> Iterator[Finding]:
@@ -149,12 +185,16 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
     if not layers and seen.loss is not None and seen.loss.output_layer:
         layers = (seen.loss.output_layer,)
     yield Finding(
-        "softmax_dimension", "alarm", layers, "loss" if worst.in_loss else "forward", 0,
-        f"A softmax {where}runs over {over}{wanted}.",
-        "Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
+        problem="softmax_dimension",
+        severity="alarm",
+        layers=layers,
+        phase="loss" if worst.in_loss else "forward",
+        step=0,
+        text=f"A softmax {where}runs over {over}{wanted}.",
+        advice="Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
         "(batch, classes, ...), keys the last axis of attention scores.",
-        {"axis": worst.axis, "shape": list(worst.shape)},
-    )  # fmt: skip
+        evidence={"axis": worst.axis, "shape": list(worst.shape)},
+    )
 
 
 def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
@@ -165,11 +205,16 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
     if not causal:
         return
     yield Finding(
-        "targets_not_shifted", "alarm", (), "loss", 0,
-        f"The targets are the inputs themselves, place by place, and attention "
+        problem="targets_not_shifted",
+        severity="alarm",
+        layers=(),
+        phase="loss",
+        step=0,
+        text=f"The targets are the inputs themselves, place by place, and attention "
         f"({causal[0].layer!r}) is causal: the model only learns to copy the token it reads.",
-        "Compare the output at each place with the next token: logits[:, :-1] with ids[:, 1:].",
-    )  # fmt: skip
+        advice="Compare the output at each place with the next token: logits[:, :-1] with ids[:, "
+        "1:].",
+    )
 
 
 def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
@@ -182,11 +227,15 @@ def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
     if not layers:
         return
     yield Finding(
-        "missing_causal_mask", "warn", layers, "forward", 0,
-        f"The targets are the next tokens of the input, and {listed(layers)} may read them: every "
-        "query sees the keys after it.",
-        "Use is_causal=True, or a mask that hides what comes after.",
-    )  # fmt: skip
+        problem="missing_causal_mask",
+        severity="warn",
+        layers=layers,
+        phase="forward",
+        step=0,
+        text=f"The targets are the next tokens of the input, and {listed(layers)} may read them: "
+        "every query sees the keys after it.",
+        advice="Use is_causal=True, or a mask that hides what comes after.",
+    )
 
 
 def constant_targets(seen: Observation) -> Iterator[Finding]:
@@ -197,12 +246,17 @@ def constant_targets(seen: Observation) -> Iterator[Finding]:
     if loss.classes is None or loss.classes < _LEAST_CLASSES:
         return  # one of two classes may be rare
     yield Finding(
-        "constant_targets", "warn", (), "data", 0,
-        f"All targets of {data.samples} samples are one class, and the model tells "
+        problem="constant_targets",
+        severity="warn",
+        layers=(),
+        phase="data",
+        step=0,
+        text=f"All targets of {data.samples} samples are one class, and the model tells "
         f"{loss.classes} apart: nothing is to be learnt but a constant.",
-        "Look at how the dataset makes its labels, and shuffle: sorted data begins with one class.",
-        {"samples": data.samples, "classes": loss.classes},
-    )  # fmt: skip
+        advice="Look at how the dataset makes its labels, and shuffle: sorted data begins with one "
+        "class.",
+        evidence={"samples": data.samples, "classes": loss.classes},
+    )
 
 
 def loss_divided_again(seen: Observation) -> Iterator[Finding]:
@@ -220,21 +274,29 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
     by = next((each for each in again if math.isclose(weight, 1 / each, rel_tol=1e-5)), None)
     if by is not None:
         yield Finding(
-            "loss_divided_again", "warn", (), "loss", 0,
-            f"The loss is a mean over {samples} samples and is then divided by {by} "
+            problem="loss_divided_again",
+            severity="warn",
+            layers=(),
+            phase="loss",
+            step=0,
+            text=f"The loss is a mean over {samples} samples and is then divided by {by} "
             f"({again[by]}): gradients are that much smaller, and a learning rate means less.",
-            "Divide once: reduction='mean' needs no division, and n accumulated passes need one "
-            "by n.",
-            {"weight": weight, "samples": samples, "passes": passes},
-        )  # fmt: skip
+            advice="Divide once: reduction='mean' needs no division, and n accumulated passes need "
+            "one by n.",
+            evidence={"weight": weight, "samples": samples, "passes": passes},
+        )
     elif passes >= _LEAST_PASSES and math.isclose(weight, 1.0, rel_tol=1e-5):
         yield Finding(
-            "accumulation_not_scaled", "inform", (), "loss", 0,
-            f"An update adds up the gradients of {passes} backward passes, each of a mean of its "
-            "own: it is as large as with a learning rate that many times as high.",
-            f"Divide each loss by {passes} if they are parts of one batch.",
-            {"passes": passes},
-        )  # fmt: skip
+            problem="accumulation_not_scaled",
+            severity="inform",
+            layers=(),
+            phase="loss",
+            step=0,
+            text=f"An update adds up the gradients of {passes} backward passes, each of a mean of "
+            "its own: it is as large as with a learning rate that many times as high.",
+            advice=f"Divide each loss by {passes} if they are parts of one batch.",
+            evidence={"passes": passes},
+        )
 
 
 def logits_left(seen: Observation) -> float:
@@ -252,10 +314,15 @@ def logits_too_small(seen: Observation) -> Iterator[Finding]:
     if loss is None or not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
         return
     yield Finding(
-        "logits_too_small", "warn", (loss.output_layer,), "loss", 0,
-        f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at most "
-        f"{loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does not "
-        "fall.",
-        "Hand over the logits as they are, or lower the temperature that they are divided by.",
-        {"left": left, "largest_logit": loss.logit},
-    )  # fmt: skip
+        problem="logits_too_small",
+        severity="warn",
+        layers=(loss.output_layer,),
+        phase="loss",
+        step=0,
+        text=f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at "
+        f"most {loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does "
+        "not fall.",
+        advice="Hand over the logits as they are, or lower the temperature that they are divided "
+        "by.",
+        evidence={"left": left, "largest_logit": loss.logit},
+    )

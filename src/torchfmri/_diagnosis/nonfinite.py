@@ -51,9 +51,14 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
         return
     step = int(trace.steps[place])
     unknown = Finding(
-        "nonfinite_backward", "alarm", (), "backward", step,
-        f"Gradients of step {step} are not finite.", _ADVICE,
-    )  # fmt: skip
+        problem="nonfinite_backward",
+        severity="alarm",
+        layers=(),
+        phase="backward",
+        step=step,
+        text=f"Gradients of step {step} are not finite.",
+        advice=_ADVICE,
+    )
     looks = (_in_weights, _in_forward, _in_backward)
     found = next((found for look in looks if (found := look(seen, place, step))), unknown)
     yield with_epsilon(found, seen)
@@ -67,12 +72,16 @@ def _in_loss(seen: Observation) -> Iterator[Finding]:
     step = int(seen.trace.steps[bad[0]])
     value = "NaN" if np.isnan(seen.trace.loss[bad[0]]) else "infinite"
     yield Finding(
-        "nonfinite_loss", "alarm", (), "loss", step,
-        f"The loss of step {step} is {value} (of {len(bad)} of {len(seen.trace)} steps it is not "
-        "finite), while gradients are finite: log or division of something that is 0.",
-        _ADVICE,
-        {"steps": len(bad)},
-    )  # fmt: skip
+        problem="nonfinite_loss",
+        severity="alarm",
+        layers=(),
+        phase="loss",
+        step=step,
+        text=f"The loss of step {step} is {value} (of {len(bad)} of {len(seen.trace)} steps it is "
+        "not finite), while gradients are finite: log or division of something that is 0.",
+        advice=_ADVICE,
+        evidence={"steps": len(bad)},
+    )
 
 
 def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
@@ -81,10 +90,15 @@ def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
         return None
     name = seen.trace.names("parameters")[int(np.flatnonzero(weights[place])[0])]
     return Finding(
-        "nonfinite_weights", "alarm", (name.rpartition(".")[0],), "optimizer", step,
-        f"Weights were not finite when step {step} began, {name!r} among them.", _ADVICE,
-        {"parameter": name},
-    )  # fmt: skip
+        problem="nonfinite_weights",
+        severity="alarm",
+        layers=(name.rpartition(".")[0],),
+        phase="optimizer",
+        step=step,
+        text=f"Weights were not finite when step {step} began, {name!r} among them.",
+        advice=_ADVICE,
+        evidence={"parameter": name},
+    )
 
 
 def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
@@ -98,11 +112,16 @@ def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
             if count > 0:
                 total = seen.trace.column(layer, "activations", "count")[place]
                 return Finding(
-                    "nonfinite_forward", "alarm", (layer,), "forward", step,
-                    f"At step {step} {layer!r} returned {count:,.0f} values of {total:,.0f} that "
-                    "are not finite, and no layer before it did.",
-                    _ADVICE, {"count": int(count)},
-                )  # fmt: skip
+                    problem="nonfinite_forward",
+                    severity="alarm",
+                    layers=(layer,),
+                    phase="forward",
+                    step=step,
+                    text=f"At step {step} {layer!r} returned {count:,.0f} values of {total:,.0f} "
+                    "that are not finite, and no layer before it did.",
+                    advice=_ADVICE,
+                    evidence={"count": int(count)},
+                )
     return None
 
 
@@ -115,13 +134,22 @@ def _in_backward(seen: Observation, place: int, step: int) -> Finding | None:
     first = layers[int(np.flatnonzero(counts[place])[-1])]
     if first == layers[-1]:
         return Finding(
-            "nonfinite_loss", "alarm", (), "loss", step,
-            f"At step {step} the outputs of all layers were finite, and the gradient that came out "
-            "of the loss was not.",
-            _ADVICE,
-        )  # fmt: skip
+            problem="nonfinite_loss",
+            severity="alarm",
+            layers=(),
+            phase="loss",
+            step=step,
+            text=f"At step {step} the outputs of all layers were finite, and the gradient that "
+            "came out of the loss was not.",
+            advice=_ADVICE,
+        )
     return Finding(
-        "nonfinite_backward", "alarm", (first,), "backward", step,
-        f"At step {step} the gradient at {first!r} is not finite, those of later layers are.",
-        _ADVICE, {"count": int(counts[place][layers.index(first)])},
-    )  # fmt: skip
+        problem="nonfinite_backward",
+        severity="alarm",
+        layers=(first,),
+        phase="backward",
+        step=step,
+        text=f"At step {step} the gradient at {first!r} is not finite, those of later layers are.",
+        advice=_ADVICE,
+        evidence={"count": int(counts[place][layers.index(first)])},
+    )

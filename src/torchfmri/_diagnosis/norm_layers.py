@@ -25,11 +25,15 @@ def evaluation_mode(seen: Observation) -> Iterator[Finding]:
         return
     since = f" from step {first} on" if first else ""
     yield Finding(
-        "evaluation_mode", "warn", tuple(judged), "forward", first,
-        f"The model is trained in evaluation mode{since}: what dropout and batch norms do in "
+        problem="evaluation_mode",
+        severity="warn",
+        layers=tuple(judged),
+        phase="forward",
+        step=first,
+        text=f"The model is trained in evaluation mode{since}: what dropout and batch norms do in "
         f"training is switched off in {listed(judged)}.",
-        "Call model.train() before training, and again after each evaluation.",
-    )  # fmt: skip
+        advice="Call model.train() before training, and again after each evaluation.",
+    )
 
 
 def _evaluated_since(seen: Observation, layers: list[str]) -> int | None:
@@ -56,14 +60,18 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
         return
     worst = min(few, key=lambda each: each.values)
     yield Finding(
-        "batch_norm_of_few", "warn", tuple(each.layer for each in few), "forward", 0,
-        f"{worst.layer!r} takes its mean and variance from {worst.samples} "
+        problem="batch_norm_of_few",
+        severity="warn",
+        layers=tuple(each.layer for each in few),
+        phase="forward",
+        step=0,
+        text=f"{worst.layer!r} takes its mean and variance from {worst.samples} "
         f"sample{'s' if worst.samples > 1 else ''} ({worst.values} numbers of a channel): what "
         "tells samples apart is divided away, and evaluation does something else.",
-        "Use larger batches, or GroupNorm or LayerNorm, or put the batch norms in evaluation mode "
-        "if they have statistics.",
-        {"samples": worst.samples, "values": worst.values},
-    )  # fmt: skip
+        advice="Use larger batches, or GroupNorm or LayerNorm, or put the batch norms in "
+        "evaluation mode if they have statistics.",
+        evidence={"samples": worst.samples, "values": worst.values},
+    )
 
 
 def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
@@ -73,25 +81,37 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
     if unset:
         trains = any(each.training for each in unset)
         yield Finding(
-            "batch_norm_statistics", "warn", tuple(each.layer for each in unset), "forward", 0,
-            f"The running statistics of {listed([each.layer for each in unset])} are still the 0 "
-            "and 1 that they were made with: "
-            + ("in evaluation nothing is normalised (momentum=0?)." if trains else
-               "in evaluation mode, in which they run, nothing is normalised."),
-            "Leave momentum at 0.1." if trains else
-            "Call train() on these layers, or load their statistics before you freeze them.",
-        )  # fmt: skip
+            problem="batch_norm_statistics",
+            severity="warn",
+            layers=tuple(each.layer for each in unset),
+            phase="forward",
+            step=0,
+            text=f"The running statistics of {listed([each.layer for each in unset])} are still "
+            "the 0 and 1 that they were made with: "
+            + (
+                "in evaluation nothing is normalised (momentum=0?)."
+                if trains
+                else "in evaluation mode, in which they run, nothing is normalised."
+            ),
+            advice="Leave momentum at 0.1."
+            if trains
+            else "Call train() on these layers, or load their statistics before you freeze them.",
+        )
     hasty = [each for each in judged if each.training and each.momentum > cuts.NORM_MOMENTUM.value]
     if hasty:
         momentum = max(each.momentum for each in hasty)
         yield Finding(
-            "batch_norm_statistics", "warn", tuple(each.layer for each in hasty), "forward", 0,
-            f"{listed([each.layer for each in hasty])} take {momentum:g} of their running "
+            problem="batch_norm_statistics",
+            severity="warn",
+            layers=tuple(each.layer for each in hasty),
+            phase="forward",
+            step=0,
+            text=f"{listed([each.layer for each in hasty])} take {momentum:g} of their running "
             "statistics from the newest batch: evaluation uses those of the last one or two.",
-            f"Set momentum to {1 - momentum:.2g} if {momentum:g} is what Keras or a paper calls "
-            "momentum; PyTorch's is the share of the new, 0.1 by default.",
-            {"momentum": momentum},
-        )  # fmt: skip
+            advice=f"Set momentum to {1 - momentum:.2g} if {momentum:g} is what Keras or a paper "
+            "calls momentum; PyTorch's is the share of the new, 0.1 by default.",
+            evidence={"momentum": momentum},
+        )
 
 
 def _judged(seen: Observation) -> list[NormFacts]:

@@ -20,7 +20,7 @@ from torchfmri._diagnosis.facts import (
     NormFacts,
 )
 from torchfmri._diagnosis.structure import Structure
-from torchfmri._diagnosis.trace import Trace
+from torchfmri._diagnosis.trace import RunTrace
 from torchfmri._records import Finding
 
 Floats = NDArray[np.float64]
@@ -221,7 +221,7 @@ class Observation:
         origin: Where the first number that is not finite came from, if the run ended there.
     """
 
-    trace: Trace
+    trace: RunTrace
     structure: Structure
     units: Sequence[UnitActivity] = ()
     heads: Sequence[HeadActivity] = ()

@@ -24,13 +24,17 @@ def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
     if typical is None or rate_fell(seen) is not None:
         return
     yield Finding(
-        "learning_rate_too_low", "warn", (), "optimizer", int(seen.trace.steps[0]),
-        f"Each step changes the weights by {percent(typical)} of their size (usual is about 0.1 % "
-        "to 1 %).",
-        f"Raise the learning rate{rate_in_words(seen)}, or look for what makes the gradients so "
-        "small.",
-        {"update_ratio": typical},
-    )  # fmt: skip
+        problem="learning_rate_too_low",
+        severity="warn",
+        layers=(),
+        phase="optimizer",
+        step=int(seen.trace.steps[0]),
+        text=f"Each step changes the weights by {percent(typical)} of their size (usual is about "
+        "0.1 % to 1 %).",
+        advice=f"Raise the learning rate{rate_in_words(seen)}, or look for what makes the "
+        "gradients so small.",
+        evidence={"update_ratio": typical},
+    )
 
 
 def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
@@ -41,23 +45,30 @@ def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
     for group, typical in groups:
         if group.rate == 0:
             yield Finding(
-                "learning_rate_zero", "warn", group.layers, "optimizer",
-                int(seen.trace.steps[0]) if len(seen.trace) else 0,
-                f"The group of {listed(group.layers)} has a learning rate of 0 (others have "
+                problem="learning_rate_zero",
+                severity="warn",
+                layers=group.layers,
+                phase="optimizer",
+                step=int(seen.trace.steps[0]) if len(seen.trace) else 0,
+                text=f"The group of {listed(group.layers)} has a learning rate of 0 (others have "
                 f"{group.nearest:g}): it is not trained.",
-                "Set lr for this group; to freeze on purpose set requires_grad=False, which is "
-                "cheaper.",
-            )  # fmt: skip
+                advice="Set lr for this group; to freeze on purpose set requires_grad=False, which "
+                "is cheaper.",
+            )
             continue
         yield Finding(
-            "learning_rate_too_low", "warn", group.layers, "optimizer", int(seen.trace.steps[0]),
-            f"Each step changes the weights of {listed(group.layers)} by {percent(typical)} of "
-            f"their size (usual is about 0.1 % to 1 %): their group has the learning rate "
+            problem="learning_rate_too_low",
+            severity="warn",
+            layers=group.layers,
+            phase="optimizer",
+            step=int(seen.trace.steps[0]),
+            text=f"Each step changes the weights of {listed(group.layers)} by {percent(typical)} "
+            f"of their size (usual is about 0.1 % to 1 %): their group has the learning rate "
             f"{group.rate:g}, the nearest other {group.nearest:g}.",
-            f"Raise the learning rate of this group ({group.rate:g}); to freeze it on purpose set "
-            "requires_grad=False.",
-            {"update_ratio": typical, "rate": group.rate, "nearest": group.nearest},
-        )  # fmt: skip
+            advice=f"Raise the learning rate of this group ({group.rate:g}); to freeze it on "
+            "purpose set requires_grad=False.",
+            evidence={"update_ratio": typical, "rate": group.rate, "nearest": group.nearest},
+        )
 
 
 def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
@@ -70,14 +81,18 @@ def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
         return
     step = int(seen.trace.steps[min(place, len(seen.trace) - 1)])
     yield Finding(
-        "learning_rate_too_low", "warn", (), "optimizer", step,
-        f"The learning rate fell from {rates.max():.2g} to {rates[-1]:.2g} in {len(rates)} steps, "
-        f"and is below a thousandth of what it was since step {step}: hardly anything is learnt "
-        "any more.",
-        "Step a scheduler that counts epochs once per epoch, not per batch; or give it the number "
-        "of steps that you train for.",
-        {"largest": float(rates.max()), "last": float(rates[-1])},
-    )  # fmt: skip
+        problem="learning_rate_too_low",
+        severity="warn",
+        layers=(),
+        phase="optimizer",
+        step=step,
+        text=f"The learning rate fell from {rates.max():.2g} to {rates[-1]:.2g} in {len(rates)} "
+        f"steps, and is below a thousandth of what it was since step {step}: hardly anything is "
+        "learnt any more.",
+        advice="Step a scheduler that counts epochs once per epoch, not per batch; or give it the "
+        "number of steps that you train for.",
+        evidence={"largest": float(rates.max()), "last": float(rates[-1])},
+    )
 
 
 def momentum_too_high(seen: Observation) -> Iterator[Finding]:
@@ -86,12 +101,16 @@ def momentum_too_high(seen: Observation) -> Iterator[Finding]:
         if not group.get("momentum", 0.0) > cuts.MOMENTUM.value:
             continue
         yield Finding(
-            "momentum_too_high", "warn", (), "optimizer", None,
-            f"momentum={group['momentum']:g} keeps every gradient for ever (or for more than a "
-            "thousand steps): updates grow without end and overshoot.",
-            "Set momentum to 0.9 (0.99 at most).",
-            {"momentum": group["momentum"]},
-        )  # fmt: skip
+            problem="momentum_too_high",
+            severity="warn",
+            layers=(),
+            phase="optimizer",
+            step=None,
+            text=f"momentum={group['momentum']:g} keeps every gradient for ever (or for more than "
+            "a thousand steps): updates grow without end and overshoot.",
+            advice="Set momentum to 0.9 (0.99 at most).",
+            evidence={"momentum": group["momentum"]},
+        )
         return
 
 

@@ -60,13 +60,16 @@ def outlier_batch(seen: Observation) -> Iterator[Finding]:
         held = harm.endswith(_HELD)
         factor = f"{odd.factor:,.0f}" if odd.factor < _MANY else f"{odd.factor:.1g}"
         yield Finding(
-            "outlier_batch", "alarm" if harm == _LOST or _stays_off(seen, odd.step) else "warn",
-            (), "data", odd.step,
-            f"The batch of step {odd.step} is unlike the others, {odd.what} {factor} times as "
+            problem="outlier_batch",
+            severity="alarm" if harm == _LOST or _stays_off(seen, odd.step) else "warn",
+            layers=(),
+            phase="data",
+            step=odd.step,
+            text=f"The batch of step {odd.step} is unlike the others, {odd.what} {factor} times as "
             f"large as usual, and {harm}.",
-            f"Look at that batch, and drop or repair it. {_FORGET if held else _CLIP}",
-            {"factor": odd.factor},
-        )  # fmt: skip
+            advice=f"Look at that batch, and drop or repair it. {_FORGET if held else _CLIP}",
+            evidence={"factor": odd.factor},
+        )
         return
 
 

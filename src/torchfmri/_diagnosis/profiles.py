@@ -97,7 +97,7 @@ def _rank_trend(values: Floats) -> float:
 
 
 @dataclass(frozen=True)
-class Growth:
+class DepthGrowth:
     """How the outputs of alike layers grow along the depth.
 
     Attributes:
@@ -118,7 +118,7 @@ class Growth:
         return float(self.rms[-1] / self.rms[0])
 
 
-def growths(seen: Observation) -> list[Growth]:
+def growths(seen: Observation) -> list[DepthGrowth]:
     """The growth of each family of at least four alike layers."""
     trace = seen.trace
     if not len(trace):
@@ -140,7 +140,7 @@ def growths(seen: Observation) -> list[Growth]:
     return found
 
 
-def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) -> Growth | None:
+def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) -> DepthGrowth | None:
     usable = np.isfinite(rms).all(1) & (rms > 0).all(1)
     if not usable.any():
         return None
@@ -151,4 +151,4 @@ def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) ->
     place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN.value))[0])
     logs = np.log(rows[place])
     trend = float(np.corrcoef(np.arange(len(logs)), logs)[0, 1]) if logs.std() > 0 else 0.0
-    return Growth(layers, rows[place], int(numbers[place]), trend)
+    return DepthGrowth(layers, rows[place], int(numbers[place]), trend)

@@ -26,13 +26,7 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
     if not reach.loss_has_graph and all_frozen(seen):
         return  # told by the frozen layers
     if not reach.loss_has_graph:
-        layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
-        yield Finding(
-            "graph_cut", "alarm", layers, "loss", 0,
-            "The loss has no graph: nothing that is trained can be reached from it.",
-            "Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad between "
-            "the output and the loss.",
-        )  # fmt: skip
+        yield _loss_without_graph(seen)
         return
     called = set(reach.called)
     without = [
@@ -52,13 +46,31 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
         else f"the graph ends after {layers[-1]!r}" + (f", before {beyond!r}" if beyond else "")
     )
     yield Finding(
-        "graph_cut", "alarm", layers, "backward", 0,
-        f"No gradient reached {listed(layers)} in {len(seen.trace)} steps, although the optimizer "
-        f"is to train {'it' if len(layers) == 1 else 'them'}: {why}.",
-        "Remove the .detach(), no_grad, .item() or argmax there; if the cut is on purpose, set "
-        "requires_grad=False and leave these parameters out of the optimizer.",
-        {"layers_without_gradient": len(layers)},
-    )  # fmt: skip
+        problem="graph_cut",
+        severity="alarm",
+        layers=layers,
+        phase="backward",
+        step=0,
+        text=f"No gradient reached {listed(layers)} in {len(seen.trace)} steps, although the "
+        f"optimizer is to train {'it' if len(layers) == 1 else 'them'}: {why}.",
+        advice="Remove the .detach(), no_grad, .item() or argmax there; if the cut is on purpose, "
+        "set requires_grad=False and leave these parameters out of the optimizer.",
+        evidence={"layers_without_gradient": len(layers)},
+    )
+
+
+def _loss_without_graph(seen: Observation) -> Finding:
+    layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
+    return Finding(
+        problem="graph_cut",
+        severity="alarm",
+        layers=layers,
+        phase="loss",
+        step=0,
+        text="The loss has no graph: nothing that is trained can be reached from it.",
+        advice="Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad "
+        "between the output and the loss.",
+    )
 
 
 def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
@@ -80,13 +92,18 @@ def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
         return
     layers = tuple(dict.fromkeys(each.layer for each in cut))
     yield Finding(
-        "graph_cut", "warn", layers, "backward", int(trace.steps[0]),
-        f"{listed(layers)} ran in each of {len(trace)} steps and no gradient came back, although "
-        "the optimizer has the weights: the graph is cut behind, or nothing reads the output.",
-        "Remove the .detach(), no_grad, .item() or argmax there; if it is on purpose, leave these "
-        "parameters out of the optimizer.",
-        {"layers_without_gradient": len(layers)},
-    )  # fmt: skip
+        problem="graph_cut",
+        severity="warn",
+        layers=layers,
+        phase="backward",
+        step=int(trace.steps[0]),
+        text=f"{listed(layers)} ran in each of {len(trace)} steps and no gradient came back, "
+        "although the optimizer has the weights: the graph is cut behind, or nothing reads the "
+        "output.",
+        advice="Remove the .detach(), no_grad, .item() or argmax there; if it is on purpose, leave "
+        "these parameters out of the optimizer.",
+        evidence={"layers_without_gradient": len(layers)},
+    )
 
 
 def unused_layer(seen: Observation) -> Iterator[Finding]:
@@ -112,25 +129,33 @@ def unused_layer(seen: Observation) -> Iterator[Finding]:
     never = [layer for layer in layers if layer not in called]
     what = "never ran" if never else "ran, but nothing reads what it returns"
     yield Finding(
-        "unused_layer", "warn", layers, "forward", None,
-        f"{listed(layers)} {what}: {sum(each.elements for each in idle):,} parameters in the "
+        problem="unused_layer",
+        severity="warn",
+        layers=layers,
+        phase="forward",
+        step=None,
+        text=f"{listed(layers)} {what}: {sum(each.elements for each in idle):,} parameters in the "
         "optimizer that cannot learn.",
-        "Call the layer in forward, or remove it.",
-        {"parameters": sum(each.elements for each in idle)},
-    )  # fmt: skip
+        advice="Call the layer in forward, or remove it.",
+        evidence={"parameters": sum(each.elements for each in idle)},
+    )
 
 
 def _unused_parameters(found: list[ParameterFacts]) -> Finding:
     """Parameters of layers that are trained otherwise."""
     count = sum(each.elements for each in found)
     return Finding(
-        "unused_layer", "warn", tuple(dict.fromkeys(each.layer for each in found)), "forward", None,
-        f"No gradient reaches {listed([each.name for each in found])}, while the rest of the layer "
-        f"is trained: forward does not use {'it' if len(found) == 1 else 'them'}, or only under "
-        f"no_grad. {plural(count, 'number')} in the optimizer cannot learn.",
-        "Use the parameter in forward, or remove it.",
-        {"parameters": count},
-    )  # fmt: skip
+        problem="unused_layer",
+        severity="warn",
+        layers=tuple(dict.fromkeys(each.layer for each in found)),
+        phase="forward",
+        step=None,
+        text=f"No gradient reaches {listed([each.name for each in found])}, while the rest of the "
+        f"layer is trained: forward does not use {'it' if len(found) == 1 else 'them'}, or only "
+        f"under no_grad. {plural(count, 'number')} in the optimizer cannot learn.",
+        advice="Use the parameter in forward, or remove it.",
+        evidence={"parameters": count},
+    )
 
 
 def _is_passed_by(seen: Observation, each: ParameterFacts) -> bool:
@@ -148,13 +173,17 @@ def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
         return
     found = seen.reach.unregistered
     yield Finding(
-        "unregistered_parameters", "alarm", (), "optimizer", None,
-        f"The loss depends on {plural(len(found), 'trainable tensor')} not among "
+        problem="unregistered_parameters",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=None,
+        text=f"The loss depends on {plural(len(found), 'trainable tensor')} not among "
         f"model.parameters() ({found[0]}): neither an optimizer nor state_dict() has it.",
-        "Keep layers in nn.ModuleList or nn.ModuleDict instead of a list or dict, and tensors in "
-        "nn.Parameter.",
-        {"tensors": len(found)},
-    )  # fmt: skip
+        advice="Keep layers in nn.ModuleList or nn.ModuleDict instead of a list or dict, and "
+        "tensors in nn.Parameter.",
+        evidence={"tensors": len(found)},
+    )
 
 
 def _optimized(seen: Observation) -> list[ParameterFacts]:

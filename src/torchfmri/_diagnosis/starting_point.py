@@ -36,13 +36,17 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
         yield from _large_given(seen, data.given)
         return
     yield Finding(
-        "unscaled_inputs", "warn", (data.reader,), "data", 0,
-        f"The inputs have an rms of {data.rms:,.0f}, and {data.reader!r} takes them as they are; "
-        "initial weights and learning rates assume about 1.",
-        "Subtract the mean and divide by the standard deviation of the training data (or put a "
-        "norm layer first).",
-        {"input_rms": data.rms},
-    )  # fmt: skip
+        problem="unscaled_inputs",
+        severity="warn",
+        layers=(data.reader,),
+        phase="data",
+        step=0,
+        text=f"The inputs have an rms of {data.rms:,.0f}, and {data.reader!r} takes them as they "
+        "are; initial weights and learning rates assume about 1.",
+        advice="Subtract the mean and divide by the standard deviation of the training data (or "
+        "put a norm layer first).",
+        evidence={"input_rms": data.rms},
+    )
 
 
 def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Finding]:
@@ -54,13 +58,17 @@ def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Find
         return
     layer, rms = max(large.items(), key=lambda each: each[1])
     yield Finding(
-        "unscaled_inputs", "warn", tuple(large), "data", 0,
-        f"What {layer!r} is given has an rms of {rms:,.0f}, made from the data with no layer "
+        problem="unscaled_inputs",
+        severity="warn",
+        layers=tuple(large),
+        phase="data",
+        step=0,
+        text=f"What {layer!r} is given has an rms of {rms:,.0f}, made from the data with no layer "
         "between; initial weights and learning rates assume about 1.",
-        "Bring each feature to about 1 before it is joined with others: a number of a step by its "
-        "largest (or by an embedding), pixels by 255, others by their standard deviation.",
-        {"input_rms": rms},
-    )  # fmt: skip
+        advice="Bring each feature to about 1 before it is joined with others: a number of a step "
+        "by its largest (or by an embedding), pixels by 255, others by their standard deviation.",
+        evidence={"input_rms": rms},
+    )
 
 
 def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Finding]:
@@ -68,14 +76,18 @@ def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Findin
     if not is_stuck(seen):
         return
     yield Finding(
-        "unscaled_inputs", "warn", (reader,), "data", 0,
-        (f"The inputs have an rms of {rms:.2g}" if rms > 0 else "The inputs are 0")
+        problem="unscaled_inputs",
+        severity="warn",
+        layers=(reader,),
+        phase="data",
+        step=0,
+        text=(f"The inputs have an rms of {rms:.2g}" if rms > 0 else "The inputs are 0")
         + f", and {reader!r} takes them as they are: next to its bias they make no difference, and "
         "the loss does not fall. Initial weights and learning rates assume about 1.",
-        "Subtract the mean and divide by the standard deviation of the training data; see that it "
-        "is not scaled down twice.",
-        {"input_rms": rms},
-    )  # fmt: skip
+        advice="Subtract the mean and divide by the standard deviation of the training data; see "
+        "that it is not scaled down twice.",
+        evidence={"input_rms": rms},
+    )
 
 
 def unscaled_targets(seen: Observation) -> Iterator[Finding]:
@@ -87,13 +99,17 @@ def unscaled_targets(seen: Observation) -> Iterator[Finding]:
     if not last > cuts.LOSS_NOT_BETTER.value * first:
         return
     yield Finding(
-        "unscaled_targets", "warn", (), "data", 0,
-        f"The targets have an rms of {data.target_rms:,.0f}, far from what a model returns at its "
-        f"start, and the loss went from {first:.3g} to {last:.3g} in {len(loss)} steps.",
-        "Subtract the mean of the targets and divide by their standard deviation, and undo it in "
-        "predictions (or predict the logarithm).",
-        {"target_rms": data.target_rms},
-    )  # fmt: skip
+        problem="unscaled_targets",
+        severity="warn",
+        layers=(),
+        phase="data",
+        step=0,
+        text=f"The targets have an rms of {data.target_rms:,.0f}, far from what a model returns at "
+        f"its start, and the loss went from {first:.3g} to {last:.3g} in {len(loss)} steps.",
+        advice="Subtract the mean of the targets and divide by their standard deviation, and undo "
+        "it in predictions (or predict the logarithm).",
+        evidence={"target_rms": data.target_rms},
+    )
 
 
 def duplicate_samples(seen: Observation) -> Iterator[Finding]:
@@ -103,29 +119,37 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
         return
     if data.changing > cuts.CHANGING.value:
         yield Finding(
-            "contradictory_labels", "warn", (), "data", 0,
-            f"{percent(data.changing)} of the samples that came again had another class than "
+            problem="contradictory_labels",
+            severity="warn",
+            layers=(),
+            phase="data",
+            step=0,
+            text=f"{percent(data.changing)} of the samples that came again had another class than "
             "before: targets do not belong to their inputs.",
-            "See that inputs and targets are shuffled together: one dataset that returns both, one "
-            "sampler.",
-            {"changing_share": data.changing},
-        )  # fmt: skip
+            advice="See that inputs and targets are shuffled together: one dataset that returns "
+            "both, one sampler.",
+            evidence={"changing_share": data.changing},
+        )
         return
     if data.repeated <= cuts.REPEATED.value:
         return
     contradicting = data.contradicting > cuts.REPEATED.value / 2
     yield Finding(
-        "contradictory_labels" if contradicting else "duplicate_samples", "warn", (), "data", 0,
-        f"{percent(data.repeated)} of the samples equal another one of the same batch"
+        problem="contradictory_labels" if contradicting else "duplicate_samples",
+        severity="warn",
+        layers=(),
+        phase="data",
+        step=0,
+        text=f"{percent(data.repeated)} of the samples equal another one of the same batch"
         + (
             f", and {percent(data.contradicting)} are among copies with different targets."
             if contradicting
             else "."
         ),
-        "Look at the dataset's __getitem__ (does it use its index?), the sampler and the "
+        advice="Look at the dataset's __getitem__ (does it use its index?), the sampler and the "
         "collate function.",
-        {"repeated_share": data.repeated, "contradicting_share": data.contradicting},
-    )  # fmt: skip
+        evidence={"repeated_share": data.repeated, "contradicting_share": data.contradicting},
+    )
 
 
 def unshuffled_data(seen: Observation) -> Iterator[Finding]:
@@ -134,12 +158,16 @@ def unshuffled_data(seen: Observation) -> Iterator[Finding]:
     if data is None or data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
         return
     yield Finding(
-        "unshuffled_data", "alarm", (), "data", 0,
-        f"{percent(data.one_class_batches)} of the batches (more than chance gives) hold a single "
-        f"class, of {data.classes_seen} in all: the data comes sorted.",
-        "Shuffle: DataLoader(..., shuffle=True).",
-        {"one_class_batches": data.one_class_batches, "classes": data.classes_seen},
-    )  # fmt: skip
+        problem="unshuffled_data",
+        severity="alarm",
+        layers=(),
+        phase="data",
+        step=0,
+        text=f"{percent(data.one_class_batches)} of the batches (more than chance gives) hold a "
+        f"single class, of {data.classes_seen} in all: the data comes sorted.",
+        advice="Shuffle: DataLoader(..., shuffle=True).",
+        evidence={"one_class_batches": data.one_class_batches, "classes": data.classes_seen},
+    )
 
 
 def padding_in_loss(seen: Observation) -> Iterator[Finding]:
@@ -148,12 +176,16 @@ def padding_in_loss(seen: Observation) -> Iterator[Finding]:
     if data is None or data.padding <= cuts.PADDING.value:
         return
     yield Finding(
-        "padding_in_loss", "warn", (), "loss", 0,
-        f"{percent(data.padding)} of the targets are token {data.padding_token}, which only fills "
-        "up the ends of rows: the loss counts padding.",
-        f"Set those targets to -100, or use ignore_index={data.padding_token}.",
-        {"padding_share": data.padding, "token": data.padding_token},
-    )  # fmt: skip
+        problem="padding_in_loss",
+        severity="warn",
+        layers=(),
+        phase="loss",
+        step=0,
+        text=f"{percent(data.padding)} of the targets are token {data.padding_token}, which only "
+        "fills up the ends of rows: the loss counts padding.",
+        advice=f"Set those targets to -100, or use ignore_index={data.padding_token}.",
+        evidence={"padding_share": data.padding, "token": data.padding_token},
+    )
 
 
 def padding_row(seen: Observation) -> Iterator[Finding]:
@@ -162,12 +194,16 @@ def padding_row(seen: Observation) -> Iterator[Finding]:
         return
     rows = seen.data.padding_rows
     yield Finding(
-        "padding_row", "warn", tuple(rows), "forward", None,
-        f"The padding row of {listed(list(rows))} is not 0 (rms {max(rows.values()):.2g}) and gets "
-        "no gradient: padding adds the same noise for ever.",
-        "Set it to 0 after initialising: embedding.weight.data[padding_idx] = 0.",
-        {"rms": max(rows.values())},
-    )  # fmt: skip
+        problem="padding_row",
+        severity="warn",
+        layers=tuple(rows),
+        phase="forward",
+        step=None,
+        text=f"The padding row of {listed(list(rows))} is not 0 (rms {max(rows.values()):.2g}) and "
+        "gets no gradient: padding adds the same noise for ever.",
+        advice="Set it to 0 after initialising: embedding.weight.data[padding_idx] = 0.",
+        evidence={"rms": max(rows.values())},
+    )
 
 
 # -- initialisation and loss ---------------------------------------------------------------------
@@ -194,12 +230,16 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(facts[name].layer for name in large))
     worst = max(large, key=lambda name: large[name])
     yield Finding(
-        "init_too_large", "alarm", layers, "forward", 0,
-        f"{worst!r} makes outputs {large[worst]:.3g} times its inputs (usual is 0.6 to 1.4), and "
-        f"so do {len(large)} matrices in all; {', '.join(symptoms)}.",
-        "Initialise with a standard deviation of 1/sqrt(fan in) (Kaiming, Xavier, or 0.02).",
-        {"gain": large[worst], "matrices": len(large), "initial_loss_ratio": ratio},
-    )  # fmt: skip
+        problem="init_too_large",
+        severity="alarm",
+        layers=layers,
+        phase="forward",
+        step=0,
+        text=f"{worst!r} makes outputs {large[worst]:.3g} times its inputs (usual is 0.6 to 1.4), "
+        f"and so do {len(large)} matrices in all; {', '.join(symptoms)}.",
+        advice="Initialise with a standard deviation of 1/sqrt(fan in) (Kaiming, Xavier, or 0.02).",
+        evidence={"gain": large[worst], "matrices": len(large), "initial_loss_ratio": ratio},
+    )
 
 
 def initial_loss(seen: Observation) -> Iterator[Finding]:
@@ -209,13 +249,18 @@ def initial_loss(seen: Observation) -> Iterator[Finding]:
     if loss is None or not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
         return
     yield Finding(
-        "initial_loss", "alarm", (loss.output_layer,) if loss.output_layer else (), "loss", 0,
-        f"The first cross entropy is {loss.cross_entropy:.3g} nats, {ratio:.3g} times the "
+        problem="initial_loss",
+        severity="alarm",
+        layers=(loss.output_layer,) if loss.output_layer else (),
+        phase="loss",
+        step=0,
+        text=f"The first cross entropy is {loss.cross_entropy:.3g} nats, {ratio:.3g} times the "
         f"{math.log(loss.classes):.2g} of guessing among {loss.classes} classes: the model begins "
         "sure and wrong.",
-        "Make the output layer's weights smaller (or divide the logits); look at its input's size.",
-        {"cross_entropy": loss.cross_entropy, "ratio": ratio, "classes": loss.classes},
-    )  # fmt: skip
+        advice="Make the output layer's weights smaller (or divide the logits); look at its "
+        "input's size.",
+        evidence={"cross_entropy": loss.cross_entropy, "ratio": ratio, "classes": loss.classes},
+    )
 
 
 # -- precision -----------------------------------------------------------------------------------
@@ -240,13 +285,16 @@ def half_headroom(seen: Observation) -> Iterator[Finding]:
     if share <= cuts.HEADROOM_WARN.value:
         return
     yield Finding(
-        "half_headroom", "alarm" if share > cuts.HEADROOM_ALARM.value else "warn", (layer,),
-        "forward", step,
-        f"{layer!r} returns values up to {share * _LARGEST_HALF:,.0f} in float16, {percent(share)} "
-        "of the largest there is.",
-        "Use bfloat16, or keep this layer in float32.",
-        {"headroom_used": share},
-    )  # fmt: skip
+        problem="half_headroom",
+        severity="alarm" if share > cuts.HEADROOM_ALARM.value else "warn",
+        layers=(layer,),
+        phase="forward",
+        step=step,
+        text=f"{layer!r} returns values up to {share * _LARGEST_HALF:,.0f} in float16, "
+        f"{percent(share)} of the largest there is.",
+        advice="Use bfloat16, or keep this layer in float32.",
+        evidence={"headroom_used": share},
+    )
 
 
 def half_underflow(seen: Observation) -> Iterator[Finding]:
@@ -265,9 +313,14 @@ def half_underflow(seen: Observation) -> Iterator[Finding]:
         severity = "inform"
     layers = tuple(dict.fromkeys([*flushed, *small]))
     yield Finding(
-        "half_underflow", severity, layers, "backward", 0,
-        f"{percent(worst)} of the float16 gradients at {listed(layers)} lie below its normal range "
+        problem="half_underflow",
+        severity=severity,
+        layers=layers,
+        phase="backward",
+        step=0,
+        text=f"{percent(worst)} of the float16 gradients at {listed(layers)} lie below its normal "
+        "range "
         "(6e-5)" + (f", and those of {listed(flushed)} are all 0." if flushed else "."),
-        "Use a GradScaler, or bfloat16.",
-        {"subnormal_share": worst, "flushed": len(flushed)},
-    )  # fmt: skip
+        advice="Use a GradScaler, or bfloat16.",
+        evidence={"subnormal_share": worst, "flushed": len(flushed)},
+    )

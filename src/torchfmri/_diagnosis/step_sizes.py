@@ -57,21 +57,30 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
             continue
         before, after = loss_around(seen.trace.loss, place)
         yield Finding(
-            "learning_rate_too_high", "alarm" if stuck else "warn", group.layers, "optimizer",
-            int(seen.trace.steps[place]),
-            f"From step {seen.trace.steps[place]} on, each step changed the weights of "
+            problem="learning_rate_too_high",
+            severity="alarm" if stuck else "warn",
+            layers=group.layers,
+            phase="optimizer",
+            step=int(seen.trace.steps[place]),
+            text=f"From step {seen.trace.steps[place]} on, each step changed the weights of "
             f"{listed(group.layers)} by {percent(median(ahead))} of their size (usual is about "
             f"0.1 % to 1 %): their group has the learning rate {group.rate:g}, the nearest other "
             f"{group.nearest:g}.",
-            f"Lower the learning rate of this group ({group.rate:g}) by a factor of "
+            advice=f"Lower the learning rate of this group ({group.rate:g}) by a factor of "
             f"{_factor(median(ahead))}; a head usually has up to ten times its body's.",
-            {"update_ratio": median(ahead), "loss_before": before, "loss_after": after},
-        )  # fmt: skip
+            evidence={"update_ratio": median(ahead), "loss_before": before, "loss_after": after},
+        )
 
 
 def _is_weight(name: str) -> bool:
     """Whether it is the weight of a layer; a prompt or a table of its own may be made anew."""
     return name.rpartition(".")[2].startswith("weight")
+
+
+def _change(before: float, after: float) -> str:
+    if not math.isfinite(after):
+        return "and the loss was not seen"
+    return f"and the loss went from {before:.3g} to {after:.3g}"
 
 
 def _too_high(seen: Observation) -> Iterator[Finding]:
@@ -102,24 +111,22 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
             and not _cannot_be_right(ratios, int(place), ratio)
         ):
             continue
-        then = (
-            "and the numbers stopped being finite"
-            if lost
-            else f"and the loss went from {before:.3g} to {after:.3g}"
-            if math.isfinite(after)
-            else "and the loss was not seen"
-        )
+        then = "and the numbers stopped being finite" if lost else _change(before, after)
         rate = rate_in_words(seen)
         # Without steps before it there is no telling whether it was the batch.
         batch = "" if place else " If the first batch is unlike the others, repair it, or clip."
         yield Finding(
-            "learning_rate_too_high", "alarm", (), "optimizer", int(steps[place]),
-            f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} of "
-            f"their size (usual is about 0.1 % to 1 %), {then}.",
-            f"Lower the learning rate{rate} by a factor of {_factor(ratio)}, or warm it up; then "
-            f"look at update / weight again.{batch}",
-            {"update_ratio": ratio, "loss_before": before, "loss_after": after},
-        )  # fmt: skip
+            problem="learning_rate_too_high",
+            severity="alarm",
+            layers=(),
+            phase="optimizer",
+            step=int(steps[place]),
+            text=f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} "
+            f"of their size (usual is about 0.1 % to 1 %), {then}.",
+            advice=f"Lower the learning rate{rate} by a factor of {_factor(ratio)}, or warm it up; "
+            f"then look at update / weight again.{batch}",
+            evidence={"update_ratio": ratio, "loss_before": before, "loss_after": after},
+        )
         return
 
 
@@ -136,11 +143,16 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
         return  # batches of one sample scatter tenfold: "stays there" is for every step
     start = known[np.flatnonzero(loss[known] > 2 * first)[0]]
     yield Finding(
-        "diverging_loss", "alarm", (), "optimizer", int(seen.trace.steps[start]),
-        f"The loss grew from {first:.3g} to {last:.3g} and stays there.",
-        f"Lower the learning rate{rate_in_words(seen)}; with momentum, by more than you think.",
-        {"loss_first": first, "loss_last": last},
-    )  # fmt: skip
+        problem="diverging_loss",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=int(seen.trace.steps[start]),
+        text=f"The loss grew from {first:.3g} to {last:.3g} and stays there.",
+        advice=f"Lower the learning rate{rate_in_words(seen)}; with momentum, by more than you "
+        "think.",
+        evidence={"loss_first": first, "loss_last": last},
+    )
 
 
 def loss_spike(seen: Observation) -> Iterator[Finding]:
@@ -163,14 +175,22 @@ def loss_spike(seen: Observation) -> Iterator[Finding]:
             continue
         layer, factor, step = _first_mover(seen, place)
         yield Finding(
-            "loss_spike", "warn", (layer,) if layer else (), "forward", int(trace.steps[place]),
-            f"At step {trace.steps[place]} the loss jumped to {loss[place]:.3g} (median before: "
-            f"{usual_loss:.3g}) and the gradient to {norm[place] / usual:.0f} times its usual size"
-            + (f"; {layer!r} moved first: {factor:.1f} times its usual output at step {step}."
-               if layer else "."),
-            "Look at the batch of that step; clip gradients, or lower the learning rate.",
-            {"loss": float(loss[place]), "gradient_factor": float(norm[place] / usual)},
-        )  # fmt: skip
+            problem="loss_spike",
+            severity="warn",
+            layers=(layer,) if layer else (),
+            phase="forward",
+            step=int(trace.steps[place]),
+            text=f"At step {trace.steps[place]} the loss jumped to {loss[place]:.3g} (median "
+            f"before: {usual_loss:.3g}) and the gradient to {norm[place] / usual:.0f} times its "
+            "usual size"
+            + (
+                f"; {layer!r} moved first: {factor:.1f} times its usual output at step {step}."
+                if layer
+                else "."
+            ),
+            advice="Look at the batch of that step; clip gradients, or lower the learning rate.",
+            evidence={"loss": float(loss[place]), "gradient_factor": float(norm[place] / usual)},
+        )
         return
 
 

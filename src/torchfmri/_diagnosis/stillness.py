@@ -33,12 +33,16 @@ def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
         return
     step = int(seen.trace.steps[above[-1] + 1])
     yield Finding(
-        "learning_rate_zero", "alarm", (), "optimizer", step,
-        f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} steps "
-        "changed nothing.",
-        "Give the scheduler the number of steps that you train for (steps, not epochs).",
-        {"steps_without_update": int(len(rates) - 1 - above[-1])},
-    )  # fmt: skip
+        problem="learning_rate_zero",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=step,
+        text=f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} "
+        "steps changed nothing.",
+        advice="Give the scheduler the number of steps that you train for (steps, not epochs).",
+        evidence={"steps_without_update": int(len(rates) - 1 - above[-1])},
+    )
 
 
 def _updates_ended(seen: Observation) -> Iterator[Finding]:
@@ -64,22 +68,30 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
     grown = median(sizes[-1] / sizes[moved[-1]]) if sizes.size else math.nan
     if grown > _OUTGROWN:
         yield Finding(
-            "updates_lost", "alarm", (), "optimizer", step,
-            f"From step {step} on no weight changes, in {still} steps with gradients: the weights "
-            f"have become {grown:.3g} times as large, and updates are smaller than their last "
-            "digit.",
-            "Look at what made the weights so large in the step before; load a checkpoint from "
-            "before it.",
-            {"growth": grown, "steps_without_update": still},
-        )  # fmt: skip
+            problem="updates_lost",
+            severity="alarm",
+            layers=(),
+            phase="optimizer",
+            step=step,
+            text=f"From step {step} on no weight changes, in {still} steps with gradients: the "
+            f"weights have become {grown:.3g} times as large, and updates are smaller than their "
+            "last digit.",
+            advice="Look at what made the weights so large in the step before; load a checkpoint "
+            "from before it.",
+            evidence={"growth": grown, "steps_without_update": still},
+        )
         return
     yield Finding(
-        "learning_rate_zero", "alarm", (), "optimizer", step,
-        f"From step {step} on no weight changes, in {still} steps with gradients.",
-        "See where the learning rate went: give the scheduler the number of steps that you train "
-        "for (steps, not epochs).",
-        {"steps_without_update": still},
-    )  # fmt: skip
+        problem="learning_rate_zero",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=step,
+        text=f"From step {step} on no weight changes, in {still} steps with gradients.",
+        advice="See where the learning rate went: give the scheduler the number of steps that you "
+        "train for (steps, not epochs).",
+        evidence={"steps_without_update": still},
+    )
 
 
 def _never_moved(seen: Observation) -> Iterator[Finding]:
@@ -131,13 +143,17 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
         named = tuple(dict.fromkeys(layers))
         step = int(trace.steps[place])
         yield Finding(
-            "stopped_training", "alarm", named, "optimizer", step,
-            f"The weights of {listed(named)} moved at every step until {step - 1} and not at all "
-            f"since, while others go on.",
-            "If they were frozen on purpose, nothing is to be done; else see who set "
+            problem="stopped_training",
+            severity="alarm",
+            layers=named,
+            phase="optimizer",
+            step=step,
+            text=f"The weights of {listed(named)} moved at every step until {step - 1} and not at "
+            f"all since, while others go on.",
+            advice="If they were frozen on purpose, nothing is to be done; else see who set "
             "requires_grad=False or took them out of the optimizer.",
-            {"steps_without_update": len(trace) - place},
-        )  # fmt: skip
+            evidence={"steps_without_update": len(trace) - place},
+        )
 
 
 def _stop(moved: NDArray[np.bool_], others: NDArray[np.bool_]) -> int | None:

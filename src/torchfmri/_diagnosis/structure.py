@@ -116,28 +116,33 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> Struct
         kind = type(layers[layer]).__name__
         optimized = None if optimizers is None else identity in held
         facts[full] = ParameterFacts(
-            full, layer, kind, tuple(tensor.shape), tensor.requires_grad, optimized,
-            _fan_in(layers[layer], tensor),
-        )  # fmt: skip
+            name=full,
+            layer=layer,
+            kind=kind,
+            shape=tuple(tensor.shape),
+            trainable=tensor.requires_grad,
+            optimized=optimized,
+            fan_in=_fan_in(layers[layer], tensor),
+        )
         owners = tuple(dict.fromkeys(place[0] for place in places))
         if len(owners) > 1:
             aliases[full] = owners
     names = {identity: places[0][1] for identity, places in owned.items()}
     return Structure(
-        type(unwrap(model)).__name__,
-        {layer: type(module).__name__ for layer, module in layers.items()},
-        facts,
-        aliases,
-        len(held - set(owned)) if optimizers else 0,
-        _groups(optimizers or (), names),
-        {
+        kind=type(unwrap(model)).__name__,
+        kinds={layer: type(module).__name__ for layer, module in layers.items()},
+        parameters=facts,
+        aliases=aliases,
+        strangers=len(held - set(owned)) if optimizers else 0,
+        groups=_groups(optimizers or (), names),
+        modes={
             layer: module.training
             for layer, module in layers.items()
             if _changes_in_training(module)
         },
-        find_experts(layers),
-        unwrap(model).training,
-        {
+        experts=find_experts(layers),
+        trains=unwrap(model).training,
+        dropouts={
             layer: module.p
             for layer, module in layers.items()
             if isinstance(module, nn.modules.dropout._DropoutNd)

@@ -24,7 +24,7 @@ _FIELDS = (
 _COLUMN = {name: index for index, name in enumerate(STORED)}
 
 
-class Trace:
+class RunTrace:
     """Statistics over the last steps: step by series, one array per field.
 
     Args:
@@ -194,9 +194,9 @@ class Trace:
         return ratios
 
 
-def trace_of(history: History) -> Trace:
+def trace_of(history: History) -> RunTrace:
     """The whole of a history as a trace."""
-    trace = Trace(max(1, len(history)))
+    trace = RunTrace(max(1, len(history)))
     for step in history:
         trace.add(step, history.series)
     return trace

@@ -36,12 +36,17 @@ def excessive_dropout(seen: Observation) -> Iterator[Finding]:
         return
     layer, share = max(large.items(), key=lambda each: each[1])
     yield Finding(
-        "excessive_dropout", "warn", tuple(large), "forward", None,
-        f"{layer!r} sets {percent(share)} of its input to 0 and multiplies the rest by "
+        problem="excessive_dropout",
+        severity="warn",
+        layers=tuple(large),
+        phase="forward",
+        step=None,
+        text=f"{layer!r} sets {percent(share)} of its input to 0 and multiplies the rest by "
         f"{1 / (1 - share) if share < 1 else math.inf:,.0f}: hardly anything of a sample passes.",
-        "Set p to between 0.1 and 0.5; p is the share that is dropped, not the one that is kept.",
-        {"dropped_share": share},
-    )  # fmt: skip
+        advice="Set p to between 0.1 and 0.5; p is the share that is dropped, not the one that is "
+        "kept.",
+        evidence={"dropped_share": share},
+    )
 
 
 def dead_units(seen: Observation) -> Iterator[Finding]:
@@ -68,14 +73,18 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
     more = len({each.label for each in dead}) - 1
     others = f" (and more in {plural(more, 'other layer')})" if more else ""
     yield Finding(
-        "dead_units", severity, tuple(layers), "forward", worst.first_silent,
-        f"{how_many(worst.silent, worst.units, 'units')} of {worst.label}"
+        problem="dead_units",
+        severity=severity,
+        layers=tuple(layers),
+        phase="forward",
+        step=worst.first_silent,
+        text=f"{how_many(worst.silent, worst.units, 'units')} of {worst.label}"
         f"{others} were off for each of {worst.samples:,} samples over {worst.steps} steps: no "
         "gradient passed them.",
-        "Lower the learning rate, start biases at 0, keep inputs centred, or use LeakyReLU or "
-        "GELU.",
-        {"dead_share": share, "samples": worst.samples, "steps": worst.steps},
-    )  # fmt: skip
+        advice="Lower the learning rate, start biases at 0, keep inputs centred, or use LeakyReLU "
+        "or GELU.",
+        evidence={"dead_share": share, "samples": worst.samples, "steps": worst.steps},
+    )
 
 
 def dead_layer(seen: Observation) -> Iterator[Finding]:
@@ -93,11 +102,15 @@ def dead_layer(seen: Observation) -> Iterator[Finding]:
         off = np.flatnonzero(zero[:, column] != 1)
         first = int(seen.trace.steps[int(off[-1]) + 1 if len(off) else 0])
         yield Finding(
-            "dead_units", "alarm", (layer,), "forward", first,
-            f"{layer!r} returned 0 for everything since step {first}: no gradient passes it.",
-            "Lower the learning rate, start biases at 0, or use LeakyReLU or GELU.",
-            {"dead_share": 1.0},
-        )  # fmt: skip
+            problem="dead_units",
+            severity="alarm",
+            layers=(layer,),
+            phase="forward",
+            step=first,
+            text=f"{layer!r} returned 0 for everything since step {first}: no gradient passes it.",
+            advice="Lower the learning rate, start biases at 0, or use LeakyReLU or GELU.",
+            evidence={"dead_share": 1.0},
+        )
 
 
 def saturated_units(seen: Observation) -> Iterator[Finding]:
@@ -130,13 +143,17 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
     if learns(seen) and (severity == "warn" or first > worst_start):
         severity = "inform"  # units that tell classes apart become sure of them
     yield Finding(
-        "saturated_units", severity, layers, "forward",
-        first,
-        f"{percent(share)} of the values of {worst.label} lie on its flat ends{others}: hardly any "
-        f"gradient passes.{why}",
-        "Make what goes in smaller: initialise with Xavier, normalise inputs or add a norm layer.",
-        {"flat_share": share},
-    )  # fmt: skip
+        problem="saturated_units",
+        severity=severity,
+        layers=layers,
+        phase="forward",
+        step=first,
+        text=f"{percent(share)} of the values of {worst.label} lie on its flat ends{others}: "
+        f"hardly any gradient passes.{why}",
+        advice="Make what goes in smaller: initialise with Xavier, normalise inputs or add a norm "
+        "layer.",
+        evidence={"flat_share": share},
+    )
 
 
 def attention_collapse(seen: Observation) -> Iterator[Finding]:
@@ -156,16 +173,23 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
     if not found:
         return
     layer, record, sharp, largest = max(found, key=lambda each: each[3])
-    severity = "alarm" if largest > cuts.LOGIT_ALARM.value else "warn"
     yield Finding(
-        "attention_collapse", severity, tuple(each[0] for each in found), "forward", record.step,  # type: ignore[arg-type]
-        f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its heads "
-        f"put all weight on one key (median entropy {median(record.entropy):.2g} of what is "
+        problem="attention_collapse",
+        severity="alarm" if largest > cuts.LOGIT_ALARM.value else "warn",
+        layers=tuple(each[0] for each in found),
+        phase="forward",
+        step=record.step,
+        text=f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its "
+        f"heads put all weight on one key (median entropy {median(record.entropy):.2g} of what is "
         "possible).",
-        "Divide by sqrt(head width), initialise queries and keys smaller, or normalise them "
+        advice="Divide by sqrt(head width), initialise queries and keys smaller, or normalise them "
         "(QK norm).",
-        {"largest_logit": largest, "sharp_heads": sharp, "entropy": median(record.entropy)},
-    )  # fmt: skip
+        evidence={
+            "largest_logit": largest,
+            "sharp_heads": sharp,
+            "entropy": median(record.entropy),
+        },
+    )
 
 
 def constant_layer(seen: Observation) -> Iterator[Finding]:
@@ -178,14 +202,18 @@ def constant_layer(seen: Observation) -> Iterator[Finding]:
         where = " of the loss" if each.in_loss else f" of {layer!r}" if layer else ""
         what = f"The {each.function}{where} runs over" if soft else f"{each.layer!r} normalises"
         yield Finding(
-            "representation_collapse", "alarm", (layer,) if layer else (),
-            "loss" if each.in_loss else "forward", 0,
-            f"{what} a single number, and {value} comes out whatever went in: nothing of the input "
-            "passes, and no gradient.",
-            "Use sigmoid for one output (or BCEWithLogitsLoss of the logits), or two outputs."
+            problem="representation_collapse",
+            severity="alarm",
+            layers=(layer,) if layer else (),
+            phase="loss" if each.in_loss else "forward",
+            step=0,
+            text=f"{what} a single number, and {value} comes out whatever went in: nothing of the "
+            "input passes, and no gradient.",
+            advice="Use sigmoid for one output (or BCEWithLogitsLoss of the logits), or two "
+            "outputs."
             if soft
             else "Take the norm away, or normalise over the features before the last layer.",
-        )  # fmt: skip
+        )
 
 
 def representation_collapse(seen: Observation) -> Iterator[Finding]:
@@ -196,14 +224,17 @@ def representation_collapse(seen: Observation) -> Iterator[Finding]:
     if not spread < cuts.SPREAD.value or seen.constants:
         return
     yield Finding(
-        "representation_collapse", "alarm", (seen.loss.output_layer,), "forward",
-        int(seen.trace.steps[-1]) if len(seen.trace) else 0,
-        f"What goes into {seen.loss.output_layer!r} differs between samples by {percent(spread)} "
-        "of its size: the output hardly depends on the input.",
-        "Look for a layer that is saturated or dead, for a loss that a constant output satisfies, "
-        "or for a missing stop-gradient or contrast.",
-        {"spread": spread},
-    )  # fmt: skip
+        problem="representation_collapse",
+        severity="alarm",
+        layers=(seen.loss.output_layer,),
+        phase="forward",
+        step=int(seen.trace.steps[-1]) if len(seen.trace) else 0,
+        text=f"What goes into {seen.loss.output_layer!r} differs between samples by "
+        f"{percent(spread)} of its size: the output hardly depends on the input.",
+        advice="Look for a layer that is saturated or dead, for a loss that a constant output "
+        "satisfies, or for a missing stop-gradient or contrast.",
+        evidence={"spread": spread},
+    )
 
 
 def routing_collapse(seen: Observation) -> Iterator[Finding]:
@@ -218,14 +249,17 @@ def routing_collapse(seen: Observation) -> Iterator[Finding]:
         first = int(np.flatnonzero(used < cuts.EXPERTS.value)[0])
         share = float(router.load[-1].max())
         yield Finding(
-            "routing_collapse", "alarm", (router.layer, router.experts[favourite]), "forward",
-            first,
-            f"The router {router.layer!r} sends {percent(share)} of the tokens to "
+            problem="routing_collapse",
+            severity="alarm",
+            layers=(router.layer, router.experts[favourite]),
+            phase="forward",
+            step=first,
+            text=f"The router {router.layer!r} sends {percent(share)} of the tokens to "
             f"{router.experts[favourite]!r}: {len(router.experts) - 1} of {len(router.experts)} "
             "experts are idle.",
-            "Add a load-balancing loss or noise to the router, and start its weights small.",
-            {"share": share, "experts_in_use": float(used[-1])},
-        )  # fmt: skip
+            advice="Add a load-balancing loss or noise to the router, and start its weights small.",
+            evidence={"share": share, "experts_in_use": float(used[-1])},
+        )
 
 
 def _reads_no_signal(seen: Observation, units: UnitActivity) -> bool:

@@ -51,22 +51,30 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for each in still))
     if not (seen.steps.learning_rate > 0).any():
         yield Finding(
-            "learning_rate_zero", "alarm", (), "optimizer", int(seen.trace.steps[0]),
-            f"The learning rate was 0 in all of {len(seen.steps.learning_rate)} steps: nothing is "
-            "trained.",
-            "Set lr; if a scheduler sets it, see that scheduler.step() is called and where its "
-            "warm-up begins.",
-        )  # fmt: skip
+            problem="learning_rate_zero",
+            severity="alarm",
+            layers=(),
+            phase="optimizer",
+            step=int(seen.trace.steps[0]),
+            text=f"The learning rate was 0 in all of {len(seen.steps.learning_rate)} steps: "
+            "nothing is trained.",
+            advice="Set lr; if a scheduler sets it, see that scheduler.step() is called and where "
+            "its warm-up begins.",
+        )
         return
     yield Finding(
-        "updates_lost", "alarm", layers, "optimizer", int(seen.trace.steps[0]),
-        f"{how_many(len(still), len(judged), 'matrices')} did not change in "
+        problem="updates_lost",
+        severity="alarm",
+        layers=layers,
+        phase="optimizer",
+        step=int(seen.trace.steps[0]),
+        text=f"{how_many(len(still), len(judged), 'matrices')} did not change in "
         f"{int(seen.steps.stepped.sum())} steps although they have gradients: the updates are "
         "smaller than the last digit of the weights.",
-        "Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise the "
-        "learning rate.",
-        {"moved_share": max(seen.weights[each.name].moved for each in still)},
-    )  # fmt: skip
+        advice="Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise "
+        "the learning rate.",
+        evidence={"moved_share": max(seen.weights[each.name].moved for each in still)},
+    )
 
 
 def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
@@ -79,12 +87,16 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
         if not left < cuts.SHRUNK.value:
             continue
         yield Finding(
-            "weight_decay_too_strong", "alarm", (), "optimizer", int(seen.trace.steps[0]),
-            f"Weight decay takes {percent(rate)} of every weight at each step; after "
+            problem="weight_decay_too_strong",
+            severity="alarm",
+            layers=(),
+            phase="optimizer",
+            step=int(seen.trace.steps[0]),
+            text=f"Weight decay takes {percent(rate)} of every weight at each step; after "
             f"{len(seen.trace)} steps {percent(left)} of their size is left.",
-            f"Lower weight_decay={group['weight_decay']:g}: 0.01 to 0.1 is usual for AdamW.",
-            {"decay_per_step": rate, "size_left": left},
-        )  # fmt: skip
+            advice=f"Lower weight_decay={group['weight_decay']:g}: 0.01 to 0.1 is usual for AdamW.",
+            evidence={"decay_per_step": rate, "size_left": left},
+        )
         return
 
 
@@ -113,34 +125,51 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
     left = median(found[known])
     norm = f" (their norm is {median(found[known] / factors[known]):.3g})" if left > 0 else ""
     if _is_clipped_scaled(seen, left):
-        yield Finding(
-            "clipped_before_unscaling", "alarm", (), "backward", first,
-            f"The gradients are clipped while they are still multiplied by the scale of the "
-            f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
-            f"{percent(clipped.mean())} of the steps.",
-            "Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_.",
-            {"clip_factor": factor, "norm_left": left},
-        )  # fmt: skip
+        yield _clipped_scaled(first, factor, left, float(clipped.mean()))
         return
     if left < cuts.CLIPPED_NORM.value:
         cause, advice = _why_so_little(seen, left)
         yield Finding(
-            "clipping_too_strong", "alarm", (), "backward", first,
-            f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
+            problem="clipping_too_strong",
+            severity="alarm",
+            layers=(),
+            phase="backward",
+            step=first,
+            text=f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
             f"{factor:.2g} on {percent(clipped.mean())} of the steps, which leaves a norm of "
             f"{left:.2g}: {cause}.",
-            advice,
-            {"clip_factor": factor, "norm_left": left},
-        )  # fmt: skip
+            advice=advice,
+            evidence={"clip_factor": factor, "norm_left": left},
+        )
         return
     yield Finding(
-        "clipping_hides_explosion", "alarm", (), "backward", first,
-        f"Clipping multiplies the gradients{norm} by {factor:.2g} on {percent(clipped.mean())} of "
-        "the steps: they explode, and what is left of them is mostly a direction.",
-        "Find what makes them so large (the size of the loss, of the inputs, of the "
+        problem="clipping_hides_explosion",
+        severity="alarm",
+        layers=(),
+        phase="backward",
+        step=first,
+        text=f"Clipping multiplies the gradients{norm} by {factor:.2g} on "
+        f"{percent(clipped.mean())} of the steps: they explode, and what is left of them is mostly "
+        "a direction.",
+        advice="Find what makes them so large (the size of the loss, of the inputs, of the "
         "initialisation) before you clip; a healthy run is clipped now and then.",
-        {"clip_factor": factor, "share_of_steps": float(clipped.mean())},
-    )  # fmt: skip
+        evidence={"clip_factor": factor, "share_of_steps": float(clipped.mean())},
+    )
+
+
+def _clipped_scaled(step: int, factor: float, left: float, share: float) -> Finding:
+    return Finding(
+        problem="clipped_before_unscaling",
+        severity="alarm",
+        layers=(),
+        phase="backward",
+        step=step,
+        text=f"The gradients are clipped while they are still multiplied by the scale of the "
+        f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
+        f"{percent(share)} of the steps.",
+        advice="Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_.",
+        evidence={"clip_factor": factor, "norm_left": left},
+    )
 
 
 def _why_so_little(seen: Observation, left: float) -> tuple[str, str]:
@@ -181,12 +210,16 @@ def step_before_backward(seen: Observation) -> Iterator[Finding]:
     if int(early.sum()) < _SUSTAINED or early.mean() <= 0.5:
         return
     yield Finding(
-        "step_before_backward", "alarm", (), "optimizer", int(seen.trace.steps[early.argmax()]),
-        f"In {int(early.sum())} of {len(early)} steps optimizer.step() came before backward(), "
-        "with no gradient there: nothing is trained.",
-        "Call zero_grad(), backward() and step(), in this order.",
-        {"share_of_steps": float(early.mean())},
-    )  # fmt: skip
+        problem="step_before_backward",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=int(seen.trace.steps[early.argmax()]),
+        text=f"In {int(early.sum())} of {len(early)} steps optimizer.step() came before "
+        "backward(), with no gradient there: nothing is trained.",
+        advice="Call zero_grad(), backward() and step(), in this order.",
+        evidence={"share_of_steps": float(early.mean())},
+    )
 
 
 def cleared_gradients(seen: Observation) -> Iterator[Finding]:
@@ -200,12 +233,16 @@ def cleared_gradients(seen: Observation) -> Iterator[Finding]:
     if seen.steps.early.mean() > 0.5:  # told by another
         return
     yield Finding(
-        "cleared_gradients", "alarm", (), "optimizer", int(seen.trace.steps[cleared.argmax()]),
-        f"In {int(cleared.sum())} of {len(cleared)} steps backward left gradients, and all were 0 "
-        "or gone when the optimizer stepped.",
-        "Call optimizer.zero_grad() before backward, not between backward and step.",
-        {"share_of_steps": float(cleared.mean())},
-    )  # fmt: skip
+        problem="cleared_gradients",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=int(seen.trace.steps[cleared.argmax()]),
+        text=f"In {int(cleared.sum())} of {len(cleared)} steps backward left gradients, and all "
+        "were 0 or gone when the optimizer stepped.",
+        advice="Call optimizer.zero_grad() before backward, not between backward and step.",
+        evidence={"share_of_steps": float(cleared.mean())},
+    )
 
 
 def _nothing_moves(seen: Observation) -> Iterator[Finding]:
@@ -224,11 +261,15 @@ def _nothing_moves(seen: Observation) -> Iterator[Finding]:
     if not all(group["lr"] > 0 for group in seen.structure.groups):
         return
     yield Finding(
-        "cleared_gradients", "alarm", (), "optimizer", int(trace.steps[0]),
-        f"In {len(trace)} steps gradients arrived at layers, and whenever the optimizer stepped "
-        "there was none at any parameter: nothing is trained.",
-        "Call optimizer.zero_grad() before backward, and optimizer.step() after it.",
-    )  # fmt: skip
+        problem="cleared_gradients",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=int(trace.steps[0]),
+        text=f"In {len(trace)} steps gradients arrived at layers, and whenever the optimizer "
+        "stepped there was none at any parameter: nothing is trained.",
+        advice="Call optimizer.zero_grad() before backward, and optimizer.step() after it.",
+    )
 
 
 def updates_undone(seen: Observation) -> Iterator[Finding]:
@@ -244,12 +285,17 @@ def updates_undone(seen: Observation) -> Iterator[Finding]:
     start = np.flatnonzero(~back)
     step = int(trace.steps[int(start[-1]) + 1 if len(start) else 0])
     yield Finding(
-        "updates_undone", "alarm", (), "optimizer", step,
-        f"From step {step} on each step changes the weights, and when the next one begins they "
-        "have their old size again, to the last digit: updates are undone.",
-        "Look for load_state_dict, a copy of the model, or an exchange of weights inside the loop.",
-        {"steps": int(len(trace) - step)},
-    )  # fmt: skip
+        problem="updates_undone",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=step,
+        text=f"From step {step} on each step changes the weights, and when the next one begins "
+        "they have their old size again, to the last digit: updates are undone.",
+        advice="Look for load_state_dict, a copy of the model, or an exchange of weights inside "
+        "the loop.",
+        evidence={"steps": int(len(trace) - step)},
+    )
 
 
 def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
@@ -262,10 +308,14 @@ def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
     if seen.reach is not None and not seen.reach.loss_has_graph:
         return
     yield Finding(
-        "optimizer_never_steps", "alarm", (), "optimizer", 0,
-        f"In {len(seen.steps.stepped)} steps optimizer.step() was not called once.",
-        "Call optimizer.step() after backward, of the optimizer that was handed over.",
-    )  # fmt: skip
+        problem="optimizer_never_steps",
+        severity="alarm",
+        layers=(),
+        phase="optimizer",
+        step=0,
+        text=f"In {len(seen.steps.stepped)} steps optimizer.step() was not called once.",
+        advice="Call optimizer.step() after backward, of the optimizer that was handed over.",
+    )
 
 
 def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding]:
@@ -275,8 +325,12 @@ def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding
     if not layers:
         return
     yield Finding(
-        "optimizer_never_steps", "alarm", layers, "optimizer", 0,
-        f"The optimizer of {listed(layers)} did not step once, while another one does: these "
+        problem="optimizer_never_steps",
+        severity="alarm",
+        layers=layers,
+        phase="optimizer",
+        step=0,
+        text=f"The optimizer of {listed(layers)} did not step once, while another one does: these "
         "weights never change.",
-        "Call step() of every optimizer after backward.",
-    )  # fmt: skip
+        advice="Call step() of every optimizer after backward.",
+    )

@@ -32,19 +32,23 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for each in missing))
     strangers = seen.structure.strangers
     yield Finding(
-        "missing_from_optimizer", "alarm" if share <= 0.9 else "warn", layers, "optimizer", None,
-        f"{how_many(len(missing), len(everything), 'parameters')} ({listed(layers)}) get gradients "
-        "but are in no optimizer: they never change."
+        problem="missing_from_optimizer",
+        severity="alarm" if share <= 0.9 else "warn",
+        layers=layers,
+        phase="optimizer",
+        step=None,
+        text=f"{how_many(len(missing), len(everything), 'parameters')} ({listed(layers)}) get "
+        "gradients but are in no optimizer: they never change."
         + (
             f" The optimizer holds {strangers} tensors that are no part of the model: were layers "
             "replaced after it was made?"
             if strangers
             else ""
         ),
-        "Make the optimizer from model.parameters() after the model is complete; to freeze on "
-        "purpose set requires_grad=False.",
-        {"parameters": len(missing), "share": share, "strangers": strangers},
-    )  # fmt: skip
+        advice="Make the optimizer from model.parameters() after the model is complete; to freeze "
+        "on purpose set requires_grad=False.",
+        evidence={"parameters": len(missing), "share": share, "strangers": strangers},
+    )
 
 
 def frozen_layer(seen: Observation) -> Iterator[Finding]:
@@ -74,26 +78,34 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for _, each in judged))
     yield Finding(
         # The first layers may well be frozen on purpose.
-        "frozen_layer", "inform" if first_ones else "warn", layers, "backward", None,
-        f"{listed(layers)} {'is' if len(layers) == 1 else 'are'} frozen (requires_grad=False) "
+        problem="frozen_layer",
+        severity="inform" if first_ones else "warn",
+        layers=layers,
+        phase="backward",
+        step=None,
+        text=f"{listed(layers)} {'is' if len(layers) == 1 else 'are'} frozen (requires_grad=False) "
         f"while layers {'after' if first_ones else 'before'} are trained.",
-        "Set requires_grad=True if that was not the plan; freezing on purpose usually concerns the "
-        "first layers, or all but adapters.",
-        {"frozen": len(judged), "matrices": len(matrices)},
-    )  # fmt: skip
+        advice="Set requires_grad=True if that was not the plan; freezing on purpose usually "
+        "concerns the first layers, or all but adapters.",
+        evidence={"frozen": len(judged), "matrices": len(matrices)},
+    )
 
 
 def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
     """No parameter that asks for a gradient: the loss has no graph, and cannot have one."""
     layers = tuple(dict.fromkeys(each.layer for each in parameters))
     return Finding(
-        "frozen_layer", "alarm", layers, "backward", None,
-        f"All {len(parameters)} parameters are frozen (requires_grad=False), those of "
+        problem="frozen_layer",
+        severity="alarm",
+        layers=layers,
+        phase="backward",
+        step=None,
+        text=f"All {len(parameters)} parameters are frozen (requires_grad=False), those of "
         f"{layers[-1]!r} too: there is nothing to train.",
-        "Set requires_grad=True for what is to be trained; a new head is put in after the rest is "
-        "frozen, not before.",
-        {"frozen": len(parameters)},
-    )  # fmt: skip
+        advice="Set requires_grad=True for what is to be trained; a new head is put in after the "
+        "rest is frozen, not before.",
+        evidence={"frozen": len(parameters)},
+    )
 
 
 def stale_gradients(seen: Observation) -> Iterator[Finding]:
@@ -106,12 +118,16 @@ def stale_gradients(seen: Observation) -> Iterator[Finding]:
         return
     first = int(steps[np.flatnonzero(stale)[0]])
     yield Finding(
-        "stale_gradients", "alarm", (), "backward", first,
-        f"When backward began at step {first}, the gradients of the step before were still there: "
-        "they add up from step to step.",
-        "Call optimizer.zero_grad() after each optimizer.step().",
-        {"steps": int(stale.sum())},
-    )  # fmt: skip
+        problem="stale_gradients",
+        severity="alarm",
+        layers=(),
+        phase="backward",
+        step=first,
+        text=f"When backward began at step {first}, the gradients of the step before were still "
+        "there: they add up from step to step.",
+        advice="Call optimizer.zero_grad() after each optimizer.step().",
+        evidence={"steps": int(stale.sum())},
+    )
 
 
 def shared_module(seen: Observation) -> Iterator[Finding]:
@@ -130,12 +146,16 @@ def shared_module(seen: Observation) -> Iterator[Finding]:
     owners = next(iter(groups))
     layers = tuple(dict.fromkeys(owner for each in groups for owner in each))
     yield Finding(
-        "shared_module", "warn", layers, "forward", None,
-        f"{listed(owners)} are one and the same module: they share all weights.",
-        "Make each member anew, [make() for _ in range(n)] instead of [make()] * n; to share on "
-        "purpose, register it once and call it several times.",
-        {"members": len(owners)},
-    )  # fmt: skip
+        problem="shared_module",
+        severity="warn",
+        layers=layers,
+        phase="forward",
+        step=None,
+        text=f"{listed(owners)} are one and the same module: they share all weights.",
+        advice="Make each member anew, [make() for _ in range(n)] instead of [make()] * n; to "
+        "share on purpose, register it once and call it several times.",
+        evidence={"members": len(owners)},
+    )
 
 
 def symmetric_init(seen: Observation) -> Iterator[Finding]:
@@ -156,13 +176,17 @@ def symmetric_init(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for each in equal))
     zero = all(seen.weights[each.name].last_rms == 0 for each in equal)
     yield Finding(
-        "symmetric_init", "alarm", layers, "forward", 0,
-        f"All units of {listed(layers)} began with the same weights"
+        problem="symmetric_init",
+        severity="alarm",
+        layers=layers,
+        phase="forward",
+        step=0,
+        text=f"All units of {listed(layers)} began with the same weights"
         + (" (0)" if zero else "")
         + f" and still have the same after {len(seen.trace)} steps: each layer works as one unit.",
-        "Initialise with random numbers; only the last layer of a branch may start at 0.",
-        {"layers": len(layers)},
-    )  # fmt: skip
+        advice="Initialise with random numbers; only the last layer of a branch may start at 0.",
+        evidence={"layers": len(layers)},
+    )
 
 
 def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
@@ -174,11 +198,16 @@ def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
         return  # a single pair may be a projection
     layers = tuple(dict.fromkeys(layer for chain in chains for layer in chain))
     yield Finding(
-        "missing_nonlinearity", "warn", layers, "forward", None,
-        f"Nothing stands between {listed(layers)}: linear layers in a row do what one could do.",
-        "Put an activation between them (ReLU, GELU), or use one layer.",
-        {"layers": len(layers)},
-    )  # fmt: skip
+        problem="missing_nonlinearity",
+        severity="warn",
+        layers=layers,
+        phase="forward",
+        step=None,
+        text=f"Nothing stands between {listed(layers)}: linear layers in a row do what one could "
+        "do.",
+        advice="Put an activation between them (ReLU, GELU), or use one layer.",
+        evidence={"layers": len(layers)},
+    )
 
 
 def samples_mixed(seen: Observation) -> Iterator[Finding]:
@@ -191,14 +220,18 @@ def samples_mixed(seen: Observation) -> Iterator[Finding]:
         if kind in ("RNN", "LSTM", "GRU", "MultiheadAttention") or "Transformer" in kind
     ]
     yield Finding(
-        "samples_mixed", "warn", tuple(recurrent), "forward", 0,
-        "When one sample of a batch is exchanged, the outputs of the others change by "
+        problem="samples_mixed",
+        severity="warn",
+        layers=tuple(recurrent),
+        phase="forward",
+        step=0,
+        text="When one sample of a batch is exchanged, the outputs of the others change by "
         f"{percent(seen.data.mixed)} of how they differ: samples are mixed with each other.",
-        ("Set batch_first=True, or hand over (time, batch, features). " if recurrent else "")
+        advice=("Set batch_first=True, or hand over (time, batch, features). " if recurrent else "")
         + "Look for an operation along axis 0 and for view or reshape in place of transpose; where "
         "samples are meant to see each other (graphs, sets), nothing is to be done.",
-        {"mixed": seen.data.mixed},
-    )  # fmt: skip
+        evidence={"mixed": seen.data.mixed},
+    )
 
 
 def untied_weights(seen: Observation) -> Iterator[Finding]:
@@ -208,11 +241,16 @@ def untied_weights(seen: Observation) -> Iterator[Finding]:
         return
     embedding, head = pairs[0]
     yield Finding(
-        "untied_weights", "warn", (embedding, head), "forward", None,
-        f"{embedding!r} and {head!r} began with the same values but are two parameters: they were "
-        "copied where they were meant to be tied, and drift apart.",
-        "Assign the parameter itself: head.weight = embedding.weight, after any copy or move.",
-    )  # fmt: skip
+        problem="untied_weights",
+        severity="warn",
+        layers=(embedding, head),
+        phase="forward",
+        step=None,
+        text=f"{embedding!r} and {head!r} began with the same values but are two parameters: they "
+        "were copied where they were meant to be tied, and drift apart.",
+        advice="Assign the parameter itself: head.weight = embedding.weight, after any copy or "
+        "move.",
+    )
 
 
 def _list_of(layer: str) -> str:

@@ -10,12 +10,12 @@ from torchfmri._edit.attached import attached, bind_edits, edited, require_acted
 from torchfmri._edit.bound import BoundEdit
 from torchfmri._edit.carried import change_arguments, change_output
 from torchfmri._edit.edit import Edit, Spec
-from torchfmri._edit.passes import Passes
+from torchfmri._edit.passes import EditPasses
 
 __all__ = [
     "BoundEdit",
     "Edit",
-    "Passes",
+    "EditPasses",
     "Spec",
     "attached",
     "bind_edits",

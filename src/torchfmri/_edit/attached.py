@@ -14,7 +14,7 @@ from torchfmri._arguments import check_module, require
 from torchfmri._edit.bound import BoundEdit
 from torchfmri._edit.carried import change_arguments, change_output
 from torchfmri._edit.edit import Edit, Spec, edit_of
-from torchfmri._edit.passes import Passes
+from torchfmri._edit.passes import EditPasses
 from torchfmri._model import (
     Place,
     compiled_code_as_eager,
@@ -62,7 +62,7 @@ def edited(model: nn.Module, edits: Mapping[str, Spec]) -> Iterator[dict[str, in
     require_acted(bound)
 
 
-def bind_edits(model: nn.Module, edits: Mapping[str, Spec]) -> tuple[list[BoundEdit], Passes]:
+def bind_edits(model: nn.Module, edits: Mapping[str, Spec]) -> tuple[list[BoundEdit], EditPasses]:
     """The edits with their places in a model, checked.
 
     Raises:
@@ -72,7 +72,7 @@ def bind_edits(model: nn.Module, edits: Mapping[str, Spec]) -> tuple[list[BoundE
     meaning = "give {place: edit}, such as {'L9H6': 'zero'}"
     is_mapping = isinstance(edits, Mapping) and bool(edits)
     require(is_mapping and all(isinstance(each, str) for each in edits), "edits", edits, meaning)
-    layers, passes = named_layers(model), Passes()
+    layers, passes = named_layers(model), EditPasses()
     found: list[BoundEdit] = []
     for name, spec in edits.items():
         edit = edit_of(spec, name)
@@ -106,7 +106,7 @@ def refuse_meeting(bound: Sequence[BoundEdit]) -> None:
 
 @contextmanager
 def attached(
-    model: nn.Module, bound: Sequence[BoundEdit], passes: Passes, counts: dict[str, int]
+    model: nn.Module, bound: Sequence[BoundEdit], passes: EditPasses, counts: dict[str, int]
 ) -> Iterator[None]:
     """Hooks on while the block runs, one for each layer and side; compiled code runs eagerly."""
     layers = named_layers(model)

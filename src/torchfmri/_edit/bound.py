@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._edit.edit import Edit
-from torchfmri._edit.parts import Part, index_of, numbers_of, tokens_in, units_in
-from torchfmri._edit.passes import Passes
+from torchfmri._edit.parts import EditPart, index_of, numbers_of, tokens_in, units_in
+from torchfmri._edit.passes import EditPasses
 from torchfmri._model import Place
 from torchfmri._records import channel_axis
 from torchfmri.exceptions import InspectionError
@@ -31,7 +31,7 @@ class BoundEdit:
     """
 
     def __init__(
-        self, place: Place, edit: Edit, module: nn.Module, passes: Passes, voxel: int
+        self, place: Place, edit: Edit, module: nn.Module, passes: EditPasses, voxel: int
     ) -> None:
         self.place, self.edit = place, edit
         self._kind, self._passes, self._voxel = type(module), passes, voxel
@@ -97,20 +97,20 @@ class BoundEdit:
             return rows.shape[0], None, 0
         return self._passes.positions(rows, self.place.layer)
 
-    def _part(self, rows: Tensor, b: int, s: int | None, before: int) -> Part | None:
+    def _part(self, rows: Tensor, b: int, s: int | None, before: int) -> EditPart | None:
         edit, device = self.edit, rows.device
         chosen = numbers_of(edit.rows, b, "row")
         row_index = index_of(chosen, b, device)
         units = self._unit_index(rows.shape[-1], device)
         if s is None:
-            return Part(rows=row_index, units=units)
+            return EditPart(rows=row_index, units=units)
         if isinstance(edit.tokens, Tensor):
             return self._masked(edit.tokens, chosen, b, s, before, units)
         wanted = slice(None) if edit.tokens is None else edit.tokens
         positions = tokens_in(wanted, before, s)
         if not positions or not chosen:
             return None
-        return Part(
+        return EditPart(
             rows=row_index,
             tokens=index_of([each - before for each in positions], s, device),
             positions=torch.tensor(positions, device=device),
@@ -119,7 +119,7 @@ class BoundEdit:
 
     def _masked(
         self, mask: Tensor, rows: list[int], b: int, s: int, before: int, units: Any
-    ) -> Part | None:
+    ) -> EditPart | None:
         """The part that a mask over rows and positions selects."""
         if mask.shape[0] not in (1, b):
             raise InspectionError(
@@ -129,7 +129,7 @@ class BoundEdit:
         here = torch.zeros(b, s, dtype=torch.bool)
         known = mask[:, before : before + s].cpu()
         here[rows, : known.shape[1]] = known.expand(b, -1)[rows]
-        return Part(mask=here, units=units) if bool(here.any()) else None
+        return EditPart(mask=here, units=units) if bool(here.any()) else None
 
     def _unit_index(self, width: int, device: torch.device) -> Any:
         if width not in self._units:
@@ -163,7 +163,7 @@ class BoundEdit:
 
     # -- what comes there ---------------------------------------------------------------------
 
-    def _new(self, old: Tensor, rows: Tensor, part: Part) -> Tensor:
+    def _new(self, old: Tensor, rows: Tensor, part: EditPart) -> Tensor:
         edit = self.edit
         if edit.kind == "zero":
             return torch.zeros_like(old)
@@ -205,7 +205,7 @@ class BoundEdit:
         assert isinstance(new, Tensor)
         return new.to(old.dtype)
 
-    def _fitting(self, values: Tensor, old: Tensor, rows: Tensor, part: Part) -> Tensor:
+    def _fitting(self, values: Tensor, old: Tensor, rows: Tensor, part: EditPart) -> Tensor:
         """A donor or direction, cut to the part."""
         if values.requires_grad and not self._passes.with_grad:
             raise InspectionError(
@@ -228,7 +228,7 @@ class BoundEdit:
             f"{tuple(old.shape)}. Give one of these shapes, or ({old.shape[-1]},)."
         )
 
-    def _same_part(self, values: Tensor, rows: Tensor, part: Part) -> Tensor | None:
+    def _same_part(self, values: Tensor, rows: Tensor, part: EditPart) -> Tensor | None:
         """The part of a whole value of another run; None where it has other rows or tokens."""
         if values.shape[0] not in (1, rows.shape[0]):
             return None
@@ -253,7 +253,7 @@ class BoundEdit:
         table = dict(zip(self.edit.tokens, self.edit.source or (), strict=True))
         return torch.tensor([table[int(each)] for each in positions])
 
-    def _drawn(self, old: Tensor, rows: Tensor, part: Part) -> Tensor:
+    def _drawn(self, old: Tensor, rows: Tensor, part: EditPart) -> Tensor:
         """Values of tokens drawn at random; a row and position draws the same each time."""
         pool: Tensor = self.edit.values.to(device=old.device, dtype=old.dtype)
         if pool.shape[-1] not in (old.shape[-1], rows.shape[-1]):

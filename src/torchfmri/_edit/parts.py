@@ -18,7 +18,7 @@ Index = slice | Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class EditPart:
     """Rows, tokens and units of one value (b, s, ..., w).
 
     Attributes:

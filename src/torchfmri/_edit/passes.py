@@ -30,7 +30,7 @@ class Fed(NamedTuple):
     before: int | None
 
 
-class Passes:
+class EditPasses:
     """Knows what the pass that runs now was fed.
 
     Attributes:

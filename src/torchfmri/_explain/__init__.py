@@ -5,14 +5,14 @@ be explained is an entry (pattern, what, why, cure) of a table in `*_failures`, 
 `docs/errors.md`.
 """
 
-from torchfmri._explain.crash import SourceLine, Step
+from torchfmri._explain.crash import SourceLine, TracebackStep
 from torchfmri._explain.entry_points import explain, explained
 from torchfmri._explain.explanation import Explanation
 
 __all__ = [
     "Explanation",
     "SourceLine",
-    "Step",
+    "TracebackStep",
     "explain",
     "explained",
 ]

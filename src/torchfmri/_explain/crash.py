@@ -50,7 +50,7 @@ class SourceLine(NamedTuple):
     code: str
 
 
-class Step(NamedTuple):
+class TracebackStep(NamedTuple):
     """One entry of a traceback: a frame and where it was left."""
 
     frame: FrameType
@@ -286,10 +286,10 @@ def describe(tensor: Tensor) -> str:
     return f"({shape}) {str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
 
 
-def _steps(error: BaseException) -> Iterator[Step]:
+def _steps(error: BaseException) -> Iterator[TracebackStep]:
     entry = error.__traceback__
     while entry is not None:
-        yield Step(entry.tb_frame, entry.tb_lineno, entry.tb_lasti)
+        yield TracebackStep(entry.tb_frame, entry.tb_lineno, entry.tb_lasti)
         entry = entry.tb_next
 
 
@@ -299,7 +299,7 @@ def _variables(frame: FrameType) -> list[Any]:
     return [*frame.f_locals.values(), *named]
 
 
-def _module_of(step: Step) -> nn.Module | None:
+def _module_of(step: TracebackStep) -> nn.Module | None:
     """Return the module whose method a frame runs; an unfinished one does not count."""
     value = step.frame.f_locals.get("self")
     return value if _is_module(value) and step.function != "__init__" else None
@@ -310,7 +310,7 @@ def _is_module(value: Any) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module) and "_modules" in value.__dict__
 
 
-def _calls_hook(step: Step) -> Any:
+def _calls_hook(step: TracebackStep) -> Any:
     """Return the module whose hook this frame called (None: unknown), or _ABSENT.
 
     The source line tells which call it was, because forward is called from there too.

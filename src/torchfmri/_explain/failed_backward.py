@@ -26,7 +26,7 @@ _FRAME = re.compile(
 )
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """The layer to which an operation of the backward pass belongs.
 
     Attributes:
@@ -83,24 +83,24 @@ def reached(crash: Crash) -> str:
     return f"The backward pass had probably come to the operation {operation_name(node)}{where}."
 
 
-def place_of(crash: Crash, node: Any) -> Place:
+def place_of(crash: Crash, node: Any) -> CodePlace:
     """Return the layer to which an operation belongs, judged by the parameters it uses."""
     used = _owners(crash, node)
     if used:
-        return Place(layer=used[0][0])
+        return CodePlace(layer=used[0][0])
     level, seen = [node], {id(node)}
     while level:
         below = []
         for each in level:
             owners = _owners(crash, each)
             if owners:
-                return Place(near=owners[0][0])
+                return CodePlace(near=owners[0][0])
             for deeper in _next(each):
                 if id(deeper) not in seen:
                     seen.add(id(deeper))
                     below.append(deeper)
         level = below
-    return Place()
+    return CodePlace()
 
 
 def used_leaves(node: Any) -> list[Tensor]:

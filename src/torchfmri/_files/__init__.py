@@ -33,7 +33,7 @@ from torchfmri._files.sealed import finite_json, parse, plain, seal, to_json, un
 from torchfmri._files.tensor_file import (
     DTYPES,
     TAGS,
-    Column,
+    FileColumn,
     Tensor,
     is_intact,
     map_file,
@@ -45,7 +45,7 @@ from torchfmri._files.tensor_file import (
 __all__ = [
     "DTYPES",
     "TAGS",
-    "Column",
+    "FileColumn",
     "Tensor",
     "compare_files",
     "find_replaced",

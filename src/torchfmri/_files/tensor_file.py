@@ -52,7 +52,7 @@ MAPPINGS = 256
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
-class Column(NamedTuple):
+class FileColumn(NamedTuple):
     """One tensor of a file, in parts that follow each other along its first axis."""
 
     tag: str
@@ -73,7 +73,7 @@ class Tensor:
 
 
 def write_tensors(
-    path: Path, columns: Mapping[str, Column], metadata: Mapping[str, str]
+    path: Path, columns: Mapping[str, FileColumn], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
     """The size and CRC-32 of the new file, which is on the disk; its name in the folder may not be.
 
@@ -116,7 +116,7 @@ def write_tensors(
 
 
 def _header(
-    names: Sequence[str], columns: Mapping[str, Column], metadata: Mapping[str, str]
+    names: Sequence[str], columns: Mapping[str, FileColumn], metadata: Mapping[str, str]
 ) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0

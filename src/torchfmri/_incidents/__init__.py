@@ -7,7 +7,7 @@ operation where it began (`origin`, `trace`) and writes a folder (`stored_incide
 `causes`; since when weights have been bad, `past_weights` tells.
 """
 
-from torchfmri._incidents.aftermath import Subject
+from torchfmri._incidents.aftermath import IncidentSubject
 from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.hold import Hold
 from torchfmri._incidents.incident import Incident
@@ -19,8 +19,8 @@ __all__ = [
     "Buffers",
     "Hold",
     "Incident",
+    "IncidentSubject",
     "Incidents",
-    "Subject",
     "check_action",
     "check_incidents",
     "find_origin",

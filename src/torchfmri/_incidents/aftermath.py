@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.agreement import exchange, processes
 from torchfmri._incidents.content import readable
-from torchfmri._incidents.incident import Incident, Part
+from torchfmri._incidents.incident import Incident, IncidentPart
 from torchfmri._incidents.incident_folders import free_folder
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.past_weights import dated
@@ -34,7 +34,7 @@ _SPOILT = " The step has left {} non-finite as well: in evaluation mode the mode
 
 
 @dataclass(frozen=True)
-class Subject:
+class IncidentSubject:
     """What is held, and who is asked about it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Aftermath:
         incidents: What was found.
     """
 
-    def __init__(self, subject: Subject, action: Action, options: Incidents) -> None:
+    def __init__(self, subject: IncidentSubject, action: Action, options: Incidents) -> None:
         self.incidents: list[Incident] = []
         self._subject, self._action, self._options = subject, action, options
 
@@ -120,9 +120,15 @@ class Aftermath:
         subject = self._subject
         scale = 1.0 if subject.scaler is None else float(gradient_scale(subject.scaler))
         step = BadStep(
-            number, seen.calls, seen.known_losses, subject.bad_gradients(), False, scale,
-            seen.told_batch, frozenset(seen.overwritten),
-        )  # fmt: skip
+            number=number,
+            calls=seen.calls,
+            losses=seen.known_losses,
+            gradients=subject.bad_gradients(),
+            after_update=False,
+            scale=scale,
+            batch=seen.told_batch,
+            overwritten=frozenset(seen.overwritten),
+        )
         lasting = self._lasting(number) if self._is_full else None
         if lasting is not None:
             return lasting, True
@@ -208,7 +214,7 @@ class Aftermath:
             self._warn(f"The incident could not be written: {type(error).__name__}: {error}")
             return None
 
-    def _part(self, rank: int, number: int, seen: SeenStep, finding: Finding) -> Part:
+    def _part(self, rank: int, number: int, seen: SeenStep, finding: Finding) -> IncidentPart:
         model, scaler = self._subject.model, self._subject.scaler
         about = {
             "action": self._action,
@@ -222,7 +228,15 @@ class Aftermath:
             "norms": weight_norms(model),
         }
         weights = dict(unwrap(model).state_dict()) if self._options.weights else None
-        return Part(rank, number, finding, seen.kept_calls, seen.told_batch, about, weights)
+        return IncidentPart(
+            rank=rank,
+            step=number,
+            finding=finding,
+            calls=seen.kept_calls,
+            told=seen.told_batch,
+            about=about,
+            weights=weights,
+        )
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"torchfmri: {text}", NonFiniteWarning, stacklevel=2)

@@ -22,7 +22,7 @@ LARGE = 1 << 20
 _Owner: TypeAlias = "dict[str, Tensor | None]"
 
 
-class _Kept(NamedTuple):
+class _KeptBuffer(NamedTuple):
     """A buffer, where it stands, and a copy of it; none of a large one that nobody writes to."""
 
     owner: _Owner
@@ -44,7 +44,7 @@ class Buffers:
             (name, module._buffers) for name, module in model.named_modules() if module._buffers
         ]
         self._contents: list[_Owner] = []
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptBuffer] = []
         self._copies: list[Tensor] = []
         self._originals: list[Tensor] = []
         self._versions: list[int] = []
@@ -103,11 +103,11 @@ class Buffers:
                 label = f"{prefix}.{name}" if prefix else name
                 due = buffer.numel() <= LARGE or label in copied
                 copy = buffer.detach().clone() if due else None
-                self._kept.append(_Kept(owner, name, label, buffer, copy))
+                self._kept.append(_KeptBuffer(owner, name, label, buffer, copy))
         self._copies = [each.copy for each in self._kept if each.copy is not None]
         self._originals = [each.buffer for each in self._kept if each.copy is not None]
 
-    def _written(self) -> Iterable[_Kept]:
+    def _written(self) -> Iterable[_KeptBuffer]:
         """The buffers that were written to since they were kept, as far as versions tell."""
         return (
             each
@@ -117,7 +117,7 @@ class Buffers:
 
 
 @kept_whole
-def _put_back(kept: list[_Kept]) -> None:
+def _put_back(kept: list[_KeptBuffer]) -> None:
     for owner, name, _, buffer, copy in kept:
         if copy is None:
             continue

@@ -59,14 +59,14 @@ def read_content(tensor: Tensor) -> Content | None:
     first = int(bad.reshape(-1).to(torch.uint8).argmax())
     rows = bad.reshape(len(bad), -1).any(1).nonzero()[:, 0] if bad.dim() else torch.empty(0)
     return Content(
-        int(torch.isnan(parts).sum()),
-        int((parts == torch.inf).sum()),
-        int((parts == -torch.inf).sum()),
-        values.numel(),
-        tuple(values.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(int(each) for each in torch.unravel_index(torch.tensor(first), values.shape)),
-        tuple(rows.tolist()) if len(rows) <= MOST_ROWS else (),
+        nan=int(torch.isnan(parts).sum()),
+        pos_inf=int((parts == torch.inf).sum()),
+        neg_inf=int((parts == -torch.inf).sum()),
+        count=values.numel(),
+        shape=tuple(values.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        element=tuple(int(each) for each in torch.unravel_index(torch.tensor(first), values.shape)),
+        rows=tuple(rows.tolist()) if len(rows) <= MOST_ROWS else (),
     )
 
 

@@ -16,7 +16,7 @@ SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"})
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "linear"})
 
 
-class Place(NamedTuple):
+class EventPlace(NamedTuple):
     """Where an operation was run.
 
     Attributes:
@@ -72,7 +72,7 @@ class Event:
     number: int
     kind: Kind
     operation: str
-    place: Place
+    place: EventPlace
     content: Content
     name: str = ""
     parents: tuple[Event, ...] = ()

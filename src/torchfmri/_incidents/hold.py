@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchfmri._incidents.aftermath import Aftermath, Subject
+from torchfmri._incidents.aftermath import Aftermath, IncidentSubject
 from torchfmri._incidents.agreement import any_is_bad, any_is_true
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
@@ -31,7 +31,7 @@ SKIPS = 16
 """A GradScaler that skips so many steps in a row halves 65,536 to 1: that is not ordinary."""
 
 
-class _Pending(NamedTuple):
+class _PendingStep(NamedTuple):
     """A step whose number is still on its way from the device."""
 
     number: int
@@ -51,7 +51,7 @@ class Hold:
         action: What to do about a non-finite step.
     """
 
-    def __init__(self, subject: Subject, action: Action, options: Incidents) -> None:
+    def __init__(self, subject: IncidentSubject, action: Action, options: Incidents) -> None:
         self._scaler, self.action = subject.scaler, action
         self._aftermath = Aftermath(subject, action, options)
         self._watch = StepWatch(
@@ -61,7 +61,7 @@ class Hold:
         self._was_bad = self._stepped = self._is_known = False
         self._skips = 0
         self._spared: list[tuple[Tensor, Tensor]] = []
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingStep] = deque()
 
     @property
     def incidents(self) -> list[Incident]:
@@ -132,7 +132,7 @@ class Hold:
         number = alarm(seen.known_losses, gradients)
         if self.action == "continue" and number is not None and number.is_cuda:
             seen.release_graphs()
-            self._pending.append(_Pending(self._number, seen, Deferred([number])))
+            self._pending.append(_PendingStep(self._number, seen, Deferred([number])))
             self.read_pending(wait=False)
             return False
         bad = self._is_bad(number, [*seen.known_losses, *gradients])
@@ -245,12 +245,12 @@ def _late_finding(number: int, seen: SeenStep) -> Finding:
     of_loss = not are_finite(seen.known_losses)
     what = "The loss" if of_loss else "A gradient"
     return Finding(
-        "nonfinite_loss" if of_loss else "nonfinite_backward",
-        "alarm",
-        (),
-        "loss" if of_loss else "backward",
-        number,
-        f"{what} of step {number} was not finite. It was noticed after the update, so its origin "
-        "is not known.",
-        "With on_nonfinite='skip' or 'raise' a step is held and looked into.",
+        problem="nonfinite_loss" if of_loss else "nonfinite_backward",
+        severity="alarm",
+        layers=(),
+        phase="loss" if of_loss else "backward",
+        step=number,
+        text=f"{what} of step {number} was not finite. It was noticed after the update, so its "
+        "origin is not known.",
+        advice="With on_nonfinite='skip' or 'raise' a step is held and looked into.",
     )

@@ -44,7 +44,7 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class Part:
+class IncidentPart:
     """What one process keeps of an incident.
 
     Attributes:

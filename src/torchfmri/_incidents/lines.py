@@ -7,7 +7,7 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-from torchfmri._explain import SourceLine, Step
+from torchfmri._explain import SourceLine, TracebackStep
 
 _ENGINE = str(Path("torch", "autograd", "graph.py"))
 
@@ -35,7 +35,7 @@ def running_lines(entry: CodeType, in_backward: bool = False) -> Lines:
     line: SourceLine | None = None
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:
-        step = Step(frame, frame.f_lineno, -1)
+        step = TracebackStep(frame, frame.f_lineno, -1)
         if in_backward and step.file.endswith(_ENGINE):
             break
         if not step.of_torch:

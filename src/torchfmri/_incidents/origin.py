@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchfmri._capture import RunningLayers
 from torchfmri._incidents.event import Event, is_on_purpose, trace_back
 from torchfmri._incidents.report import Context, report
-from torchfmri._incidents.trace import Trace
+from torchfmri._incidents.trace import OperationTrace
 from torchfmri._model import compiled_code_as_eager, run_backward, spared_grad, unchanged
 from torchfmri._records import Finding
 from torchfmri._torch import Hook, flatten
@@ -83,7 +83,7 @@ def trace_step(
 
     with compiled_code_as_eager(), unchanged(model), spared_grad(model.parameters()):
         layers = RunningLayers(model, returned)
-        trace = Trace(model, batch, layers, _call.__code__)
+        trace = OperationTrace(model, batch, layers, _call.__code__)
         arrived: list[Event] = []
         with layers, _listening(model, trace, arrived):
             try:
@@ -116,7 +116,7 @@ def loss_in(result: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _trouble(trace: Trace, loss: Tensor | None, outputs: list[Tensor]) -> Event | None:
+def _trouble(trace: OperationTrace, loss: Tensor | None, outputs: list[Tensor]) -> Event | None:
     """The event behind a non-finite loss; without a loss, behind a non-finite output."""
     if loss is not None:
         return trace.event_of(loss)
@@ -127,12 +127,12 @@ def _trouble(trace: Trace, loss: Tensor | None, outputs: list[Tensor]) -> Event 
     return None
 
 
-def _can_go_back(loss: Tensor | None, trace: Trace, wanted: bool) -> bool:
+def _can_go_back(loss: Tensor | None, trace: OperationTrace, wanted: bool) -> bool:
     return wanted and loss is not None and loss.requires_grad and not trace.ran_backward
 
 
 @contextmanager
-def _listening(model: nn.Module, trace: Trace, arrived: list[Event]) -> Iterator[None]:
+def _listening(model: nn.Module, trace: OperationTrace, arrived: list[Event]) -> Iterator[None]:
     """Collect the events behind the parameters' gradients, in the order they arrive."""
 
     def arrive(gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchfmri._incidents.content import read_content
-from torchfmri._incidents.event import Event, Lineage, Place
+from torchfmri._incidents.event import Event, EventPlace, Lineage
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin, loss_in
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
@@ -142,7 +142,15 @@ def why_not(model: nn.Module) -> str:
 def plain_finding(number: int) -> Finding:
     """What is known of a step of which nothing else is."""
     text = f"The loss or a gradient of step {number} is not finite."
-    return Finding("nonfinite_backward", "alarm", (), "backward", number, text, _advice())
+    return Finding(
+        problem="nonfinite_backward",
+        severity="alarm",
+        layers=(),
+        phase="backward",
+        step=number,
+        text=text,
+        advice=_advice(),
+    )
 
 
 def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool) -> Finding:
@@ -159,36 +167,51 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
     if data is not None:
         return data
     written = next((call for call in step.calls if call.was_written), None)
-    remark = f" The origin was not looked for: {reason}." if reason else ""
-    if written is not None:
-        who = "by the model" if written.is_written_by_model else "after the model had returned"
-        remark += f" The batch was written into {who}: what it held before is not known, and so "
-        remark += "neither is the origin."
-    elif was_called and compiled:
-        remark = " The model, called again in the same way, was finite: compiled code gave what "
-        remark += "eager code does not."
-    elif was_called:
-        remark = f" The model, called again in the same way, was finite. {_not_known(step)}"
+    remark = _why_no_origin(step, reason, written, compiled)
     bad = [loss for loss in step.losses if not bool(loss.detach().isfinite().all())]
     if bad:
         operations = _operations_before(bad[0])
         named = f" The operations before it are {', '.join(operations)}." if operations else ""
         text = f"The loss of step {step.number} is {float(bad[0].detach())}.{remark}{named}"
         return Finding(
-            "nonfinite_loss", "alarm", (), "loss", step.number, text,
-            OVERWRITTEN if written is not None else _advice(step, is_written, operations),
-            {"operations": operations, "compiled": compiled},
-        )  # fmt: skip
+            problem="nonfinite_loss",
+            severity="alarm",
+            layers=(),
+            phase="loss",
+            step=step.number,
+            text=text,
+            advice=OVERWRITTEN if written is not None else _advice(step, is_written, operations),
+            evidence={"operations": operations, "compiled": compiled},
+        )
     names = list(step.gradients)
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in reversed(names)))
     listed = ", ".join(map(repr, names[-_MOST_NAMES:][::-1]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
     return Finding(
-        "nonfinite_backward", "alarm", layers[:1], "backward", step.number, text,
-        OVERWRITTEN if written is not None else _advice(step, is_written),
-        {"parameters": names, "compiled": compiled},
-    )  # fmt: skip
+        problem="nonfinite_backward",
+        severity="alarm",
+        layers=layers[:1],
+        phase="backward",
+        step=step.number,
+        text=text,
+        advice=OVERWRITTEN if written is not None else _advice(step, is_written),
+        evidence={"parameters": names, "compiled": compiled},
+    )
+
+
+def _why_no_origin(step: BadStep, reason: str, written: ModelCall | None, compiled: bool) -> str:
+    remark = f" The origin was not looked for: {reason}." if reason else ""
+    if written is not None:
+        who = "by the model" if written.is_written_by_model else "after the model had returned"
+        remark += f" The batch was written into {who}: what it held before is not known, and so "
+        return f"{remark}neither is the origin."
+    if reason or not step.calls:
+        return remark
+    remark = " The model, called again in the same way, was finite"
+    if compiled:
+        return f"{remark}: compiled code gave what eager code does not."
+    return f"{remark}. {_not_known(step)}"
 
 
 def _not_known(step: BadStep) -> str:
@@ -209,7 +232,14 @@ def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
     for path, tensor in (*calls, *_told_data(step.batch)):
         content = None if id(tensor) in known | step.overwritten else read_content(tensor)
         if content is not None and (content.nan or content.pos_inf):  # -inf may be a mask
-            event = Event(0, "data", "", Place("data"), content, path)
+            event = Event(
+                number=0,
+                kind="data",
+                operation="",
+                place=EventPlace("data"),
+                content=content,
+                name=path,
+            )
             found = report(Lineage(event, event, event), Context(None, step.number))
             remark = " It was not traced from there to the loss."
             return replace(found, text=found.text + remark)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
-from torchfmri._incidents.incident import Part
+from torchfmri._incidents.incident import IncidentPart
 from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import loss_in
 from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_batch, redo_call
@@ -92,9 +92,13 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         )
     model, notes = subject.model, [*part.notes, *_prepare(subject.model, part)]
     step = BadStep(
-        part.step, part.calls, [], {"": torch.empty(0)}, bool(part.about.get("after_update")),
-        _scale(part),
-    )  # fmt: skip
+        number=part.step,
+        calls=part.calls,
+        losses=[],
+        gradients={"": torch.empty(0)},
+        after_update=bool(part.about.get("after_update")),
+        scale=_scale(part),
+    )
     found, ran_loss = None, True
     is_written = bool(part.about.get("batch_was_written"))
     for call in part.calls:
@@ -110,7 +114,7 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
     return Replay(part.step, part.rank, finding, True, tuple(dict.fromkeys(notes)))
 
 
-def _prepare(model: nn.Module, part: Part) -> list[str]:
+def _prepare(model: nn.Module, part: IncidentPart) -> list[str]:
     """Give the model its weights, if they were written; returns reservations."""
     kept = {"calls": [call.to_data() for call in part.calls], "told": part.told}
     absent = dict.fromkeys(omissions(kept))
@@ -142,7 +146,7 @@ def _same_norms(then: dict[str, float | None], now: dict[str, float]) -> bool:
     )
 
 
-def _scale(part: Part) -> float:
+def _scale(part: IncidentPart) -> float:
     scaler = part.about.get("scaler") or {}
     return float(scaler.get("scale") or 1.0)
 
@@ -245,7 +249,7 @@ def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
     return moved
 
 
-def _not_reproduced(part: Part, ran_loss: bool) -> Finding:
+def _not_reproduced(part: IncidentPart, ran_loss: bool) -> Finding:
     if part.about.get("batch_was_written"):
         why = (
             "The batch was written into after the model was called, so the one in the folder is "
@@ -274,12 +278,12 @@ def _not_reproduced(part: Part, ran_loss: bool) -> Finding:
             "that are not deterministic may also differ."
         )
     return Finding(
-        "nonfinite_not_reproduced",
-        "alarm",
-        part.finding.layers,
-        part.finding.phase,
-        part.step,
-        f"{why} When it happened: {part.finding.text}",
-        advice,
-        {"compiled": bool(part.about.get("compiled"))},
+        problem="nonfinite_not_reproduced",
+        severity="alarm",
+        layers=part.finding.layers,
+        phase=part.finding.phase,
+        step=part.step,
+        text=f"{why} When it happened: {part.finding.text}",
+        advice=advice,
+        evidence={"compiled": bool(part.about.get("compiled"))},
     )

@@ -82,14 +82,14 @@ def report(lineage: Lineage, context: Context) -> Finding:
         text += f" It is in {_in_words(rows)} of the batch."
     layer = root.place.layer
     return Finding(
-        f"nonfinite_{root.place.phase}",
-        "alarm",
-        (layer,) if layer else (),
-        root.place.phase,
-        step,
-        text,
-        cause.advice,
-        _evidence(root, rows),
+        problem=f"nonfinite_{root.place.phase}",
+        severity="alarm",
+        layers=(layer,) if layer else (),
+        phase=root.place.phase,
+        step=step,
+        text=text,
+        advice=cause.advice,
+        evidence=_evidence(root, rows),
     )
 
 
@@ -111,7 +111,14 @@ def _about_data(root: Event, step: int | None) -> Finding:
             f"{content.value}{_at(step)}: {bad:,} of {content.count:,} values{first}."
         )
     return Finding(
-        "nonfinite_data", "alarm", (), "data", step, text, _BAD_DATA, _evidence(root, rows)
+        problem="nonfinite_data",
+        severity="alarm",
+        layers=(),
+        phase="data",
+        step=step,
+        text=text,
+        advice=_BAD_DATA,
+        evidence=_evidence(root, rows),
     )
 
 
@@ -133,13 +140,17 @@ def _about_weights(root: Event, context: Context) -> Finding:
     evidence = {**_evidence(root, ()), "parameter": root.name, "parameters": list(names)}
     what = "The buffer" if is_buffer else "The weights"
     found = Finding(
-        "nonfinite_weights", "alarm", layers, "forward" if is_buffer else "optimizer", step,
-        f"{what} {root.name!r} held {root.content.value} before "
+        problem="nonfinite_weights",
+        severity="alarm",
+        layers=layers,
+        phase="forward" if is_buffer else "optimizer",
+        step=step,
+        text=f"{what} {root.name!r} held {root.content.value} before "
         f"{'the step' if step is None else f'step {step}'} "
         f"({_how_many(evidence)}).",
-        _BAD_BUFFER if is_buffer else _BAD_WEIGHTS,
-        evidence,
-    )  # fmt: skip
+        advice=_BAD_BUFFER if is_buffer else _BAD_WEIGHTS,
+        evidence=evidence,
+    )
     if not context.after_update or is_buffer:
         return found
     return made_by_update(found, None if step is None else (step - 1, step - 1))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchfmri._files import (
-    Column,
+    FileColumn,
     parse,
     read_regular,
     read_tensors,
@@ -51,7 +51,7 @@ def save_data(path: Path, data: Any) -> None:
     """
     arrays: list[Bytes] = []
     structure = _encode(data, arrays, _LEVELS)
-    columns = {str(number): Column("U8", [array]) for number, array in enumerate(arrays)}
+    columns = {str(number): FileColumn("U8", [array]) for number, array in enumerate(arrays)}
     file = path.with_suffix(".safetensors")
     size, check = write_tensors(file, columns, {"format": FORMAT})
     record = {

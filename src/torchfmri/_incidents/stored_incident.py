@@ -40,7 +40,7 @@ from torchfmri._files import (
     seal,
     unseal,
 )
-from torchfmri._incidents.incident import Incident, Part
+from torchfmri._incidents.incident import Incident, IncidentPart
 from torchfmri._incidents.incident_folders import (
     SUMMARY,
     find_incident,
@@ -63,7 +63,7 @@ _OWN_FIELDS = (*_FORMAT, "step", "rank", "incident", "finding", "files")
 _IDENTITY = re.compile("[0-9a-f]{32}")
 
 
-def write_part(folder: Path, part: Part, history: History | None, steps: int) -> Path:
+def write_part(folder: Path, part: IncidentPart, history: History | None, steps: int) -> Path:
     """Write the part of this process into the folder of the incident; returns that folder.
 
     Args:
@@ -109,7 +109,7 @@ def write_summary(folder: Path, incident: Incident, identity: str, processes: in
         new.write_bytes(_seal(content, SUMMARY))
 
 
-def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) -> Part:
+def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) -> IncidentPart:
     """The part of one process: the one whose finding it is, unless another is asked for.
 
     What is wrong with files that are not needed is told in the part's `notes`.
@@ -169,7 +169,7 @@ def _notes_on_others(folder: Path, names: list[str]) -> list[str]:
 
 def _open_part(
     incident: Path, rank: int, summary: dict[str, Any] | None
-) -> tuple[Part, dict[str, FileFormatError]]:
+) -> tuple[IncidentPart, dict[str, FileFormatError]]:
     """A part without its data, and what is wrong with its files by their names."""
     own = part_folder(incident, rank)
     content = _read_record(own / _PART)
@@ -185,10 +185,16 @@ def _open_part(
     if summary is not None and summary.get("incident", "") != identity and not is_alone:
         raise FileFormatError(_PART, f"it belongs to another incident than {SUMMARY!r}")
     others = [name for name in list_names(own) if files and name not in files and name != _PART]
-    part = Part(
-        rank, _step_of(content), _checked_finding(content.get("finding")), [], None, about,
-        identity=identity, notes=tuple(_notes_on_others(own, others)),
-    )  # fmt: skip
+    part = IncidentPart(
+        rank=rank,
+        step=_step_of(content),
+        finding=_checked_finding(content.get("finding")),
+        calls=[],
+        told=None,
+        about=about,
+        identity=identity,
+        notes=tuple(_notes_on_others(own, others)),
+    )
     return part, compare_files(own, files)
 
 
@@ -223,7 +229,7 @@ def _read_calls(path: Path) -> tuple[list[ModelCall], Any]:
 
 
 def _weights_of(
-    incident: Path, part: Part, summary: dict[str, Any] | None
+    incident: Path, part: IncidentPart, summary: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """The weights, which may be in the part of another process; None where they were not kept."""
     for rank in dict.fromkeys((part.rank, *ranks_of(incident))):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import RunningLayers
 from torchfmri._incidents.content import read_content, readable
-from torchfmri._incidents.event import Event, Kind, Operand, Place
+from torchfmri._incidents.event import Event, EventPlace, Kind, Operand
 from torchfmri._incidents.lines import Lines, running_lines
 from torchfmri._model import unwrap
 from torchfmri._records import Phase
@@ -54,7 +54,7 @@ class _Made(NamedTuple):
     lines: Lines
 
 
-class Trace(DispatchMode):  # type: ignore[no-untyped-call]
+class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation while it is entered; a context manager.
 
     Args:
@@ -96,7 +96,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         if content is None:
             return None
         known = self._events.get(_storage(tensor))
-        return known or self._new("outside", "", Place(self._phase()), content)
+        return known or self._new("outside", "", EventPlace(self._phase()), content)
 
     # -- operations --------------------------------------------------------------------------
 
@@ -198,21 +198,21 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
             return "forward"
         return "loss" if self._layers.was_entered else "data"
 
-    def _place(self, name: str) -> tuple[Place, str]:
+    def _place(self, name: str) -> tuple[EventPlace, str]:
         """Where we are, and the operation: in a backward pass the one that is differentiated."""
         phase = self._phase()
         layer = self._layers.stack[-1] if self._layers.stack else None
         lines = running_lines(self._entry, current_backward() != NO_BACKWARD)
         if phase != "backward":
-            return Place(phase, layer, *lines), name
+            return EventPlace(phase, layer, *lines), name
         node = current_node()
         made = self._nodes.get(node_sequence_number(node)) if node is not None else None
         if made is not None:
             layer = made.layer
         if node is None or lines.line is not None:  # a backward that is written in Python
-            return Place(phase, layer, *lines), name
+            return EventPlace(phase, layer, *lines), name
         lines = made.lines if made is not None else lines
-        return Place(phase, layer, *lines, derivative=True), _differentiated(node)
+        return EventPlace(phase, layer, *lines, derivative=True), _differentiated(node)
 
     # -- events ------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         content = read_content(tensor)
         if content is None or storage in self._events:
             return content is not None
-        place = Place("data") if kind == "data" else Place(self._phase())
+        place = EventPlace("data") if kind == "data" else EventPlace(self._phase())
         self._events[storage] = self._new(kind, "", place, content, name)
         return True
 
@@ -231,13 +231,22 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self,
         kind: Kind,
         operation: str,
-        place: Place,
+        place: EventPlace,
         content: Any,
         name: str = "",
         parents: tuple[Event, ...] = (),
         operands: tuple[Operand, ...] = (),
     ) -> Event:
-        self.latest = Event(self._count, kind, operation, place, content, name, parents, operands)
+        self.latest = Event(
+            number=self._count,
+            kind=kind,
+            operation=operation,
+            place=place,
+            content=content,
+            name=name,
+            parents=parents,
+            operands=operands,
+        )
         self._count += 1
         return self.latest
 

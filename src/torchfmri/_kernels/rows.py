@@ -10,7 +10,7 @@ asks computes the same with torch.
 pass reads up to two tensors and a vector, and writes one line of a `Table`. Each must exist until
 the kernel has been started, and none may be written to in the meantime:
 
-- The vectors are held by `Rows._vectors`, as long as the `Rows` exist.
+- The vectors are held by `RowLanes._vectors`, as long as the `RowLanes` exist.
 - The table that has free lines is held by `_Lines.table`. A full one is held by every `Numbers`
   that was read from it, whose tensors are views of its memory.
 - On the CPU the pass runs inside `Lane.read`. The caller's references to the tensors are enough.
@@ -207,7 +207,7 @@ class QueuedLane(Lane):
         return Numbers(table.squares, table.products, line)
 
 
-class Rows:
+class RowLanes:
     """The lanes of one block, and the tables that they write into."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ keeps that. `logit_attribution` splits a logit into what heads and MLPs add (`bl
 mixtures, `features` any dictionary of features.
 """
 
-from torchfmri._lens.experts import RouterReader, Routing, find_routers
+from torchfmri._lens.experts import ExpertRouting, RouterReader, find_routers
 from torchfmri._lens.features import (
     FeatureReader,
     FeatureSource,
@@ -24,6 +24,7 @@ from torchfmri._lens.unembedding import Unembedding, find_unembedding
 
 __all__ = [
     "METHODS",
+    "ExpertRouting",
     "FeatureReader",
     "FeatureSource",
     "InputAttribution",
@@ -31,7 +32,6 @@ __all__ = [
     "LensReading",
     "LogitAttribution",
     "RouterReader",
-    "Routing",
     "Stream",
     "Translate",
     "Unembedding",

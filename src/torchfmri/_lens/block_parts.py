@@ -17,7 +17,7 @@ from torchfmri.exceptions import InspectionError
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BlockPart:
     """A vector that was added to the stream.
 
     Attributes:
@@ -51,7 +51,7 @@ def wanted_layers(blocks: list[Block]) -> tuple[list[str], list[str]]:
 
 def block_parts(
     stream: Stream, block: Block, row: int, position: int, heads: bool
-) -> tuple[list[Part], list[str]]:
+) -> tuple[list[BlockPart], list[str]]:
     """What a block added to the stream at one token, and what could not be told apart.
 
     Args:
@@ -70,10 +70,10 @@ def block_parts(
     name = f"L{block.index}"
     if split is None:
         reason = f"{name}: no two of its layers add up to what it adds, so it is one part"
-        return [Part(name, "block", block.index, added)], [reason]
+        return [BlockPart(name, "block", block.index, added)], [reason]
     (attention, factor), mlp = split
     whole = factor * _row(stream.outputs[attention], stream, row, position)
-    parts = [Part(f"{name}.attn", "attention", block.index, whole)]
+    parts = [BlockPart(f"{name}.attn", "attention", block.index, whole)]
     notes: list[str] = []
     if heads:
         try:
@@ -81,7 +81,7 @@ def block_parts(
         except InspectionError as error:
             notes.append(f"{name}.attn is one part: {error}")
     vector = factor * _row(stream.outputs[mlp], stream, row, position)
-    return [*parts, Part(f"{name}.mlp", "mlp", block.index, vector)], notes
+    return [*parts, BlockPart(f"{name}.mlp", "mlp", block.index, vector)], notes
 
 
 def _split(
@@ -123,7 +123,7 @@ def _factor(config: Any) -> list[float]:
 def _heads(
     stream: Stream, block: Block, row: int, position: int, attention: str, factor: float,
     tolerance: float,
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[BlockPart]:  # fmt: skip
     """What each head adds, and the bias of the output projection if it has one."""
     inner = block.output_projection()
     name, module, heads = block.full(inner), block.inside[inner], block.heads()
@@ -158,9 +158,9 @@ def _heads(
         own, offset = frozen(own), frozen(offset) + frozen.bias
     index = block.index
     for head, vector in enumerate(own):
-        yield Part(f"L{index}H{head}", "head", index, factor * vector, head)
+        yield BlockPart(f"L{index}H{head}", "head", index, factor * vector, head)
     if bool(offset.any()):
-        yield Part(f"L{index}.attn.bias", "bias", index, factor * offset)
+        yield BlockPart(f"L{index}.attn.bias", "bias", index, factor * offset)
 
 
 def _row(tensor: Tensor, stream: Stream, row: int, position: int) -> Tensor:

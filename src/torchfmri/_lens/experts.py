@@ -19,7 +19,7 @@ _CLASSES = ("router", "topkgate", "moegate")
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class ExpertRouting:
     """What a router said of some tokens, in their order.
 
     Attributes:
@@ -57,7 +57,7 @@ class RouterReader(Attached):
     def __init__(
         self,
         model: nn.Module,
-        found: Callable[[Routing], None],
+        found: Callable[[ExpertRouting], None],
         missed: Callable[[str, str], None],
     ) -> None:
         self.routers = find_routers(model)
@@ -88,4 +88,4 @@ class RouterReader(Attached):
             return
         logs = logits[0].float().log_softmax(-1)
         entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
-        self._found(Routing(layer=name, ids=ids, weights=weights[-1], entropy=entropy))
+        self._found(ExpertRouting(layer=name, ids=ids, weights=weights[-1], entropy=entropy))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchfmri._lens.block_parts import Part, block_parts, wanted_layers
+from torchfmri._lens.block_parts import BlockPart, block_parts, wanted_layers
 from torchfmri._lens.frozen_norm import FrozenNorm, freeze_norm
 from torchfmri._lens.stream import Stream, only_stack, run_stream
 from torchfmri._lens.unembedding import Unembedding, find_unembedding
@@ -190,8 +190,8 @@ def attribute(
     )
 
 
-def _parts(stream: Stream, position: int, heads: bool) -> tuple[list[Part], list[str]]:
-    parts = [Part("embedding", "embedding", None, stream.states[0][0, position].double())]
+def _parts(stream: Stream, position: int, heads: bool) -> tuple[list[BlockPart], list[str]]:
+    parts = [BlockPart("embedding", "embedding", None, stream.states[0][0, position].double())]
     notes: list[str] = []
     for block in stream.blocks:
         found, reasons = block_parts(stream, block, 0, position, heads)
@@ -246,7 +246,9 @@ def _before_softcap(unembedding: Unembedding, state: Tensor) -> Tensor:
     return uncapped.logits(state).double()
 
 
-def _head_matrix(stream: Stream, parts: list[Part], values: list[float]) -> NDArray[np.float64]:
+def _head_matrix(
+    stream: Stream, parts: list[BlockPart], values: list[float]
+) -> NDArray[np.float64]:
     count = max((each.head + 1 for each in parts if each.head is not None), default=0)
     matrix = np.full((len(stream.blocks), count), np.nan)
     for part, value in zip(parts, values, strict=False):

@@ -17,8 +17,8 @@ from torchfmri._files import to_json
 from torchfmri._lens import feature_labels
 from torchfmri._lesion.lesion_map import LesionMap
 from torchfmri._lesion.lesion_run import LesionRun, Measured
-from torchfmri._lesion.questions import Metric, Question, read_questions
-from torchfmri._lesion.targets import FeatureChoice, Target, find_targets, split_features
+from torchfmri._lesion.questions import LesionQuestion, Metric, read_questions
+from torchfmri._lesion.targets import FeatureChoice, LesionTarget, find_targets, split_features
 from torchfmri._model import (
     compiled_code_as_eager,
     evaluating,
@@ -105,7 +105,9 @@ def lesion(
     if choice is not None:
         targets += _feature_targets(model, questions, choice)
     texts = _texts(targets, labels)
-    run = LesionRun(runnable(model), targets, edit, seed, tokens, batch)
+    run = LesionRun(
+        model=runnable(model), targets=targets, edit=edit, seed=seed, tokens=tokens, batch=batch
+    )
     key = _key(model, questions, targets, (edit, method, seed, repr(tokens)))
     done = _continue(path, key, len(questions))
     with ExitStack() as stack:
@@ -117,7 +119,9 @@ def lesion(
         for number in range(len(done), len(questions)):
             question = questions[number]
 
-            def step(lesions: int, question: Question = question, number: int = number) -> None:
+            def step(
+                lesions: int, question: LesionQuestion = question, number: int = number
+            ) -> None:
                 if on_step is not None:
                     total = len(targets) * len(questions)
                     on_step(number * len(targets) + lesions, total, question.prompt)
@@ -139,8 +143,8 @@ def _check_features(choice: FeatureChoice | None, edit: str, labels: object) -> 
 
 
 def _feature_targets(
-    model: nn.Module, questions: Sequence[Question], choice: FeatureChoice
-) -> list[Target]:
+    model: nn.Module, questions: Sequence[LesionQuestion], choice: FeatureChoice
+) -> list[LesionTarget]:
     if not choice.is_open:
         return choice.targets({})
     run = LesionRun(runnable(model), [], edit="zero", seed=0, tokens=None, batch=1)
@@ -148,7 +152,7 @@ def _feature_targets(
         return choice.targets(run.active_features(questions, choice.sources))
 
 
-def _texts(targets: Sequence[Target], labels: object) -> tuple[str, ...]:
+def _texts(targets: Sequence[LesionTarget], labels: object) -> tuple[str, ...]:
     """The label of each lesion; none at all where no table was given."""
     if labels is None:
         return ()
@@ -161,8 +165,8 @@ def _texts(targets: Sequence[Target], labels: object) -> tuple[str, ...]:
 
 
 def _assemble(
-    questions: Sequence[Question],
-    targets: Sequence[Target],
+    questions: Sequence[LesionQuestion],
+    targets: Sequence[LesionTarget],
     done: Sequence[Measured],
     edit: str,
     key: str,
@@ -214,7 +218,10 @@ def _continue(path: str | Path | None, key: str, count: int) -> list[Measured]:
 
 
 def _key(
-    model: nn.Module, questions: Sequence[Question], targets: Sequence[Target], options: Any
+    model: nn.Module,
+    questions: Sequence[LesionQuestion],
+    targets: Sequence[LesionTarget],
+    options: Any,
 ) -> str:
     """What tells these lesions from others: weights, prompts, places and options."""
     sums = [

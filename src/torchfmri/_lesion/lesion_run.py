@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchfmri._edit import BoundEdit, Edit, Passes, attached, change_arguments, change_output
+from torchfmri._edit import BoundEdit, Edit, EditPasses, attached, change_arguments, change_output
 from torchfmri._lens import FeatureSource
-from torchfmri._lesion.questions import Question, logits_for
-from torchfmri._lesion.targets import Target
+from torchfmri._lesion.questions import LesionQuestion, logits_for
+from torchfmri._lesion.targets import LesionTarget
 from torchfmri._model import Place, named_layers, thawed, unwrap
 from torchfmri._tokens import VOXEL
 from torchfmri._torch import Hook
@@ -60,7 +60,7 @@ class LesionRun:
     def __init__(
         self,
         model: nn.Module,
-        targets: Sequence[Target],
+        targets: Sequence[LesionTarget],
         edit: str,
         seed: int,
         tokens: Any,
@@ -72,7 +72,7 @@ class LesionRun:
         self._edit, self._seed, self._tokens = edit, seed, tokens
         self._values: dict[Key, Tensor] = {}
 
-    def gather(self, questions: Sequence[Question]) -> None:
+    def gather(self, questions: Sequence[LesionQuestion]) -> None:
         """Take the values that "mean" and "resample" put in the place of others."""
         if self._edit == "zero":
             return
@@ -85,7 +85,7 @@ class LesionRun:
         self._values = {key: torch.cat(each) for key, each in found.items() if each}
 
     def measure(
-        self, question: Question, estimate: bool, exact: bool, step: Callable[[int], None]
+        self, question: LesionQuestion, estimate: bool, exact: bool, step: Callable[[int], None]
     ) -> Measured:
         """Run a question without and with every lesion.
 
@@ -124,7 +124,7 @@ class LesionRun:
         return np.array(found)
 
     def active_features(
-        self, questions: Sequence[Question], sources: Mapping[str, FeatureSource]
+        self, questions: Sequence[LesionQuestion], sources: Mapping[str, FeatureSource]
     ) -> dict[str, list[int]]:
         """Place -> the features that are on at any token of the questions."""
         found: dict[str, set[int]] = {name: set() for name in sources}
@@ -141,9 +141,11 @@ class LesionRun:
                 found[name].update(on.flatten(0, -2).any(0).nonzero().flatten().tolist())
         return {name: sorted(each) for name, each in found.items()}
 
-    def lesion_rows(self, question: Question, several: Sequence[Target]) -> NDArray[np.float64]:
+    def lesion_rows(
+        self, question: LesionQuestion, several: Sequence[LesionTarget]
+    ) -> NDArray[np.float64]:
         """The metric with each of several lesions, in one forward pass."""
-        passes = Passes()
+        passes = EditPasses()
         bound = [self._lesion(each, row, passes) for row, each in enumerate(several)]
         found = self.rows(question, len(several), bound, passes)
         for each in bound:
@@ -155,7 +157,7 @@ class LesionRun:
         return np.array(found)
 
     def rows(
-        self, question: Question, count: int, bound: Sequence[BoundEdit], passes: Passes
+        self, question: LesionQuestion, count: int, bound: Sequence[BoundEdit], passes: EditPasses
     ) -> list[float]:
         """The metric of every row of one edited forward pass, each of which asks the question."""
         ids = question.ids.expand(count, -1)
@@ -163,11 +165,11 @@ class LesionRun:
             found = question.measure(logits_for(self.model, ids, question.needed))
         return [float(each) for each in found]
 
-    def bind(self, place: Place, edit: Edit, passes: Passes) -> BoundEdit:
+    def bind(self, place: Place, edit: Edit, passes: EditPasses) -> BoundEdit:
         """An edit at a place of this model."""
         return BoundEdit(place, edit, self.layers[place.layer], passes, VOXEL)
 
-    def refuse_mixing(self, question: Question) -> None:
+    def refuse_mixing(self, question: LesionQuestion) -> None:
         """Raise where the rows of a batch influence each other: a lesion would reach other rows.
 
         Raises:
@@ -189,7 +191,7 @@ class LesionRun:
                 "Lesion one at a time: batch=1."
             )
 
-    def _lesion(self, target: Target, row: int, passes: Passes) -> BoundEdit:
+    def _lesion(self, target: LesionTarget, row: int, passes: EditPasses) -> BoundEdit:
         edit, values = Edit.zero(), self._values.get(_key(target))
         if target.source is not None and target.feature is not None:
             edit = Edit.without_features(target.source.dictionary, [target.feature])
@@ -200,7 +202,7 @@ class LesionRun:
         return self.bind(target.place, edit.at(rows=[row], tokens=self._tokens), passes)
 
     def _intact(
-        self, question: Question, estimate: bool
+        self, question: LesionQuestion, estimate: bool
     ) -> tuple[dict[Key, Tensor], float, NDArray[np.float64]]:
         """The values at all places, the metric, and the estimated effects, in one pass."""
         estimates = np.full(len(self.targets), np.nan)
@@ -220,7 +222,7 @@ class LesionRun:
         return detached, float(metric.detach()), estimates
 
     def _estimate(
-        self, question: Question, metric: Tensor, values: Mapping[Key, Tensor]
+        self, question: LesionQuestion, metric: Tensor, values: Mapping[Key, Tensor]
     ) -> NDArray[np.float64]:
         """The change of the metric to first order: its gradient times the change of the value."""
         if not metric.requires_grad:
@@ -282,19 +284,19 @@ def _see_output(keep: Callable[[Tensor], Tensor], _: object, __: object, output:
     change_output(output, keep)
 
 
-class _FedOnce(Passes):
+class _FedOnce(EditPasses):
     """The tokens of one question, for edits that are made outside of a pass."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: LesionQuestion) -> None:
         super().__init__()
         self.feed(1, len(question.ids))
 
 
-def _key(target: Target) -> Key:
+def _key(target: LesionTarget) -> Key:
     return target.place.layer, target.place.what
 
 
-def _part(value: Tensor, target: Target) -> Tensor:
+def _part(value: Tensor, target: LesionTarget) -> Tensor:
     """The units of a target in the value of its layer."""
     return _units(value, target.place)
 

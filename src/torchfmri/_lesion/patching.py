@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_module, check_number, require
-from torchfmri._edit import BoundEdit, Edit, Passes
+from torchfmri._edit import BoundEdit, Edit, EditPasses
 from torchfmri._lesion.lesion_run import Key, LesionRun
 from torchfmri._lesion.patch_map import PatchMap
 from torchfmri._lesion.paths import Paths
-from torchfmri._lesion.questions import Question, logits_for, read_questions
+from torchfmri._lesion.questions import LesionQuestion, logits_for, read_questions
 from torchfmri._lesion.roles import Pairs, matched_tokens, token_label, unmatched_tokens
-from torchfmri._lesion.targets import Target, find_targets
+from torchfmri._lesion.targets import LesionTarget, find_targets
 from torchfmri._model import compiled_code_as_eager, evaluating, runnable, unchanged
 from torchfmri.exceptions import InspectionError
 
@@ -70,7 +70,9 @@ def patch(
     foils = None if foil is None else [foil, foil]
     asked = read_questions(model, tokenizer, [clean, corrupted], [answer, answer], foils, metric)
     targets = find_targets(model, of)
-    run = LesionRun(runnable(model), targets, "zero", 0, None, batch)
+    run = LesionRun(
+        model=runnable(model), targets=targets, edit="zero", seed=0, tokens=None, batch=batch
+    )
     matched = matched_tokens(asked, pairs)
     groups = [matched] if per == "place" else [[each] for each in matched]
     with ExitStack() as stack:
@@ -118,10 +120,10 @@ def patch(
 
 
 def _bind_patches(
-    run: LesionRun, work: Sequence[tuple[Target, Pairs]], values: Mapping[Key, Tensor]
-) -> tuple[list[BoundEdit], Passes]:
+    run: LesionRun, work: Sequence[tuple[LesionTarget, Pairs]], values: Mapping[Key, Tensor]
+) -> tuple[list[BoundEdit], EditPasses]:
     """The patches of one pass, one in each row."""
-    passes, bound = Passes(), []
+    passes, bound = EditPasses(), []
     for row, (target, pairs) in enumerate(work):
         donor = values[target.place.layer, target.place.what].detach()
         edit = Edit.replace(donor, source=[one for one, _ in pairs])
@@ -130,7 +132,7 @@ def _bind_patches(
     return bound, passes
 
 
-def _refuse_equal(metrics: Sequence[float], asked: Sequence[Question]) -> None:
+def _refuse_equal(metrics: Sequence[float], asked: Sequence[LesionQuestion]) -> None:
     if abs(metrics[0] - metrics[1]) < 1e-6 * max(1.0, abs(metrics[0])):
         raise InspectionError(
             f"The clean and the corrupted prompt have the same {asked[0].metric}, "

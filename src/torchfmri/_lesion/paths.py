@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from torchfmri._arguments import require
-from torchfmri._edit import BoundEdit, Edit, Passes, attached
+from torchfmri._edit import BoundEdit, Edit, EditPasses, attached
 from torchfmri._lesion.lesion_run import Key, LesionRun
-from torchfmri._lesion.questions import Question, logits_for
-from torchfmri._lesion.targets import Target
+from torchfmri._lesion.questions import LesionQuestion, logits_for
+from torchfmri._lesion.targets import LesionTarget
 from torchfmri._model import Block, Place, find_stacks, places_of
 from torchfmri.exceptions import InspectionError
 
@@ -48,7 +48,7 @@ class Paths:
         InspectionError: A receiver is none, or the parts of blocks cannot be told apart.
     """
 
-    def __init__(self, run: LesionRun, to: str | Sequence[str], question: Question) -> None:
+    def __init__(self, run: LesionRun, to: str | Sequence[str], question: LesionQuestion) -> None:
         names = [to] if isinstance(to, str) else list(to) if isinstance(to, Sequence) else []
         meaning = "give names of places such as 'L9H6.q', or 'logits'"
         usable = bool(names) and all(isinstance(each, str) for each in names)
@@ -72,9 +72,9 @@ class Paths:
 
     def rows(
         self,
-        senders: Sequence[Target],
+        senders: Sequence[LesionTarget],
         patches: Sequence[BoundEdit],
-        passes: Passes,
+        passes: EditPasses,
         corrupted: float,
     ) -> list[float]:
         """The metric with the patch of each sender, one in each row, where only receivers get it.
@@ -92,7 +92,7 @@ class Paths:
             return self._run.rows(question, count, [*patches, *held], passes)
         arrived = self._arrivals(count, [*patches, *held], passes)
         reached = self._reached(senders, arrived)
-        second = Passes()
+        second = EditPasses()
         received = [
             self._run.bind(place, Edit.replace(arrived[place.layer, place.what]), second)
             for place in self._receivers
@@ -105,7 +105,7 @@ class Paths:
         return [each if reaches else corrupted for each, reaches in pairs]
 
     def _arrivals(
-        self, count: int, bound: Sequence[BoundEdit], passes: Passes
+        self, count: int, bound: Sequence[BoundEdit], passes: EditPasses
     ) -> dict[Key, Tensor]:
         """What receivers are handed in an edited pass."""
         keys = list(dict.fromkeys((each.layer, each.what) for each in self._receivers))
@@ -118,7 +118,9 @@ class Paths:
             logits_for(self._run.model, ids, self._question.needed)
         return values
 
-    def _reached(self, senders: Sequence[Target], arrived: Mapping[Key, Tensor]) -> list[bool]:
+    def _reached(
+        self, senders: Sequence[LesionTarget], arrived: Mapping[Key, Tensor]
+    ) -> list[bool]:
         """Whether anything of each sender arrives.
 
         A block reaches all later ones by the stream. Within a block it depends on the architecture,
@@ -131,7 +133,7 @@ class Paths:
         certain = [block < last for block, _ in where]
         if all(certain):
             return certain
-        passes = Passes()
+        passes = EditPasses()
         plain = self._arrivals(len(senders), self._hold(senders, passes), passes)
         return [
             sure or any(not torch.equal(arrived[key][row], plain[key][row]) for key in plain)
@@ -142,12 +144,12 @@ class Paths:
         blocks = [each for each in self._blocks if f"{layer}.".startswith(f"{each.name}.")]
         return blocks[0].index if blocks else None
 
-    def unreached(self, senders: Sequence[Target]) -> tuple[str, ...]:
+    def unreached(self, senders: Sequence[LesionTarget]) -> tuple[str, ...]:
         """The senders of which nothing arrived in any row so far."""
         names = (each.place.name for each in senders)
         return tuple(name for name in names if not self._arrived.get(name, False))
 
-    def refuse_unreached(self, senders: Sequence[Target]) -> None:
+    def refuse_unreached(self, senders: Sequence[LesionTarget]) -> None:
         """Raise where nothing of any sender arrives.
 
         Raises:
@@ -161,7 +163,7 @@ class Paths:
                 "Receivers come after what sends to them; name later ones in to=, or leave it out."
             )
 
-    def _hold(self, senders: Sequence[Target], passes: Passes) -> list[BoundEdit]:
+    def _hold(self, senders: Sequence[LesionTarget], passes: EditPasses) -> list[BoundEdit]:
         """Edits that hold everything after each sender, in its row."""
         where = [self._place_of(each.place) for each in senders]
         found = []

@@ -35,7 +35,7 @@ _TWO_STACKS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class LesionQuestion:
     """One prompt with its answer, as the model is fed it.
 
     Attributes:
@@ -112,7 +112,7 @@ def read_questions(
     answers: str | Sequence[str] | None,
     foils: str | Sequence[str] | None,
     metric: Metric,
-) -> list[Question]:
+) -> list[LesionQuestion]:
     """The questions that prompts and answers make.
 
     Raises:
@@ -169,7 +169,7 @@ def logits_for(model: nn.Module, ids: Tensor, needed: int | None) -> Tensor:
 
 def _question(
     model: nn.Module, tokenizer: Any, prompt: Any, answer: Any, foil: Any, metric: Metric
-) -> Question:
+) -> LesionQuestion:
     ids = encode(prompt, tokenizer).ids[0]
     answer_ids = torch.empty(0, dtype=torch.long)
     if answer is not None:
@@ -189,7 +189,7 @@ def _question(
         fed = torch.cat([ids, answer_ids[:end]])
     place = device_of(model)
     refuse_unknown_ids(model, torch.cat([ids, answer_ids])[None])
-    return Question(
+    return LesionQuestion(
         prompt=prompt if isinstance(prompt, str) else str(ids.tolist()),
         answer="" if answer is None else str(answer),
         foil="" if foil is None else str(foil),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchfmri._arguments import require
-from torchfmri._lesion.questions import Question
+from torchfmri._lesion.questions import LesionQuestion
 
 Pairs = list[tuple[int, int]]
 """(Clean position, corrupted position)."""
@@ -35,7 +35,9 @@ def match_roles(clean: Sequence[int], corrupted: Sequence[int]) -> Pairs:
     return pairs
 
 
-def matched_tokens(asked: Sequence[Question], given: Sequence[tuple[int, int]] | None) -> Pairs:
+def matched_tokens(
+    asked: Sequence[LesionQuestion], given: Sequence[tuple[int, int]] | None
+) -> Pairs:
     lengths = [len(each.ids) for each in asked]
     if given is None:
         return match_roles(asked[0].ids.tolist(), asked[1].ids.tolist())
@@ -57,7 +59,9 @@ def token_label(tokenizer: Any, ids: Tensor, position: int) -> str:
     return f"{position} {text!r}"
 
 
-def unmatched_tokens(tokenizer: Any, asked: Sequence[Question], pairs: Pairs) -> tuple[str, ...]:
+def unmatched_tokens(
+    tokenizer: Any, asked: Sequence[LesionQuestion], pairs: Pairs
+) -> tuple[str, ...]:
     missing = []
     for side, (question, name) in enumerate(zip(asked, ("clean", "corrupted"), strict=True)):
         known = {each[side] for each in pairs}

@@ -29,7 +29,7 @@ _FEATURE = re.compile(r"(?P<place>.+)\[feature (?P<number>\d+)\]")
 
 
 @dataclass(frozen=True)
-class Target:
+class LesionTarget:
     """One lesion.
 
     Attributes:
@@ -47,7 +47,7 @@ class Target:
     source: FeatureSource | None = None
 
 
-def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[Target]:
+def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[LesionTarget]:
     """The lesions that words or names of places mean, block after block.
 
     Raises:
@@ -59,7 +59,7 @@ def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[Target]:
     meaning = f"give one or several of {known}, or names of places such as 'L3H*'"
     require(bool(several) and all(isinstance(each, str) for each in several), "of", of, meaning)
     layers = named_layers(model)
-    found: dict[str, Target] = {}
+    found: dict[str, LesionTarget] = {}
     for word in several:
         kind = word if word in KINDS else "places"
         for place in places_of(layers, KINDS.get(word, word)):
@@ -70,9 +70,9 @@ def find_targets(model: nn.Module, of: str | Sequence[str]) -> list[Target]:
     return sorted(found.values(), key=lambda each: each.place.block or 0)
 
 
-def _targets(layers: Mapping[str, nn.Module], place: Place, kind: str) -> list[Target]:
+def _targets(layers: Mapping[str, nn.Module], place: Place, kind: str) -> list[LesionTarget]:
     if kind != "voxels":
-        return [Target(place, kind, place.head or 0)]
+        return [LesionTarget(place, kind, place.head or 0)]
     width = width_in(layers[place.layer])
     if width is None:
         raise InspectionError(
@@ -80,7 +80,7 @@ def _targets(layers: Mapping[str, nn.Module], place: Place, kind: str) -> list[T
             "told apart. Lesion 'mlps', or name places."
         )
     return [
-        Target(
+        LesionTarget(
             replace(
                 place,
                 name=f"L{place.block}.mlp.v{number}",
@@ -106,7 +106,7 @@ class FeatureChoice(NamedTuple):
     named: Mapping[str, list[int]]
     is_open: bool
 
-    def targets(self, active: Mapping[str, Sequence[int]]) -> list[Target]:
+    def targets(self, active: Mapping[str, Sequence[int]]) -> list[LesionTarget]:
         """One lesion for each feature.
 
         Args:
@@ -120,7 +120,7 @@ class FeatureChoice(NamedTuple):
             several = {*self.named.get(place, ()), *(active[place] if self.is_open else ())}
             where = replace(source.place, heads=None)  # dictionaries take heads side by side
             found += [
-                Target(
+                LesionTarget(
                     place=replace(where, name=feature_name(place, feature)),
                     kind=FEATURES,
                     column=number,

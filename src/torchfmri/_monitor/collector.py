@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchfmri._capture import TokenMask
 from torchfmri._kernels import Floats, Reduction, cuda, summaries
-from torchfmri._records import Rows, Series
+from torchfmri._records import HistoryRows, Series
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import InspectionError
 from torchfmri.statistics import (
@@ -171,7 +171,7 @@ class Collector:
 
     def _read_rows(
         self, summed: list[tuple[list[Series], list[summaries.Label], Floats]]
-    ) -> Rows | None:
+    ) -> HistoryRows | None:
         """All series in one table, where nothing has to be merged or corrected."""
         labels = [label for launch in self._launches for label in launch.labels]
         compiled = [label for _, some, _ in summed for label in some]
@@ -189,7 +189,7 @@ class Collector:
         known += [summaries.table_of(numbers) for *_, numbers in summed]
         shapes = [(each.dtype, each.shape) for each in labels]
         shapes += [(each.dtype, each.shape) for each in compiled]
-        return Rows(series, np.concatenate(known), shapes)
+        return HistoryRows(series, np.concatenate(known), shapes)
 
     def _reduce(self, series: Series, tensor: Tensor, mask: TokenMask | None) -> None:
         aligned = mask.align(tensor) if mask is not None else None
@@ -280,13 +280,21 @@ def _read(launch: _Launch) -> list[tuple[Series, Statistics]]:
 
 
 def _statistics_of_summary(label: summaries.Label, numbers: Floats) -> Statistics:
-    finite, nan, positive, negative, zero, tiny, *moments, rows = numbers.tolist()
+    finite, nan, positive, negative, zero, tiny, mean, squares, low, high, rows = numbers.tolist()
     counted = None
     if label.rows:
         nan -= (label.rows - rows) * (math.prod(label.shape) // label.rows)
         counted = (int(rows), label.rows)
-    number = int(finite + nan + positive + negative)
     found = Reduction(
-        number, int(nan), int(positive), int(negative), int(zero), int(tiny - zero), *moments
+        count=int(finite + nan + positive + negative),
+        nan=int(nan),
+        pos_inf=int(positive),
+        neg_inf=int(negative),
+        zero=int(zero),
+        subnormal=int(tiny - zero),
+        mean=mean,
+        squared_deviations=squares,
+        low=low,
+        high=high,
     )
     return statistics_of_reduction(found, dtype=label.dtype, shape=label.shape, positions=counted)

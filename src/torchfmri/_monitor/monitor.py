@@ -25,7 +25,14 @@ from torchfmri._arguments import (
     check_scaler,
 )
 from torchfmri._diagnosis import LiveDiagnosis, Structure, describe
-from torchfmri._incidents import Hold, Incident, Incidents, Subject, check_action, check_incidents
+from torchfmri._incidents import (
+    Hold,
+    Incident,
+    Incidents,
+    IncidentSubject,
+    check_action,
+    check_incidents,
+)
 from torchfmri._model import (
     Concerns,
     OptimizerSteps,
@@ -42,7 +49,7 @@ from torchfmri._model import (
 )
 from torchfmri._monitor import gather
 from torchfmri._monitor.history_table import history_table
-from torchfmri._monitor.plan import WHAT, Plan
+from torchfmri._monitor.plan import WHAT, WatchPlan
 from torchfmri._monitor.step_hooks import StepHooks
 from torchfmri._monitor.watched_step import StepSink, WatchedStep
 from torchfmri._records import Finding, History, HistoryFolder, Series, Step
@@ -164,7 +171,14 @@ class Monitor(Attached):
         names = leaf_layers(layers) if watch is None else find_layers(layers, watch)
         modules = {name: layers[name] for name in names}
         owners = layers if watch is None else modules
-        self._plan = Plan(modules, owners, _check_whats(what), histogram, max_bytes, scaler)
+        self._plan = WatchPlan(
+            modules=modules,
+            owners=owners,
+            what=_check_whats(what),
+            histogram=histogram,
+            max_bytes=max_bytes,
+            scaler=scaler,
+        )
         self._history = History(history)
         self._writers: list[Writer] = []
         self._number = 0
@@ -174,8 +188,13 @@ class Monitor(Attached):
         self._hooks = StepHooks(model, loss, self._plan, self._sink, self._enter_model)
         self._optimizer_steps = OptimizerSteps(model, check_optimizers(optimizer), self)
         action = check_action(on_nonfinite) or ("continue" if incidents is not None else None)
-        subject = Subject(
-            model, loss, scaler, self._history_of_incident, self._stop_guard, self._unwatched
+        subject = IncidentSubject(
+            model=model,
+            loss=loss,
+            scaler=scaler,
+            history=self._history_of_incident,
+            failed=self._stop_guard,
+            unwatched=self._unwatched,
         )
         self._hold = Hold(subject, action, check_incidents(incidents)) if action else None
         self._guards = self._hold is not None

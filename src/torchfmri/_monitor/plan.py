@@ -17,7 +17,7 @@ WHAT = ("activations", "gradients", "parameters", "parameter_gradients", "update
 
 
 @dataclass(frozen=True)
-class Plan:
+class WatchPlan:
     """What is watched at every step.
 
     Attributes:

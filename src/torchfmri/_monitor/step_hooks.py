@@ -13,7 +13,7 @@ from torch import nn
 from torchfmri._capture import Taps, Target
 from torchfmri._model import compiled_code_as_eager
 from torchfmri._monitor.compiled_calls import CompiledCalls
-from torchfmri._monitor.plan import Plan
+from torchfmri._monitor.plan import WatchPlan
 from torchfmri._monitor.watched_step import StepSink
 from torchfmri._torch import Hook, is_compiled_in_place
 
@@ -36,7 +36,7 @@ class StepHooks:
         self,
         model: nn.Module,
         loss: nn.Module | None,
-        plan: Plan,
+        plan: WatchPlan,
         sink: StepSink,
         entered: Callable[[], None],
     ) -> None:
@@ -58,12 +58,17 @@ class StepHooks:
         self._taps = Taps(targets, sink, sink.wants_call, short)
         self._padding = sink.follow_padding(model.modules() if of_calls else ())
 
-    def _inside_the_graph(self, targets: list[Target], plan: Plan) -> CompiledCalls | None:
+    def _inside_the_graph(self, targets: list[Target], plan: WatchPlan) -> CompiledCalls | None:
         """The layers of a compiled model watched inside its graph; None where they cannot be."""
         reason = "histograms are not taken inside a compiled graph" if plan.histogram else ""
         if not reason:
             found = CompiledCalls(
-                self._model, targets, self._sink, self._enter_model, self._left, self._run_eagerly
+                model=self._model,
+                targets=targets,
+                sink=self._sink,
+                enter=self._enter_model,
+                leave=self._left,
+                fall_back=self._run_eagerly,
             )
             reason = found.reason
         self._sink.noted("", _EAGER + reason if reason else _COMPILED)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchfmri._capture import CallKey, Padding, Short, Target, TokenMask, masked_modules
 from torchfmri._model import Concerns
 from torchfmri._monitor.collector import Collector
-from torchfmri._monitor.plan import Plan
+from torchfmri._monitor.plan import WatchPlan
 from torchfmri._monitor.updates import Moved, Updates, is_sampled, local_part
 from torchfmri._records import History, Series, Step
 from torchfmri._torch import (
@@ -45,7 +45,9 @@ class _Layer(NamedTuple):
 class StepSink:
     """Hands what the taps see to the step that is being watched, if there is one."""
 
-    def __init__(self, plan: Plan, history: History, stop: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, plan: WatchPlan, history: History, stop: Callable[[Exception], None]
+    ) -> None:
         self.step: WatchedStep | None = None
         self.stop = stop
         self._plan, self._history = plan, history
@@ -172,7 +174,7 @@ class WatchedStep:
         is_left_out: Whether the optimizer was kept from it, by us.
     """
 
-    def __init__(self, number: int, plan: Plan, sink: StepSink) -> None:
+    def __init__(self, number: int, plan: WatchPlan, sink: StepSink) -> None:
         self._plan, self._sink = plan, sink
         self.collector = Collector(plan.histogram, plan.max_bytes, plan.immediate, sink.missed)
         self.padding_of: dict[CallKey, TokenMask] = {}

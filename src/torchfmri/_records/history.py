@@ -55,7 +55,7 @@ class Series(NamedTuple):
     what: str
 
 
-class Rows(Mapping[Series, Statistics]):
+class HistoryRows(Mapping[Series, Statistics]):
     """The statistics of many series in one table; single ones are made when they are asked for.
 
     Args:
@@ -198,7 +198,7 @@ class History:
                 self._index[series] = len(self.series)
                 self.series.append(series)
         step.table = np.full((len(self.series), len(STORED)), math.nan)
-        if isinstance(found, Rows):
+        if isinstance(found, HistoryRows):
             places = [self._index[series] for series in found.series]
             step.table[places] = found.table
             step.labels = dict(zip(places, found.labels, strict=True))

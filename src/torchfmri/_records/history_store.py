@@ -18,7 +18,7 @@ import torch
 
 from torchfmri._files import list_names, make_folder, require_forms
 from torchfmri._records.finding import Finding
-from torchfmri._records.history import STORED, History, Rows, Series, Step
+from torchfmri._records.history import STORED, History, HistoryRows, Series, Step
 from torchfmri._records.inspection_files import Columns, read_sealed, write_sealed
 from torchfmri._text import plural
 from torchfmri.exceptions import FileFormatError, InspectionError
@@ -239,7 +239,9 @@ def _merged(parts: Sequence[dict[str, Any]]) -> History:
             table = part["arrays"]["tables"][row]
             seen = np.flatnonzero(~np.isnan(table[:, STORED.index("count")]))
             chosen = [part["series"][index] for index in seen]
-            history.append(step, Rows(chosen, table[seen], [labels[index] for index in seen]))
+            history.append(
+                step, HistoryRows(chosen, table[seen], [labels[index] for index in seen])
+            )
         history.missing |= part["missing"]
         for text, layers in part["notes"].items():
             history.notes[text] = list(dict.fromkeys([*history.notes.get(text, []), *layers]))
@@ -279,7 +281,7 @@ class HistoryFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise InspectionError(f"folder={str(folder)!r}: that is a file. Name a folder.")
         make_folder(self.folder)
-        self._pending = _Pending(self.folder, findings, seconds)
+        self._pending = _UnwrittenSteps(self.folder, findings, seconds)
         # The last steps of a program that simply ends are written too.
         self._finalizer = weakref.finalize(self, self._pending.write)
 
@@ -292,7 +294,7 @@ class HistoryFolder:
         self._pending.write()
 
 
-class _Pending:
+class _UnwrittenSteps:
     """The steps that are not written yet."""
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchfmri._capture import TokenMask
 from torchfmri._files import (
-    Column,
+    FileColumn,
     is_intact,
     map_file,
     new_file,
@@ -44,7 +44,7 @@ _TAGS = {
 _DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
 
 
-class Columns(dict[str, Column]):
+class Columns(dict[str, FileColumn]):
     """The tensors of a file, by a number."""
 
     def add(self, tensor: Tensor) -> str:
@@ -56,7 +56,7 @@ class Columns(dict[str, Column]):
         raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
         values = raw.numpy() if tensor.ndim else raw.reshape(1).numpy()
         name = str(len(self))
-        self[name] = Column(tag, [values.view("<u2") if tag == "BF16" else values])
+        self[name] = FileColumn(tag, [values.view("<u2") if tag == "BF16" else values])
         return name
 
 

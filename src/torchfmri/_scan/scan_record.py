@@ -27,7 +27,7 @@ from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summ
 from torchfmri._scan.prompts.first_level import fit_glm
 from torchfmri._scan.prompts.prompt_values import tabulate
 from torchfmri._scan.prompts.prompt_vectors import has_vectors
-from torchfmri._scan.prompts.question import Question, Source
+from torchfmri._scan.prompts.question import Question, ValueSource
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.reading import (
@@ -461,8 +461,8 @@ class Scan(ReadoutMethods):
         self._warn_of_problems()
         return found
 
-    def _source(self) -> Source:
-        return Source(self.anatomy, self._sequences, self.meta, folder=self.folder)
+    def _source(self) -> ValueSource:
+        return ValueSource(self.anatomy, self._sequences, self.meta, folder=self.folder)
 
     # -- pictures --------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchfmri._arguments import is_list, require
 from torchfmri._contrast import Contrast, TestOptions, compare
 from torchfmri._scan.prompts.prompt_values import tabulate
-from torchfmri._scan.prompts.question import SIGNED, Question, Source
+from torchfmri._scan.prompts.question import SIGNED, Question, ValueSource
 from torchfmri._scan.prompts.token_choice import TokenChoice
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.scan_record import Scan
@@ -107,7 +107,7 @@ def contrast(
             _refuse_overlap(sides)
         notes = []
         sources = [
-            Source(scan.anatomy, scan, scan.meta, label, scan.folder)  # type: ignore[arg-type]
+            ValueSource(scan.anatomy, scan, scan.meta, label, scan.folder)  # type: ignore[arg-type]
             for label, scans in zip(labels, sides, strict=True)
             for scan in scans
         ]
@@ -160,7 +160,7 @@ def _prompt_text(sequence: ScannedSequence) -> str:
 
 def _matched(
     sides: tuple[list[Scan], list[Scan]], labels: tuple[str, str]
-) -> tuple[list[Source], list[str]]:
+) -> tuple[list[ValueSource], list[str]]:
     """The prompts of both sides, paired by name or text, with the tokens that both have."""
     first, second = ([(scan, k) for scan in side for k in range(len(scan))] for side in sides)
     pairs, by_text = _pairs(first, second)
@@ -181,7 +181,7 @@ def _matched(
             ]
             partners = _Partners(own)
             sources.append(
-                Source(scan.anatomy, partners, scan.meta, label, scan.folder, is_aligned=True)
+                ValueSource(scan.anatomy, partners, scan.meta, label, scan.folder, is_aligned=True)
             )
     notes = [
         f"{len(places) - len(pairs)} prompts of {label!r} have no partner and are left out"

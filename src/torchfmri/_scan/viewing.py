@@ -13,7 +13,7 @@ from torchfmri._records import History
 from torchfmri._scan.loading import load
 from torchfmri._scan.pictures.scan_board import ScanBoard
 from torchfmri._scan.scan_record import Scan
-from torchfmri._viewer import Board, DiffBoard, Run, RunBoard, View, runs_in, serve
+from torchfmri._viewer import Board, DiffBoard, RunBoard, View, ViewedRun, runs_in, serve
 from torchfmri.exceptions import InspectionError
 
 Viewed = Scan | Contrast | History | str | PathLike[str]
@@ -87,7 +87,7 @@ def board_of(what: Viewed) -> Board:
     if isinstance(what, Contrast):
         return ContrastBoard(what)
     if isinstance(what, History):
-        return RunBoard(run=Run.of_history(what))
+        return RunBoard(run=ViewedRun.of_history(what))
     meaning = "give a Scan, a Contrast, a Monitor's history, or the path of one of these"
     require(isinstance(what, str | PathLike), "what", what, meaning)
     path = Path(what)

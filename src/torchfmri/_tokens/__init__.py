@@ -22,7 +22,7 @@ from torchfmri._tokens.losses.token_losses import token_losses
 from torchfmri._tokens.rules.arguments import given_origins
 from torchfmri._tokens.rules.numbers import NOBODY
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.trace import Trace
+from torchfmri._tokens.rules.trace import TokenTrace
 
 __all__ = [
     "NOBODY",
@@ -37,10 +37,10 @@ __all__ = [
     "TokenLossGradient",
     "TokenLossGradients",
     "TokenSelection",
+    "TokenTrace",
     "TokenVerification",
     "TokenVerificationRow",
     "TopEntries",
-    "Trace",
     "alike_of",
     "describe",
     "given_origins",

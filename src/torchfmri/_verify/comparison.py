@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from torchfmri._verify.directional import Slope
-from torchfmri._verify.varied_call import Variable
+from torchfmri._verify.varied_call import VariedTensor
 
 RIGHT, WRONG, UNDECIDED = "right", "wrong", "undecided"
 _UNDECIDED_BEYOND = 0.05  # a numerical error of more than 5 % of the gradient proves nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class GradientComparison:
     """The derivative from the backward pass beside the numerical one, along one direction.
 
     Attributes:
@@ -61,8 +61,8 @@ class Comparison:
 class Judgement:
     """The comparisons of one variable, and the verdict they give together."""
 
-    variable: Variable
-    comparisons: list[Comparison] = field(default_factory=list)
+    variable: VariedTensor
+    comparisons: list[GradientComparison] = field(default_factory=list)
     reason: str = ""
 
     @property

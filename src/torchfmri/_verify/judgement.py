@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._model import run_backward
-from torchfmri._verify.comparison import WRONG, Comparison, Judgement, explain
+from torchfmri._verify.comparison import WRONG, GradientComparison, Judgement, explain
 from torchfmri._verify.directional import PRECISIONS, Precision, Scales, measure_slope
 from torchfmri._verify.random_directions import (
     directions_for,
@@ -19,7 +19,7 @@ from torchfmri._verify.random_directions import (
     seed_all,
     typical_size,
 )
-from torchfmri._verify.varied_call import Variable
+from torchfmri._verify.varied_call import VariedTensor
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Problem(Protocol):
     """A function of tensors that is differentiated in two ways."""
 
     values: list[Tensor]
-    variables: list[Variable]
+    variables: list[VariedTensor]
 
     def run(self, values: Sequence[Tensor], use: Callable[[list[Tensor]], T]) -> T:
         """What `use` makes of the outputs at `values`."""
@@ -47,7 +47,7 @@ class Problem(Protocol):
 def judge(
     problem: Problem,
     values: Sequence[Tensor],
-    variables: Sequence[Variable],
+    variables: Sequence[VariedTensor],
     directions: int,
     precision: Precision,
 ) -> list[Judgement]:
@@ -75,7 +75,7 @@ def judge(
         cotangents = point.draw(generator)
         slopes = _differentiate(problem, values, cotangents)
         for judgement in doubtful:
-            line = _Line(point, cotangents, judgement.variable, generator)
+            line = _Curve(point, cotangents, judgement.variable, generator)
             judgement.comparisons.append(_compare(line, slopes, precision))
     for judgement in judgements:
         if judgement.status == WRONG:
@@ -147,14 +147,14 @@ class _Slopes(NamedTuple):
     gradients: dict[int, Tensor]
 
 
-class _Line:
+class _Curve:
     """The curve u·f along one random direction of one variable."""
 
     def __init__(
         self,
         point: Point,
         cotangents: Sequence[Tensor],
-        variable: Variable,
+        variable: VariedTensor,
         generator: torch.Generator,
     ) -> None:
         self.point, self.cotangents = point, cotangents
@@ -173,7 +173,7 @@ class _Line:
         )
 
 
-def _compare(line: _Line, slopes: _Slopes, precision: Precision) -> Comparison:
+def _compare(line: _Curve, slopes: _Slopes, precision: Precision) -> GradientComparison:
     analytic = spread = 0.0
     for place, size, direction in zip(line.places, line.sizes, line.directions, strict=True):
         gradient = slopes.gradients.get(place)
@@ -186,7 +186,7 @@ def _compare(line: _Line, slopes: _Slopes, precision: Precision) -> Comparison:
     slope = measure_slope(line, slopes.value, analytic, scales, precision)
     scale = max(scale, abs(slope.value))
     allowed = precision.tolerance * scale + _SAFETY * slope.error
-    return Comparison(analytic, slope, scale, allowed, slopes.size)
+    return GradientComparison(analytic, slope, scale, allowed, slopes.size)
 
 
 def _inner_product(one: Tensor, other: Tensor) -> float:

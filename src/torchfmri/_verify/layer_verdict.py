@@ -22,7 +22,7 @@ from torchfmri._verify.judgement import (
 from torchfmri._verify.module_calls import ModuleCall, tensors_within
 from torchfmri._verify.random_directions import nudged
 from torchfmri._verify.second_derivative import SecondDerivative
-from torchfmri._verify.varied_call import ForwardError, Variable, VariedCall
+from torchfmri._verify.varied_call import ForwardError, VariedCall, VariedTensor
 
 KINKS = "verified beside the point where it was called, which lies on a kink"
 BACKWARD_PASS = "backward pass"
@@ -35,7 +35,7 @@ class Options(NamedTuple):
     second: bool
 
 
-class Finding(NamedTuple):
+class GradientVerdict(NamedTuple):
     """The verdict on the gradient of one input or parameter of a layer."""
 
     of: str
@@ -56,7 +56,7 @@ class LayerVerdict:
         notes: What else the reader should know.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[GradientVerdict] = field(default_factory=list)
     problem: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -88,7 +88,18 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     last = failures[-1][1]
     if isinstance(last, BackwardError):
         reason = f"its backward pass raises {_cause(last)}"
-        return LayerVerdict([Finding(BACKWARD_PASS, WRONG, float("inf"), 0.0, reason, 1)])
+        return LayerVerdict(
+            [
+                GradientVerdict(
+                    of=BACKWARD_PASS,
+                    status=WRONG,
+                    deviation=float("inf"),
+                    allowed=0.0,
+                    reason=reason,
+                    order=1,
+                )
+            ]
+        )
     return LayerVerdict(problem=f"it cannot be run alone: {_cause(last)}")
 
 
@@ -139,7 +150,7 @@ def _verify_second(
 
 def _judge_off_kinks(
     problem: Problem,
-    variables: Sequence[Variable],
+    variables: Sequence[VariedTensor],
     options: Options,
     precision: Precision,
     verdict: LayerVerdict,
@@ -159,14 +170,14 @@ def _judge_off_kinks(
     return judgements
 
 
-def _finding(judgement: Judgement, order: int) -> Finding:
-    return Finding(
-        judgement.variable.name,
-        judgement.status,
-        judgement.deviation,
-        judgement.allowed,
-        judgement.reason,
-        order,
+def _finding(judgement: Judgement, order: int) -> GradientVerdict:
+    return GradientVerdict(
+        of=judgement.variable.name,
+        status=judgement.status,
+        deviation=judgement.deviation,
+        allowed=judgement.allowed,
+        reason=judgement.reason,
+        order=order,
     )
 
 

@@ -193,7 +193,14 @@ class Verification:
         ]
         wrong = frozenset(k for k, line in enumerate(lines) if line.status == WRONG)
         names = [line.name for line in lines]
-        return Grid(title, "layer", names, columns, self._remarks(), wrong)
+        return Grid(
+            title=title,
+            heading="layer",
+            names=names,
+            columns=columns,
+            notes=self._remarks(),
+            emphasised=wrong,
+        )
 
     def _remarks(self) -> list[str]:
         said = [
@@ -211,7 +218,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _TableLine:
     """One line of the table: a wrong gradient, a layer, or several similar layers."""
 
     name: str
@@ -222,7 +229,7 @@ class _Line:
     allowed: float
 
 
-def _lines(checks: Sequence[GradientCheck]) -> list[_Line]:
+def _lines(checks: Sequence[GradientCheck]) -> list[_TableLine]:
     """Return wrong gradients first, one by one; then layers, with their largest deviation."""
     groups: dict[tuple[Any, ...], list[GradientCheck]] = {}
     for check in checks:
@@ -237,13 +244,13 @@ def _lines(checks: Sequence[GradientCheck]) -> list[_Line]:
         count = f" ({len(layers)} layers)" if len(layers) > 1 else ""
         worst = max(members, key=lambda check: check.deviation)
         lines.append(
-            _Line(
-                layer_label(name) + count,
-                status,
-                first.kind,
-                _listed(members),
-                worst.deviation,
-                max(check.allowed for check in members),
+            _TableLine(
+                name=layer_label(name) + count,
+                status=status,
+                kind=first.kind,
+                of=_listed(members),
+                deviation=worst.deviation,
+                allowed=max(check.allowed for check in members),
             )
         )
     return sorted(lines, key=lambda line: _ORDER[line.status])

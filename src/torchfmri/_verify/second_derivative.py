@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._verify.judgement import BackwardError, Point, weighted_sum
-from torchfmri._verify.varied_call import Variable, VariedCall
+from torchfmri._verify.varied_call import VariedCall, VariedTensor
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class SecondDerivative:
         self._count = len(call.values)
         self.values = [*call.values, *cotangents]
         places = tuple(range(self._count, len(self.values)))
-        self.variables = [*call.variables, Variable("gradient that arrives", places)]
+        self.variables = [*call.variables, VariedTensor("gradient that arrives", places)]
 
     def run(self, values: Sequence[Tensor], use: Callable[[list[Tensor]], T]) -> T:
         """What `use` makes of the gradients at `values`."""

@@ -23,7 +23,7 @@ class ForwardError(Exception):
     """Raised if the module's forward pass raised; the cause is its exception."""
 
 
-class Variable(NamedTuple):
+class VariedTensor(NamedTuple):
     """A group of numbers varied together: one tensor, or all parameters of the layers inside.
 
     Attributes:
@@ -66,9 +66,9 @@ class VariedCall:
     ) -> None:
         self.module, self.dtype, self.careful = call.module, dtype, careful
         self.values: list[Tensor] = []
-        self.variables: list[Variable] = []
-        self.inner: list[Variable] = []
-        self.joint: Variable | None = None
+        self.variables: list[VariedTensor] = []
+        self.inner: list[VariedTensor] = []
+        self.joint: VariedTensor | None = None
         self._inputs = call.inputs
         self._places: dict[int, int] = {}  # id of a tensor -> its place in `values`
         self._complex: set[int] = set()
@@ -110,17 +110,17 @@ class VariedCall:
                     self._hold.append(value)
         if self.inner:
             places = tuple(place for variable in self.inner for place in variable.places)
-            self.joint = Variable("parameters of its layers", places)
+            self.joint = VariedTensor("parameters of its layers", places)
             self.variables.append(self.joint)
 
-    def _add(self, tensor: Tensor, name: str) -> Variable:
+    def _add(self, tensor: Tensor, name: str) -> VariedTensor:
         place = len(self.values)
         self._places[id(tensor)] = place
         self._hold.append(tensor)
         if tensor.is_complex():
             self._complex.add(id(tensor))
         self.values.append(_as_real(self._convert(tensor)))
-        return Variable(name, (place,))
+        return VariedTensor(name, (place,))
 
     def _convert(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

@@ -124,15 +124,15 @@ class _Report:
                 status = EXPECTED if layer in self.expected else WRONG
             self.checks.append(
                 GradientCheck(
-                    layer,
-                    kind,
-                    found.of,
-                    status,
-                    found.deviation,
-                    found.allowed,
-                    found.reason,
-                    call.index,
-                    found.order,
+                    layer=layer,
+                    kind=kind,
+                    of=found.of,
+                    status=status,
+                    deviation=found.deviation,
+                    allowed=found.allowed,
+                    reason=found.reason,
+                    call=call.index,
+                    order=found.order,
                 )
             )
         if verdict.problem:

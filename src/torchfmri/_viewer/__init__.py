@@ -13,7 +13,7 @@ from torchfmri._viewer.desk import Desk
 from torchfmri._viewer.diff_board import DiffBoard
 from torchfmri._viewer.growing import GrowingTable
 from torchfmri._viewer.page import whole_page
-from torchfmri._viewer.run_board import Run, RunBoard, RunView, runs_in
+from torchfmri._viewer.run_board import RunBoard, RunView, ViewedRun, runs_in
 from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.widget import widget_of
 
@@ -29,10 +29,10 @@ __all__ = [
     "Metric",
     "Overlay",
     "Panel",
-    "Run",
     "RunBoard",
     "RunView",
     "View",
+    "ViewedRun",
     "runs_in",
     "serve",
     "whole_page",

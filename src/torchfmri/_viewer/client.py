@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from torchfmri._viewer.board import TRACKS, Board
-from torchfmri._viewer.desk import Question, to_json
+from torchfmri._viewer.desk import DeskQuestion, to_json
 from torchfmri.exceptions import InspectionError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Client:
             else:
                 frames = await asyncio.to_thread(self._frames, watched, first, last)
             columns = board.columns(sequence, first, last)
-        except (Question, LookupError, InspectionError):
+        except (DeskQuestion, LookupError, InspectionError):
             return  # the sequence has just been replaced; the next look finds it
         if watched is not self._watched:
             return  # the page has turned to something else meanwhile

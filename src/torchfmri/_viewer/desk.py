@@ -36,7 +36,7 @@ largest."""
 Answer = bytes | dict[str, Any]
 
 
-class Question(ValueError):  # noqa: N818 - it is what a page asked, not what went wrong here
+class DeskQuestion(ValueError):  # noqa: N818 - it is what a page asked, not what went wrong here
     """A question that has no answer; its text says why."""
 
 
@@ -69,15 +69,15 @@ class Desk:
         """The answer to a question.
 
         Raises:
-            Question: There is no such question, sequence, metric, layer or tile.
+            DeskQuestion: There is no such question, sequence, metric, layer or tile.
         """
         if name not in self._answers:
-            raise Question(f"There is no question {name[:40]!r}: {', '.join(self._answers)}.")
+            raise DeskQuestion(f"There is no question {name[:40]!r}: {', '.join(self._answers)}.")
         return self._answers[name](given)
 
     def warm(self) -> None:
         """Make what a page asks for first, so that it is there when the page comes."""
-        with contextlib.suppress(Question, InspectionError, IndexError):
+        with contextlib.suppress(DeskQuestion, InspectionError, IndexError):
             metric = next(iter(self.board.metrics(0))).name
             plane, _ = self.plane(0, metric, LAYERS)
             with self._lock:
@@ -137,12 +137,12 @@ class Desk:
             with self._lock:
                 return plane.tile(level, x, mean=given.get("pool") == "mean")
         except IndexError as error:
-            raise Question(f"There is no {error}.") from error
+            raise DeskQuestion(f"There is no {error}.") from error
 
     def _panels(self, given: Mapping[str, str]) -> Answer:
         index, column = self._index(given), _number(given, "column", 0)
         if column >= self.board.length(index):
-            raise Question(f"There is no {self.board.axis} {column}.")
+            raise DeskQuestion(f"There is no {self.board.axis} {column}.")
         found = self.board.panels_at(index, given.get("row", ""), column)
         return {"panels": [each.to_dict() for each in found]}
 
@@ -153,10 +153,10 @@ class Desk:
         if "row" in given:
             row = _number(given, "row", 0)
             if not 0 <= row < table.shape[1]:
-                raise Question(f"There is no row {row}: there are {table.shape[1]}.")
+                raise DeskQuestion(f"There is no row {row}: there are {table.shape[1]}.")
             part = part[:, row : row + 1]
         if part.size > MOST_VALUES:
-            raise Question(
+            raise DeskQuestion(
                 f"These are {part.size:,} values; {MOST_VALUES:,} are sent at once. Zoom in."
             )
         return np.ascontiguousarray(part.T, dtype="<f4").tobytes()
@@ -169,7 +169,7 @@ class Desk:
             return self.board.values(sequence, metric, name)
         except (KeyError, LookupError, ValueError) as error:
             what = error.args[0] if error.args else error
-            raise Question(f"There is no {metric!r} of {name!r}: {what}") from error
+            raise DeskQuestion(f"There is no {metric!r} of {name!r}: {what}") from error
 
     def plane(self, sequence: int, metric: str, name: str) -> tuple[Plane, int]:
         """The plane of a table and its version, coded anew where the table has outgrown it."""
@@ -211,7 +211,7 @@ class Desk:
     def _index(self, given: Mapping[str, str]) -> int:
         index, count = _number(given, "sequence", 0), len(self.board.entries())
         if not 0 <= index < count:
-            raise Question(f"There is no sequence {index}: there are {count}.")
+            raise DeskQuestion(f"There is no sequence {index}: there are {count}.")
         return index
 
     def _place(self, given: Mapping[str, str]) -> tuple[int, str, str]:
@@ -221,7 +221,7 @@ class Desk:
         known = [each.name for each in self.board.metrics(index)]
         metric = given.get("metric") or (known[0] if known else "")
         if metric not in known:
-            raise Question(f"There is no metric {metric[:40]!r}: {', '.join(known) or 'none'}.")
+            raise DeskQuestion(f"There is no metric {metric[:40]!r}: {', '.join(known) or 'none'}.")
         return index, metric, plane
 
 
@@ -230,7 +230,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or len(text) > 12:
-        raise Question(f"{name}={text[:40]!r} is no number from 0 upwards.")
+        raise DeskQuestion(f"{name}={text[:40]!r} is no number from 0 upwards.")
     return int(text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from torchfmri._viewer.board import LAYERS, TRACKS, Board
-from torchfmri._viewer.desk import CHUNK, Desk, Question, to_json
+from torchfmri._viewer.desk import CHUNK, Desk, DeskQuestion, to_json
 from torchfmri._viewer.tiles import Plane
 
 VOXEL_BYTES = 10 << 20
@@ -122,7 +122,7 @@ def _answers(desk: Desk, sequence: int) -> Iterator[tuple[str, Any]]:
         place = {"sequence": sequence, "metric": metric, "plane": name}
         try:
             yield put("plane", **place)
-        except Question:
+        except DeskQuestion:
             continue  # a metric that voxels do not have
         plane: Plane = desk.plane(sequence, metric, name)[0]
         for level in range(plane.levels):

@@ -53,7 +53,7 @@ _CURVES = {
 }
 
 
-class Run:
+class ViewedRun:
     """What is known of a run, step by step.
 
     Args:
@@ -72,7 +72,7 @@ class Run:
         self._lock = threading.Lock()
 
     @classmethod
-    def of_history(cls, history: History) -> Run:
+    def of_history(cls, history: History) -> ViewedRun:
         """The run whose steps a history holds."""
         run = cls()
         run.extend(history)
@@ -136,7 +136,7 @@ class RunView:
     """
 
     def __init__(self, model: str, types: Mapping[str, str]) -> None:
-        self._run = Run(model, types)
+        self._run = ViewedRun(model, types)
         self._known: list[Finding] = []
         self._board = RunBoard(run=self._run)
         self.view: View = serve(self._board, name="Monitor")
@@ -183,9 +183,9 @@ class RunBoard(Board):
 
     kind, axis, live = "run", "step", True
 
-    def __init__(self, path: Path | None = None, run: Run | None = None) -> None:
+    def __init__(self, path: Path | None = None, run: ViewedRun | None = None) -> None:
         self._path = path
-        self._runs: dict[str, Run] = {} if run is None else {"this process": run}
+        self._runs: dict[str, ViewedRun] = {} if run is None else {"this process": run}
         self._read: set[Path] = set()
         self._lock = threading.Lock()
         self._going = path is None and run is not None
@@ -285,7 +285,7 @@ class RunBoard(Board):
         with self._lock:
             before, newest = (self._shape(), self._going), 0.0
             for name, path in runs_in(self._path).items():
-                run = self._runs.setdefault(name, Run())
+                run = self._runs.setdefault(name, ViewedRun())
                 files = step_files(path)
                 newest = max([newest, *(file.stat().st_mtime for file in files[-1:])])
                 for file in files:
@@ -298,7 +298,7 @@ class RunBoard(Board):
     def _shape(self) -> list[tuple[str, int, int]]:
         return [(name, len(run.series), len(run.findings)) for name, run in self._runs.items()]
 
-    def _run(self, sequence: int) -> Run:
+    def _run(self, sequence: int) -> ViewedRun:
         return list(self._runs.values())[sequence]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchfmri._viewer.client import Client
-from torchfmri._viewer.desk import Desk, Question, to_json
+from torchfmri._viewer.desk import Desk, DeskQuestion, to_json
 from torchfmri._viewer.page import bundle, served_page
 from torchfmri.exceptions import InspectionError
 
@@ -134,7 +134,7 @@ class Site:
         given, changes = dict(request.query_params), self.changes
         try:
             answer = await asyncio.to_thread(self.desk.answer, path, given)
-        except Question as error:
+        except DeskQuestion as error:
             return JSONResponse({"error": str(error)}, 404)
         except InspectionError as error:  # a damaged file of the scan
             return JSONResponse({"error": str(error)}, 422)

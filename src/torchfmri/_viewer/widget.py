@@ -6,7 +6,7 @@ import base64
 from typing import Any
 
 from torchfmri._viewer.board import Board
-from torchfmri._viewer.desk import Desk, Question, to_json
+from torchfmri._viewer.desk import Desk, DeskQuestion, to_json
 from torchfmri._viewer.page import bundle
 from torchfmri._viewer.still import still
 from torchfmri.exceptions import InspectionError
@@ -57,7 +57,7 @@ def widget_of(board: Board, height: int = 640) -> Any:
         number = question.get("number") if isinstance(question, dict) else None
         try:
             found = desk.answer(str(question["name"]), dict(question["given"]))
-        except (Question, InspectionError, KeyError, TypeError) as error:
+        except (DeskQuestion, InspectionError, KeyError, TypeError) as error:
             widget.send({"number": number, "error": str(error)})
             return
         if isinstance(found, bytes):

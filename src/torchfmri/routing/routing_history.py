@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._capture import CallKey
-from torchfmri._records import STORED, History, Rows, Series, Step
+from torchfmri._records import STORED, History, HistoryRows, Series, Step
 from torchfmri.routing.signals import Signals
 from torchfmri.statistics import Statistics, calculate_statistics
 
@@ -70,5 +70,5 @@ def history_from_data(data: Mapping[str, Any], length: int = 1000) -> History:
     for number, loss, table in zip(data["steps"], data["loss"], data["tables"], strict=True):
         labels: list[tuple[str, tuple[int, ...]]] = [("float32", ())] * len(table)
         rows = np.array(table, np.float64).reshape(len(table), len(STORED))
-        history.append(Step(number, loss=loss), Rows(series[: len(table)], rows, labels))
+        history.append(Step(number, loss=loss), HistoryRows(series[: len(table)], rows, labels))
     return history

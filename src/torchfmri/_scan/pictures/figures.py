@@ -82,7 +82,13 @@ def plot_voxels(
     ]
     title = f"{_model(reading)}: {_words(metric)} of the voxels of {layer}"
     brain = Brain(
-        bands, values, _track(reading), metric, normalise, title, _subtitle(reading, metric)
+        bands=bands,
+        values=values,
+        tokens=_track(reading),
+        metric=metric,
+        normalise=normalise,
+        title=title,
+        subtitle=_subtitle(reading, metric),
     )
     return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
 
@@ -94,7 +100,14 @@ def plot_layers(reading: Reading, metric: str, *, layers: Pattern, ax: Axes | No
     kept = reading.counted(metric, values)
     low, middle, high = (quantile(values, kept, q) for q in (0.1, 0.5, 0.9))
     lines = [
-        Line(kind, depths, middle[members], low[members], high[members], _outside(reading, members))
+        Line(
+            label=kind,
+            depths=depths,
+            middle=middle[members],
+            low=low[members],
+            high=high[members],
+            is_outside=_outside(reading, members),
+        )
         for kind, members, depths in _by_depth(reading, columns)
     ]
     ax = draw_lines(axes_or_new(ax, 9.0, 4.6), lines, value=meaning(metric))
@@ -194,7 +207,15 @@ def _brain(
         bands = voxel_bands([names[int(owner[voxel])] for voxel in voxels])
     title = f"{_model(reading)}: {_words(metric)} of each {by} at each token"
     subtitle = _subtitle(reading, metric, inside=by == "layer" and layers is None)
-    return Brain(bands, values, _track(reading), metric, normalise, title, subtitle)
+    return Brain(
+        bands=bands,
+        values=values,
+        tokens=_track(reading),
+        metric=metric,
+        normalise=normalise,
+        title=title,
+        subtitle=subtitle,
+    )
 
 
 def _rows(reading: Reading, layers: Pattern) -> list[int]:

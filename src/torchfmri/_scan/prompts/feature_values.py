@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._contrast import Columns
+from torchfmri._contrast import PromptColumns
 from torchfmri._lens import feature_labels
-from torchfmri._scan.prompts.question import Source
+from torchfmri._scan.prompts.question import ValueSource
 from torchfmri._scan.prompts.token_choice import TokenChoice, choose_tokens
 from torchfmri._scan.record.readouts import choose_readouts, readout_name
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -58,7 +58,7 @@ class FeatureRows:
             values = sequence.tensors[readout_name(place, "feature_values")]
             yield place, np.asarray(ids), np.asarray(values, np.float64)
 
-    def row(self, _: Source, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
+    def row(self, _: ValueSource, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
         """Return (v,) the means of features over a prompt's chosen tokens, and how many count."""
         chosen = choose_tokens(sequence, self._tokens, np.ones(len(sequence), bool))
         count = int(chosen.sum())
@@ -70,11 +70,11 @@ class FeatureRows:
         return (total / count if count else np.full(len(total), np.nan)), count
 
 
-def _columns(found: dict[str, NDArray[np.int64]], labels: object) -> Columns:
+def _columns(found: dict[str, NDArray[np.int64]], labels: object) -> PromptColumns:
     sizes = [len(each) for each in found.values()]
     texts = [text for place, ids in found.items() for text in feature_labels(labels, place, ids)]
     ids = np.concatenate([np.empty(0, np.int64), *found.values()])
-    return Columns(
+    return PromptColumns(
         layer=np.repeat(np.array(list(found), object), sizes),
         module=np.full(len(ids), "dictionary", object),
         kind=np.full(len(ids), "feature", object),

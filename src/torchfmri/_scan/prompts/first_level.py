@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchfmri._contrast import GLM, Level, first_level
 from torchfmri._scan.prompts.prompt_columns import chosen_columns
-from torchfmri._scan.prompts.question import SIGNED, Question, Source
+from torchfmri._scan.prompts.question import SIGNED, Question, ValueSource
 from torchfmri._scan.prompts.token_choice import choose_tokens, token_words
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -25,7 +25,7 @@ OF_TOKENS = ("position", "surprisal", "entropy", "generated")
 """What a formula can say of a token; everything else is said of a prompt."""
 
 
-def fit_glm(source: Source, formula: str, question: Question) -> GLM:
+def fit_glm(source: ValueSource, formula: str, question: Question) -> GLM:
     """Fit the first level of every prompt, and lay out the second; see `Scan.glm`.
 
     Raises:
@@ -166,7 +166,7 @@ def _notes(
 class _Formula:
     """A formula of formulaic, split by what its terms are of."""
 
-    def __init__(self, formula: str, source: Source) -> None:
+    def __init__(self, formula: str, source: ValueSource) -> None:
         try:
             import formulaic
             import pandas

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._contrast import Columns
+from torchfmri._contrast import PromptColumns
 from torchfmri._model import nearest_names
 from torchfmri._scan.prompts.prompt_vectors import vectors_of
-from torchfmri._scan.prompts.question import Question, Source
+from torchfmri._scan.prompts.question import Question, ValueSource
 from torchfmri._scan.record.anatomy import KINDS
 from torchfmri._scan.record.reading import matching_layers
 from torchfmri.exceptions import InspectionError, LayerNotFoundError
@@ -18,7 +18,9 @@ from torchfmri.exceptions import InspectionError, LayerNotFoundError
 _KINDS = np.array(KINDS, object)
 
 
-def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray[np.int64]]:
+def chosen_columns(
+    source: ValueSource, question: Question
+) -> tuple[PromptColumns, NDArray[np.int64]]:
     """What a source can give, and where that stands in its tables."""
     anatomy = source.anatomy
     chosen = matching_layers(question.layers, anatomy.layers, source.meta)
@@ -30,7 +32,7 @@ def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray
         places = np.array([anatomy.index[name] for name in chosen], np.int64)
         nothing = np.zeros(len(places), np.int64)
         kind = np.full(len(places), "layer", object)
-        return Columns(names[places], types[places], kind, nothing, nothing), places
+        return PromptColumns(names[places], types[places], kind, nothing, nothing), places
     wanted = np.isin(anatomy.layer, [anatomy.index[name] for name in chosen])
     if question.level == "head":
         wanted &= anatomy.kind == KINDS.index("head")
@@ -41,7 +43,7 @@ def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray
             )
     places = np.flatnonzero(wanted)
     owner = anatomy.layer[places]
-    return Columns(
+    return PromptColumns(
         names[owner],
         types[owner],
         _KINDS[anatomy.kind[places]],
@@ -51,8 +53,8 @@ def chosen_columns(source: Source, question: Question) -> tuple[Columns, NDArray
 
 
 def _units(
-    source: Source, question: Question, chosen: Sequence[str]
-) -> tuple[Columns, NDArray[np.int64]]:
+    source: ValueSource, question: Question, chosen: Sequence[str]
+) -> tuple[PromptColumns, NDArray[np.int64]]:
     first = next(iter(source.sequences), None)
     found = {} if first is None else vectors_of(first, question.tokens)
     layers = [layer for layer in chosen if layer in found]
@@ -66,7 +68,7 @@ def _units(
     types = source.anatomy.types
     widths = [len(found[layer]) for layer in layers]
     count = sum(widths)
-    columns = Columns(
+    columns = PromptColumns(
         np.repeat(np.array(layers, object), widths),
         np.repeat(np.array([types[source.anatomy.index[each]] for each in layers], object), widths),
         np.full(count, "unit", object),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from torchfmri._scan.prompts.prompt_columns import chosen_columns
 from torchfmri._scan.prompts.prompt_vectors import are_kept, chosen_rows, mean_of, vectors_of
-from torchfmri._scan.prompts.question import SIGNED, Question, Source
+from torchfmri._scan.prompts.question import SIGNED, Question, ValueSource
 from torchfmri._scan.prompts.token_choice import choose_tokens
 from torchfmri._scan.record.reading import Reading
 from torchfmri._scan.record.sequence import ScannedSequence
@@ -20,7 +20,7 @@ from torchfmri.exceptions import InspectionError
 class PromptRows:
     """The columns that all sources have, and how a prompt becomes a row of them."""
 
-    def __init__(self, sources: Sequence[Source], question: Question) -> None:
+    def __init__(self, sources: Sequence[ValueSource], question: Question) -> None:
         self._question = question
         self._unpaired: list[str] = []
         found = [chosen_columns(source, question) for source in sources]
@@ -59,7 +59,9 @@ class PromptRows:
         self._partly = _Tokens()
         self._partly_columns = np.zeros(len(self.columns), bool)
 
-    def row(self, source: Source, sequence: ScannedSequence) -> tuple[NDArray[np.float64], int]:
+    def row(
+        self, source: ValueSource, sequence: ScannedSequence
+    ) -> tuple[NDArray[np.float64], int]:
         """Return (v,) the values of one prompt, and how many tokens count."""
         if self._question.metric == SIGNED:
             return self._signed_row(source, sequence)
@@ -79,7 +81,7 @@ class PromptRows:
         return mean_of(table[kept][:, index]), int(kept.sum())
 
     def _signed_row(
-        self, source: Source, sequence: ScannedSequence
+        self, source: ValueSource, sequence: ScannedSequence
     ) -> tuple[NDArray[np.float64], int]:
         tokens, index = self._question.tokens, self._index[id(source)]
         layers = self._layers[id(source)]  # all that it has: places count over these

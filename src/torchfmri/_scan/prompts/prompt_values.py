@@ -13,7 +13,7 @@ from torchfmri._contrast import PromptTable
 from torchfmri._scan.prompts.feature_values import FeatureRows
 from torchfmri._scan.prompts.prompt_rows import PromptRows
 from torchfmri._scan.prompts.prompt_vectors import mean_vectors
-from torchfmri._scan.prompts.question import Question, Source, condition_of, walk
+from torchfmri._scan.prompts.question import Question, ValueSource, condition_of, walk
 from torchfmri._scan.prompts.token_choice import token_words, why_none
 from torchfmri._scan.record.sequence import ScannedSequence
 from torchfmri._scan.store.fields import label_of
@@ -24,7 +24,7 @@ _IN_MEMORY = 512 << 20
 """Larger tables are kept in a temporary file that is mapped."""
 
 
-def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
+def tabulate(sources: Sequence[ValueSource], question: Question) -> PromptTable:
     """Return the table of all prompts that have a condition; the others are noted.
 
     Raises:
@@ -92,7 +92,7 @@ def tabulate(sources: Sequence[Source], question: Question) -> PromptTable:
     )
 
 
-def _rows_of(sources: Sequence[Source], question: Question) -> FeatureRows | PromptRows:
+def _rows_of(sources: Sequence[ValueSource], question: Question) -> FeatureRows | PromptRows:
     """Return what makes a row of a prompt, with the columns of the table."""
     if question.level != "feature":
         return PromptRows(sources, question)
@@ -111,12 +111,12 @@ def _room(rows: int, columns: int) -> NDArray[Any]:
         return np.memmap(file, np.float32, "w+", shape=(rows, columns))
 
 
-def _label(source: Source, sequence: ScannedSequence, by: str) -> str | None:
+def _label(source: ValueSource, sequence: ScannedSequence, by: str) -> str | None:
     """Return the condition of a prompt; None where it has none."""
     return condition_of(sequence, by) if source.label is None else source.label
 
 
-def _no_pairs(sources: Sequence[Source], paired: str) -> InspectionError:
+def _no_pairs(sources: Sequence[ValueSource], paired: str) -> InspectionError:
     first = next(sequence for _, sequence in walk(sources))
     has = ", ".join(map(repr, first.fields)) or "none"
     return InspectionError(
@@ -125,7 +125,7 @@ def _no_pairs(sources: Sequence[Source], paired: str) -> InspectionError:
     )
 
 
-def _no_conditions(sources: Sequence[Source], by: str) -> InspectionError:
+def _no_conditions(sources: Sequence[ValueSource], by: str) -> InspectionError:
     first = next((sequence for _, sequence in walk(sources)), None)
     if first is None:
         return InspectionError("The scan has no sequences: there is nothing to compare.")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._scan.prompts.question import Source, walk
+from torchfmri._scan.prompts.question import ValueSource, walk
 from torchfmri._scan.prompts.token_choice import TokenChoice, choose_tokens, token_words
 from torchfmri._scan.record.sequence import VECTORS, ScannedSequence
 from torchfmri.exceptions import InspectionError
@@ -59,7 +59,7 @@ def vectors_of(
     )
 
 
-def has_vectors(source: Source, tokens: TokenChoice) -> bool:
+def has_vectors(source: ValueSource, tokens: TokenChoice) -> bool:
     """Return whether the first sequence has mean vectors over these tokens."""
     first = next(iter(source.sequences), None)
     if first is None:
@@ -68,7 +68,7 @@ def has_vectors(source: Source, tokens: TokenChoice) -> bool:
 
 
 def mean_vectors(
-    sources: Sequence[Source], tokens: TokenChoice, labels: Mapping[int, int], number: int
+    sources: Sequence[ValueSource], tokens: TokenChoice, labels: Mapping[int, int], number: int
 ) -> dict[str, NDArray[np.float64]]:
     """Return layer -> (k, w) the mean vector of each group, for layers that all prompts have."""
     totals: dict[str, NDArray[np.float64]] = {}

@@ -20,7 +20,7 @@ SIGNED = "signed"
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class ValueSource:
     """Sequences that go into a table.
 
     Attributes:
@@ -93,7 +93,7 @@ class Question:
         check_tokens(self.tokens)
 
 
-def walk(sources: Sequence[Source]) -> Iterator[tuple[Source, ScannedSequence]]:
+def walk(sources: Sequence[ValueSource]) -> Iterator[tuple[ValueSource, ScannedSequence]]:
     """Yield the sequences of all sources, each with its source."""
     for source in sources:
         for sequence in source.sequences:

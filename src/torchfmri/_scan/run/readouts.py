@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from torchfmri._attention import HEAD_SCORES, AttentionCall, AttentionReader, score_heads
 from torchfmri._lens import (
+    ExpertRouting,
     FeatureReader,
     RouterReader,
-    Routing,
     find_sources,
     find_unembedding,
     only_stack,
@@ -206,7 +206,7 @@ class _Sink:
             self._bytes += needed
             self._found.patterns[layer] = call.pattern().float().cpu()
 
-    def routing(self, routing: Routing) -> None:
+    def routing(self, routing: ExpertRouting) -> None:
         b, s = self._ids.shape
         if len(routing.ids) != b * s:
             count = len(routing.ids)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._scan.run.token_axis import Resolved
-from torchfmri._tokens import NOBODY, Origins, Trace, given_origins
+from torchfmri._tokens import NOBODY, Origins, TokenTrace, given_origins
 
 _ROUNDING = 1e-5  # relative to the largest value of an output
 
@@ -43,7 +43,7 @@ class FollowedPass:
 
     def __init__(self, model: nn.Module, ids: Tensor, mask: Tensor) -> None:
         self._b, self._s = ids.shape
-        self._trace = Trace()
+        self._trace = TokenTrace()
         for name, parameter in model.named_parameters():
             self._trace.set_leaves(parameter, frozenset({name}))
         given = {"input_ids": ids, "attention_mask": mask}

@@ -359,12 +359,12 @@ def _parse_sequence(record: Mapping[str, Any], where: str) -> SequenceEntry:
     if not isinstance(checks, dict):
         raise FileFormatError(where, "the checks of a sequence are no JSON object")
     return SequenceEntry(
-        _text(record, "name", where),
-        _count(record, "tokens", where),
-        _text({"condition": "", **record}, "condition", where),
-        _count({"padding": 0, **record}, "padding", where),
-        checks,
-        _text({"text": "", **record}, "text", where),
+        name=_text(record, "name", where),
+        tokens=_count(record, "tokens", where),
+        condition=_text({"condition": "", **record}, "condition", where),
+        padding=_count({"padding": 0, **record}, "padding", where),
+        checks=checks,
+        text=_text({"text": "", **record}, "text", where),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._files import DTYPES, TAGS, Column, Tensor, parse, plain, to_json
+from torchfmri._files import DTYPES, TAGS, FileColumn, Tensor, parse, plain, to_json
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import METRICS, STATISTICS, VECTORS, ScannedSequence, Tokens
 from torchfmri._scan.store.manifest import SequenceEntry
@@ -118,10 +118,10 @@ def signature(packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (tag, values.shape[1:]) for name, (tag, values) in packed.items()}
 
 
-def join(sequences: Sequence[Packed]) -> dict[str, Column]:
+def join(sequences: Sequence[Packed]) -> dict[str, FileColumn]:
     """The tensors of a segment that holds these sequences, which share a signature."""
     return {
-        name: Column(tag, [packed[name][1] for packed in sequences])
+        name: FileColumn(tag, [packed[name][1] for packed in sequences])
         for name, (tag, _) in sequences[0].items()
     }
 
@@ -274,12 +274,12 @@ class PackedSegment:
         text = tokens["bytes"][ends[0] : ends[-1]].tobytes()
         spelling = tuple(text[first - ends[0] : last - ends[0]] for first, last in pairwise(ends))
         return Tokens(
-            tokens["ids"][rows],
-            spelling,
-            tokens["surprisal"][rows],
-            tokens["entropy"][rows],
-            tokens["generated"][rows],
-            tokens["special"][rows],
+            ids=tokens["ids"][rows],
+            spelling=spelling,
+            surprisal=tokens["surprisal"][rows],
+            entropy=tokens["entropy"][rows],
+            generated=tokens["generated"][rows],
+            special=tokens["special"][rows],
         )
 
     def _tensor(self, layer: str, rows: slice) -> NDArray[Any]:

@@ -88,7 +88,9 @@ class LongTable:
         """The columns without any row."""
         number, none = np.empty(0, np.float32), np.empty(0, np.int64)
         no = np.empty(0, bool)
-        tokens = Tokens(none, (), number, number, no, no)
+        tokens = Tokens(
+            ids=none, spelling=(), surprisal=number, entropy=number, generated=no, special=no
+        )
         return self._part(ScannedSequence("", tokens, {}, {}))
 
     def _part(self, sequence: ScannedSequence) -> dict[str, Cells]:

@@ -151,12 +151,12 @@ class ScanWriter:
                 "writer.names, or give this one another name."
             )
         entry = SequenceEntry(
-            sequence.name,
-            len(sequence),
-            sequence.condition,
-            sequence.padding,
-            dict(sequence.checks),
-            sequence.beginning,
+            name=sequence.name,
+            tokens=len(sequence),
+            condition=sequence.condition,
+            padding=sequence.padding,
+            checks=dict(sequence.checks),
+            text=sequence.beginning,
         )
         packed = pack(sequence, self.anatomy)
         line_bytes = require_readable(entry, manifest_name(self.rank))  # refuse now, not later

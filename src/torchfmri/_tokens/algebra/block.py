@@ -61,7 +61,7 @@ class SharedFactors:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TermBlock:
     """The gradients of one parameter for some tokens.
 
     Attributes:
@@ -96,22 +96,22 @@ class Block:
         used = (self.uses[0].varying != 0).any(-1)
         return _runs(used.cpu(), 0, len(used))
 
-    def trimmed(self, tokens: slice) -> Block:
+    def trimmed(self, tokens: slice) -> TermBlock:
         """Some of its tokens."""
         if self.whole is not None:
-            return Block(self.shape, (), self.whole[tokens])
-        return Block(self.shape, [each.trimmed(tokens) for each in self.uses])
+            return TermBlock(self.shape, (), self.whole[tokens])
+        return TermBlock(self.shape, [each.trimmed(tokens) for each in self.uses])
 
-    def kept(self) -> Block:
+    def kept(self) -> TermBlock:
         """The same with memory of its own."""
         if self.whole is not None:
-            return Block(self.shape, (), self.whole.clone())
-        return Block(self.shape, [each.kept() for each in self.uses])
+            return TermBlock(self.shape, (), self.whole.clone())
+        return TermBlock(self.shape, [each.kept() for each in self.uses])
 
-    def precise(self) -> Block:
+    def precise(self) -> TermBlock:
         """The same in float32 where it came in 16 bits."""
         if self.whole is not None:
-            return Block(self.shape, (), _precise(self.whole))
+            return TermBlock(self.shape, (), _precise(self.whole))
         uses = [
             SharedFactors(
                 _precise(each.varying),
@@ -120,7 +120,7 @@ class Block:
             )
             for each in self.uses
         ]
-        return Block(self.shape, uses)
+        return TermBlock(self.shape, uses)
 
     # -- what is asked for; on blocks that are precise ---------------------------------------
 
@@ -135,7 +135,7 @@ class Block:
                 total += 2 * _inner(one, other)
         return total.clamp_min_(0)
 
-    def gram(self, other: Block) -> Tensor:
+    def gram(self, other: TermBlock) -> Tensor:
         """<G_t, G'_t'> with every token of another block of the same parameter, (t, t')."""
         if self.whole is not None:
             assert other.whole is not None
@@ -175,7 +175,7 @@ class Block:
             )
             for each in self.uses
         ]
-        return Block(self.shape, summed).dense()[0]
+        return TermBlock(self.shape, summed).dense()[0]
 
 
 def _runs(used: Tensor, first: int, last: int) -> list[slice]:

@@ -14,7 +14,7 @@ VOXEL = 64  # neighbouring units, where no head or expert says otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ParameterSide:
     """One side of a parameter: the axes from `first` up to `last`, exclusive."""
 
     first: int
@@ -47,8 +47,8 @@ class ParameterInfo:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    output: Side
-    input: Side | None
+    output: ParameterSide
+    input: ParameterSide | None
     voxel: int
 
 
@@ -84,26 +84,39 @@ def _described(
     layer, _, key = name.rpartition(".")
     output, inputs = _sides(classes, shape)
     voxel = _voxel(layer, shape, output, head, units)
-    return ParameterInfo(name, layer, key, shape, dtype, output, inputs, voxel)
+    return ParameterInfo(
+        name=name,
+        layer=layer,
+        key=key,
+        shape=shape,
+        dtype=dtype,
+        output=output,
+        input=inputs,
+        voxel=voxel,
+    )
 
 
-def _sides(classes: tuple[type, ...], shape: tuple[int, ...]) -> tuple[Side, Side | None]:
+def _sides(
+    classes: tuple[type, ...], shape: tuple[int, ...]
+) -> tuple[ParameterSide, ParameterSide | None]:
     """Which axes are output units and which are input units."""
     if len(shape) < 2:
-        return Side(0, len(shape)), None
+        return ParameterSide(0, len(shape)), None
     kinds = {each.__name__ for each in classes}
     if kinds & {"Embedding", "EmbeddingBag"} or (kinds & {"Conv1D"} and len(shape) == 2):
-        return Side(1, 2), Side(0, 1)
+        return ParameterSide(1, 2), ParameterSide(0, 1)
     if kinds & {"_ConvTransposeNd"}:
-        return Side(1, 2), Side(0, 1)
+        return ParameterSide(1, 2), ParameterSide(0, 1)
     if kinds & {"Linear", "_ConvNd", "RNNBase", "RNNCellBase", "MultiheadAttention", "Bilinear"}:
-        return Side(0, 1), Side(1, 2)
+        return ParameterSide(0, 1), ParameterSide(1, 2)
     if len(shape) == 3 and min(shape) > 1:  # fused experts: (expert, unit, unit)
-        return Side(0, 2), Side(2, 3)
-    return Side(len(shape) - 1, len(shape)), None
+        return ParameterSide(0, 2), ParameterSide(2, 3)
+    return ParameterSide(len(shape) - 1, len(shape)), None
 
 
-def _voxel(layer: str, shape: tuple[int, ...], output: Side, head: int | None, size: int) -> int:
+def _voxel(
+    layer: str, shape: tuple[int, ...], output: ParameterSide, head: int | None, size: int
+) -> int:
     """Heads in attention projections, experts where experts are rows, else neighbours."""
     units = output.length(shape)
     if output.last - output.first == 2:

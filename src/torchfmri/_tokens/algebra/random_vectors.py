@@ -129,16 +129,35 @@ class RandomVectors:
             start, end = _ends(length)
             right = vectors[0].data_ptr() + 4 * start
             return Form(
-                item * start, 1, end - start, length, _one(gradient.device).data_ptr(), right
+                matrix=item * start,
+                rows=1,
+                width=end - start,
+                stride=length,
+                left=_one(gradient.device).data_ptr(),
+                right=right,
             )
         left, right = (each.data_ptr() for each in vectors)
         rows = info.shape[0]
         width = gradient.numel() // rows
         if info.output.first == 0:
             start, end = _ends(rows)
-            return Form(item * start * width, end - start, width, width, left + 4 * start, right)
+            return Form(
+                matrix=item * start * width,
+                rows=end - start,
+                width=width,
+                stride=width,
+                left=left + 4 * start,
+                right=right,
+            )
         start, end = _ends(width)
-        return Form(item * start, rows, end - start, width, left, right + 4 * start)
+        return Form(
+            matrix=item * start,
+            rows=rows,
+            width=end - start,
+            stride=width,
+            left=left,
+            right=right + 4 * start,
+        )
 
 
 def _ends(length: int) -> tuple[int, int]:

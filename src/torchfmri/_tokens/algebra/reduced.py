@@ -19,7 +19,7 @@ from torch import Tensor
 from torchfmri._kernels import Numbers, upload
 
 
-class Kind(NamedTuple):
+class ReducedKind(NamedTuple):
     """How numbers become what is asked for.
 
     Attributes:
@@ -40,7 +40,7 @@ class Reduced(NamedTuple):
         numbers: Numbers per token, the squares of the first by voxel where that is kept.
     """
 
-    kind: Kind
+    kind: ReducedKind
     numbers: tuple[Numbers, ...]
 
     @staticmethod
@@ -67,10 +67,10 @@ class Reduced(NamedTuple):
         return self.numbers[0].all_squares.ndim == 3
 
 
-SQUARES = Kind(lambda squares: squares, lambda probe: probe)
-OUTER = Kind(lambda squares, x: squares * x, lambda probe, x: probe * x)
-OUTER_BY_VOXEL = Kind(lambda squares, x: squares * x[..., None], OUTER.probes)
-WEIGHTED_PROBE = Kind(lambda squares, weights: squares, OUTER.probes)
+SQUARES = ReducedKind(lambda squares: squares, lambda probe: probe)
+OUTER = ReducedKind(lambda squares, x: squares * x, lambda probe, x: probe * x)
+OUTER_BY_VOXEL = ReducedKind(lambda squares, x: squares * x[..., None], OUTER.probes)
+WEIGHTED_PROBE = ReducedKind(lambda squares, weights: squares, OUTER.probes)
 
 
 def summed_squares(several: Iterable[Reduced]) -> tuple[Tensor, torch.dtype]:

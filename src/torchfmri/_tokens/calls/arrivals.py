@@ -20,9 +20,9 @@ from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.calls.account import Account
 from torchfmri._tokens.calls.norms import Reducer
 from torchfmri._tokens.calls.owners import Owners, Parts
-from torchfmri._tokens.calls.passes import Passes
+from torchfmri._tokens.calls.passes import TokenPasses
 from torchfmri._tokens.rules import layer_rules as rules
-from torchfmri._tokens.rules.record import Axis, Part, Record, Watched
+from torchfmri._tokens.rules.record import Axis, TokenRecord, UsePart, Watched
 from torchfmri._torch import NO_BACKWARD, Hook, current_backward, flatten_arguments, may_autocast
 from torchfmri.exceptions import InspectionError, MemoryLimitError
 
@@ -66,7 +66,7 @@ class Arrivals:
         self,
         watched: Mapping[str, Watched],
         parameters: Mapping[str, nn.Parameter],
-        passes: Passes,
+        passes: TokenPasses,
         account: Account,
         owners: Owners,
         keep: str,
@@ -75,10 +75,10 @@ class Arrivals:
         self._watched, self._parameters = watched, parameters
         self._passes, self._account, self._owners = passes, account, owners
         self._keeps_factors, self._max_bytes = keep == "factors", max_bytes
-        self.records: list[Record] = []
+        self.records: list[TokenRecord] = []
         self._is_sorted = False
-        self._reduced_parts: dict[str, list[Part]] = {}
-        self._with_factors: dict[str, list[Record]] = {}
+        self._reduced_parts: dict[str, list[UsePart]] = {}
+        self._with_factors: dict[str, list[TokenRecord]] = {}
         self.handles: list[Any] = []
         self.versions: dict[str, int] = {}
         self.at_end: Callable[[Callable[[int], None]], None] | None = None
@@ -86,8 +86,8 @@ class Arrivals:
         self._parts: Parts = defaultdict(list)  # of calls that were reduced together
         self._replayed: dict[str, list[Tensor]] = defaultdict(list)
         self._watching_replays: set[str] = set()
-        self._parked: list[Record] = []
-        self.waiting: list[tuple[Record, Tensor, int]] = []
+        self._parked: list[TokenRecord] = []
+        self.waiting: list[tuple[TokenRecord, Tensor, int]] = []
         self.waiting_bytes = 0
         self._keep = keep
         self.most = self.most_bytes = 0  # until the first one comes
@@ -96,12 +96,12 @@ class Arrivals:
         self._shapes: dict[torch.Size, torch.Size] = {}  # few, for many calls
         self._bytes = 0
         self._stored: set[int] = set()
-        self._uncounted: list[Record] = []  # certainly within the limit
+        self._uncounted: list[TokenRecord] = []  # certainly within the limit
         self._uncounted_bytes = 0  # more than they keep where they share an input
 
     # -- backward ----------------------------------------------------------------------------
 
-    def arrived(self, record: Record, gradient: Tensor | None) -> None:
+    def arrived(self, record: TokenRecord, gradient: Tensor | None) -> None:
         """The gradient of a call is there; little code, for this never runs in warm caches."""
         if gradient is None:  # it is zero, and autograd knows that
             return
@@ -137,7 +137,7 @@ class Arrivals:
         except Exception as error:
             self._account.refuse(self._parameters, error)
 
-    def _keep_short(self, record: Record, gradient: Tensor, backward: int) -> bool:
+    def _keep_short(self, record: TokenRecord, gradient: Tensor, backward: int) -> bool:
         """Keep the factors of a common call, while they certainly are within the limit."""
         x = record.x
         if (
@@ -161,7 +161,7 @@ class Arrivals:
             self._account.narrow.add(record.watched.layer)
         return True
 
-    def _reduce_short(self, record: Record, gradient: Tensor, backward: int) -> bool:
+    def _reduce_short(self, record: TokenRecord, gradient: Tensor, backward: int) -> bool:
         """Reduce the gradient of a common call the short way; False where that is not to be had."""
         watched, x = record.watched, record.x
         if (
@@ -214,7 +214,7 @@ class Arrivals:
                 except Exception as error:
                     self._account.refuse(record.watched.parameters.values(), error)
 
-    def _take_in_with_care(self, record: Record, gradient: Tensor, backward: int) -> None:
+    def _take_in_with_care(self, record: TokenRecord, gradient: Tensor, backward: int) -> None:
         with without_autocast(gradient):
             if self._parked:
                 self._unpark()
@@ -225,7 +225,7 @@ class Arrivals:
                 return
             self._take_in(record, gradient, backward)
 
-    def _take_in(self, record: Record, gradient: Tensor, backward: int) -> None:
+    def _take_in(self, record: TokenRecord, gradient: Tensor, backward: int) -> None:
         watched = record.watched
         self._account.layers.add(watched.layer)
         if gradient.requires_grad:
@@ -255,7 +255,7 @@ class Arrivals:
             record.reduced = self._reducer(record, gradient)
             record.x = record.g = None
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: TokenRecord) -> None:
         """Add what a record keeps to the bill; beyond the limit it is let go."""
         uncounted, self._uncounted = self._uncounted, []
         self._uncounted_bytes = 0
@@ -271,7 +271,7 @@ class Arrivals:
             self._bytes = before  # a smaller one may fit yet, in the same place
             self._stored.difference_update(added)
 
-    def _add_bytes(self, record: Record) -> set[int]:
+    def _add_bytes(self, record: TokenRecord) -> set[int]:
         """Add what a record keeps, at these addresses; what several of them share counts once."""
         added: set[int] = set()
         for tensor in (record.g, *(record.x if isinstance(record.x, tuple) else (record.x,))):
@@ -303,7 +303,7 @@ class Arrivals:
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             self._replayed[layer].append(x.detach())
 
-    def _take_replayed(self, record: Record) -> bool:
+    def _take_replayed(self, record: TokenRecord) -> bool:
         """Give a record the input that a checkpoint computed again; the last one comes first."""
         waiting = self._replayed[record.watched.layer]
         if not waiting:
@@ -358,9 +358,9 @@ class Arrivals:
         for name, several in parts.items():
             self._parts[name] += several if self._keeps_factors else self._reduced(name, several)
 
-    def _reduced(self, name: str, several: list[Part]) -> list[Part]:
+    def _reduced(self, name: str, several: list[UsePart]) -> list[UsePart]:
         """The parts of one parameter on each token axis, reduced together."""
-        axes: dict[Axis, list[Part]] = defaultdict(list)
+        axes: dict[Axis, list[UsePart]] = defaultdict(list)
         for part in several:
             axes[part.axis].append(part)
         result = []
@@ -368,12 +368,12 @@ class Arrivals:
             found = [term for part in same for term in part.terms or ()]
             rule = " + ".join(dict.fromkeys(part.rule for part in same))
             reduced = self._reducer.terms(found, name)
-            result.append(Part(axis, rule, same[0].mask, None, reduced))
+            result.append(UsePart(axis, rule, same[0].mask, None, reduced))
         return result
 
     # -- the result --------------------------------------------------------------------------
 
-    def parts(self, name: str) -> list[Part]:
+    def parts(self, name: str) -> list[UsePart]:
         """All parts of a parameter."""
         self._sort_records()
         found = [*self._parts.get(name, ()), *self._reduced_parts.get(name, ())]
@@ -434,7 +434,7 @@ class Arrivals:
             elif record.g is not None:
                 self._with_factors.setdefault(watched.layer, []).append(record)
 
-    def call_came_back(self, record: Record, gradient: Tensor, backward: int) -> None:
+    def call_came_back(self, record: TokenRecord, gradient: Tensor, backward: int) -> None:
         """Take in a gradient that came the long way, at once."""
         self._take_in_all()
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """CAPTURE: the sink of the taps: the calls of every layer with parameters, and what they read.
 
-A layer with a rule leaves a `Record` per call, to which a gradient comes back (`arrivals.py`). A
-layer without one, or one that uses the weights of modules below it without calling them, is an
+A layer with a rule leaves a `TokenRecord` per call, to which a gradient comes back (`arrivals.py`).
+A layer without one, or one that uses the weights of modules below it without calling them, is an
 owner (`owners.py`) and run again.
 """
 
@@ -20,10 +20,10 @@ from torchfmri._tokens.calls.account import Account
 from torchfmri._tokens.calls.arrivals import Arrivals, is_cast
 from torchfmri._tokens.calls.checks import Checks
 from torchfmri._tokens.calls.owners import Owners
-from torchfmri._tokens.calls.passes import Passes
-from torchfmri._tokens.calls.plans import Plan
+from torchfmri._tokens.calls.passes import TokenPasses
+from torchfmri._tokens.calls.plans import CapturePlan
 from torchfmri._tokens.rules import layer_rules as rules
-from torchfmri._tokens.rules.record import Record, Watched
+from torchfmri._tokens.rules.record import TokenRecord, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall
 from torchfmri._torch import (
     NO_BACKWARD,
@@ -56,7 +56,7 @@ class Capture:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CapturePlan,
         padding: Padding,
         keep: str,
         max_bytes: int,
@@ -70,17 +70,32 @@ class Capture:
         account = self.account
         for name, layer in plan.scripted.items():
             account.refuse([name], UnsupportedLayerError(name, layer, _SCRIPTED))
-        self.passes = Passes(
-            plan.maps, plan.model, partial(_refuse_layer, account, watched),
-            lambda error: account.noted("", f"positions: {error}"), account.noted, channels,
-        )  # fmt: skip
+        self.passes = TokenPasses(
+            maps=plan.maps,
+            model=plan.model,
+            refuse=partial(_refuse_layer, account, watched),
+            failed=lambda error: account.noted("", f"positions: {error}"),
+            note=account.noted,
+            channels=channels,
+        )
         self.owners = Owners(
-            watched, parameters, self.passes, padding, self.account, self._keeps_factors
+            watched=watched,
+            parameters=parameters,
+            passes=self.passes,
+            padding=padding,
+            account=self.account,
+            keeps_factors=self._keeps_factors,
         )
         self.arrivals = Arrivals(
-            watched, parameters, self.passes, self.account, self.owners, keep, max_bytes
+            watched=watched,
+            parameters=parameters,
+            passes=self.passes,
+            account=self.account,
+            owners=self.owners,
+            keep=keep,
+            max_bytes=max_bytes,
         )
-        self._by_call: dict[CallKey, Record | OwnerCall] = {}
+        self._by_call: dict[CallKey, TokenRecord | OwnerCall] = {}
         self._last: tuple[weakref.ref[Tensor], Tensor, int | None] | None = None
 
     def listen(self, at_end: Callable[[Callable[[int], None]], None]) -> None:
@@ -96,7 +111,7 @@ class Capture:
         watched = self._watched[layer]
         return watched.rule is not None or self.owners.wants(watched)
 
-    def short_way(self, plan: Plan) -> Short:
+    def short_way(self, plan: CapturePlan) -> Short:
         """What takes in the common calls of the layers that have a rule."""
         arrived = self.arrivals.arrived
         return Short(plan.called, plan.by_module, self._take, arrived, target_of)
@@ -107,7 +122,7 @@ class Capture:
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
         output: Tensor,
-    ) -> Record | None:
+    ) -> TokenRecord | None:
         """Take in a call the short way."""
         if keywords or len(arguments) != 1:
             return None
@@ -120,7 +135,7 @@ class Capture:
             and not may_autocast()
             and saved_tensor_hooks(False) is None
         ):
-            record = Record(watched, passes.current, passes.grids.get(""))
+            record = TokenRecord(watched, passes.current, passes.grids.get(""))
             record.x, record.version = x, _version(x)
             if x.ndim == 4:
                 record.strides = x.stride()
@@ -148,14 +163,14 @@ class Capture:
         """Take in a call with its arguments; again when a reentrant checkpoint runs it again."""
         watched, earlier = self._watched[call.layer], self._by_call.get(call)
         outputs = flatten(output)
-        found: Record | OwnerCall | None
+        found: TokenRecord | OwnerCall | None
         if watched.rule is None:
             again = earlier if isinstance(earlier, OwnerCall) else None
             found = self.owners.called(watched, arguments, keywords, output, again)
         else:
             tensors = tuple(each.tensor for each in flatten_arguments(arguments, keywords))
             x = tensors if watched.rule is rules.bilinear else tensors[0]
-            if isinstance(earlier, Record):
+            if isinstance(earlier, TokenRecord):
                 self._keep_inputs(earlier, x)
                 return
             found = self._new_record(watched)
@@ -163,15 +178,15 @@ class Capture:
         if found is not None:
             self._by_call[call] = found
             is_constant = False
-            if isinstance(found, Record) and self.passes.tracing is not None and outputs:
+            if isinstance(found, TokenRecord) and self.passes.tracing is not None and outputs:
                 is_constant = self.passes.tracing.call(found, outputs[0].tensor)
-            elif isinstance(found, Record):
+            elif isinstance(found, TokenRecord):
                 is_constant = call.layer in self.passes.constants
             if len(outputs) == 1:
                 self._watch_broadcast(found, outputs[0].tensor, is_constant)
 
     def _watch_broadcast(
-        self, target: Record | OwnerCall, output: Tensor, is_constant: bool
+        self, target: TokenRecord | OwnerCall, output: Tensor, is_constant: bool
     ) -> None:
         """Look for the addition that spreads an output over a batch that it does not have."""
         model = self.passes.grid_of(target.stack)
@@ -186,17 +201,17 @@ class Capture:
         if without and current_backward() == NO_BACKWARD:
             self.passes.broadcasts.watch(output, target.spread)
 
-    def _new_record(self, watched: Watched) -> Record:
+    def _new_record(self, watched: Watched) -> TokenRecord:
         passes, stack = self.passes, watched.stack
         passes.call_begins(watched.layer)
-        record = Record(watched, passes.current, passes.grid_of(stack))
+        record = TokenRecord(watched, passes.current, passes.grid_of(stack))
         record.mask, record.stack = self._padding.current(), stack
         passes.records.append(record)
         if watched.rule in rules.STATEFUL:
             record.settings = rules.settings_of(watched.module)
         return record
 
-    def _keep_inputs(self, record: Record, x: Any) -> None:
+    def _keep_inputs(self, record: TokenRecord, x: Any) -> None:
         """Keep what a call on the long way reads; layers with two inputs have both."""
         if not torch.is_grad_enabled():  # a checkpoint's first pass, or nothing will come back
             self._find_stack(record, x)
@@ -205,7 +220,7 @@ class Capture:
         else:
             self._keep_input(record, x)
 
-    def _find_stack(self, record: Record, x: Any) -> None:
+    def _find_stack(self, record: TokenRecord, x: Any) -> None:
         """A decoder's layer that reads what the encoder returned has the encoder's tokens."""
         passes = self.passes
         if record.stack == "encoder":
@@ -213,7 +228,7 @@ class Capture:
         elif any(each() is x for each in passes.memories):
             record.stack, record.mask = "encoder", passes.encoder_mask
 
-    def _keep_input(self, record: Record, x: Any) -> None:
+    def _keep_input(self, record: TokenRecord, x: Any) -> None:
         """Keep what a call reads, by reference: autograd itself keeps it for the weight."""
         if record.stack:
             self._find_stack(record, x)
@@ -243,7 +258,7 @@ class Capture:
     ) -> None:
         """Take in the gradient of an output that came the long way."""
         found = self._by_call.get(call)
-        if isinstance(found, Record):
+        if isinstance(found, TokenRecord):
             if gradient is not None:
                 self.arrivals.call_came_back(found, gradient, backward)
         elif isinstance(found, OwnerCall):

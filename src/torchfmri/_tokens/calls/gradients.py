@@ -32,7 +32,7 @@ from torchfmri._tokens.algebra.verification import TokenVerification
 from torchfmri._tokens.calls.capture import Capture, target_of
 from torchfmri._tokens.calls.plans import plan_of
 from torchfmri._tokens.calls.runs import Masks, joined
-from torchfmri._tokens.calls.verification import Verification
+from torchfmri._tokens.calls.verification import PassVerification
 from torchfmri._tokens.rules.record import Axis
 from torchfmri._torch import Attached, Deferred, Hook, HookSet
 from torchfmri.exceptions import (
@@ -395,7 +395,7 @@ class TokenGradients(Attached):
             )
         if not isinstance(samples, int) or samples < 1:
             raise InspectionError(f"samples={samples!r}: give a number of tokens, 1 or more.")
-        proof = Verification(kept, self._plan.watched, self._capture.arrivals.records, seed)
+        proof = PassVerification(kept, self._plan.watched, self._capture.arrivals.records, seed)
         return proof.result(samples, self._capture.account.reasons)
 
     def _covered(
@@ -412,7 +412,9 @@ class TokenGradients(Attached):
             note = "nothing to compare with: the gradient reached the parameter unseen (sharded?)"
         if residual is not None and residual > self._tolerance(name):
             note = f"{residual:.1%} of its gradient is unattributed: it came through no layer call"
-        return CoverageRow(name, rule, axes, residual, check, note)
+        return CoverageRow(
+            name=name, rule=rule, tokens=axes, residual=residual, check=check, note=note
+        )
 
     def _compared(self, name: str) -> _Compared | str | None:
         """The tokens' sum beside autograd's gradient; why there are no token gradients, as text."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfmri._kernels import Asked, Lane, Numbers, Rows
+from torchfmri._kernels import Asked, Lane, Numbers, RowLanes
 from torchfmri._tokens.algebra import factors
 from torchfmri._tokens.algebra.factors import Term
 from torchfmri._tokens.algebra.random_vectors import INPUT, OUTPUT
@@ -29,7 +29,7 @@ from torchfmri._tokens.algebra.voxels import grouped_squares, voxel_squares
 from torchfmri._tokens.calls.checks import Checks
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.layer_rules import Rule
-from torchfmri._tokens.rules.record import Record
+from torchfmri._tokens.rules.record import TokenRecord
 
 Found: TypeAlias = dict[str, Reduced]
 
@@ -44,12 +44,12 @@ class Reducer:
 
     def __init__(self, checks: Checks, by_voxel: bool) -> None:
         self._checks, self.by_voxel = checks, by_voxel
-        self._rows = Rows()
+        self._rows = RowLanes()
         self._lanes: dict[object, Lane | None] = {}
         self._pairs: dict[object, tuple[Lane | None, Lane | None]] = {}
         self._last: tuple[Tensor, Numbers] | None = None
 
-    def __call__(self, record: Record, g: Tensor) -> Found:
+    def __call__(self, record: TokenRecord, g: Tensor) -> Found:
         """The numbers of a call's parameters, by their names in the module."""
         found = self.short(record, g)
         if found is None:
@@ -57,7 +57,7 @@ class Reducer:
             found = {key: self.terms([term], names[key]) for key, term in record.terms().items()}
         return found
 
-    def short(self, record: Record, g: Tensor) -> Found | None:
+    def short(self, record: TokenRecord, g: Tensor) -> Found | None:
         """Return the norms of common layers directly, without building their terms first."""
         reduce = _REDUCERS.get(record.watched.rule)  # type: ignore[arg-type]
         return None if reduce is None or record.rows else reduce(self, record, g)
@@ -76,7 +76,7 @@ class Reducer:
 
     # -- rows --------------------------------------------------------------------------------
 
-    def outer_numbers(self, record: Record, g: Tensor) -> tuple[Numbers, Numbers]:
+    def outer_numbers(self, record: TokenRecord, g: Tensor) -> tuple[Numbers, Numbers]:
         """Of the gradient and of the input of a Linear; most of the calls of a model come here.
 
         q, k and v, whose gradients come in a row, share those of their input.
@@ -96,11 +96,11 @@ class Reducer:
             return of_g.read(g), last[1]
         return self._numbers(g, None, OUTPUT, size), last[1]
 
-    def output_numbers(self, values: Tensor, record: Record) -> Numbers:
+    def output_numbers(self, values: Tensor, record: TokenRecord) -> Numbers:
         """Of gradients with one vector per token, (..., o): squares, maybe by voxel, and probe."""
         return self._read(values, OUTPUT, self._voxel(record) if self.by_voxel else 0)
 
-    def product_numbers(self, record: Record, g: Tensor, small: float) -> Numbers | None:
+    def product_numbers(self, record: TokenRecord, g: Tensor, small: float) -> Numbers | None:
         """The same of g * x / rms(x), added up over the heads; None where torch has to do it."""
         x: Tensor = record.x
         size = self._voxel(record) if self.by_voxel else 0
@@ -140,7 +140,7 @@ class Reducer:
         start, vector = self._checks.block_vector(values.shape[-1], side, values)
         return Asked(size, start, vector, vector.data_ptr(), len(vector))
 
-    def _voxel(self, record: Record) -> int:
+    def _voxel(self, record: TokenRecord) -> int:
         """How many units are one voxel."""
         return self._checks.info(next(iter(record.watched.parameters.values()))).voxel
 
@@ -152,7 +152,7 @@ class Reducer:
 # -- rules; None where the terms have to be formed -------------------------------------------------
 
 
-def _outer(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
+def _outer(reducer: Reducer, record: TokenRecord, g: Tensor) -> Found | None:
     """A Linear: the norm of an outer product is the product of the norms."""
     if g.ndim > 3:
         grid = record.grid()
@@ -166,7 +166,7 @@ def _outer(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
     return found
 
 
-def _embedding(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
+def _embedding(reducer: Reducer, record: TokenRecord, g: Tensor) -> Found | None:
     """The row of the token's id is g."""
     module: Any = record.watched.module
     grid = record.grid()
@@ -178,7 +178,7 @@ def _embedding(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
     return {"weight": Reduced(WEIGHTED_PROBE, (numbers, Numbers.of(weights, weights)))}
 
 
-def _rms_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
+def _rms_norm(reducer: Reducer, record: TokenRecord, g: Tensor) -> Found | None:
     """The product g * x / rms(x), summed over the heads where it is per head."""
     module, x = record.watched.module, record.x
     weight: Any = module._parameters["weight"]
@@ -195,7 +195,7 @@ def _rms_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
     return {"weight": Reduced(SQUARES, (numbers,))}
 
 
-def _layer_norm(reducer: Reducer, record: Record, g: Tensor) -> Found | None:
+def _layer_norm(reducer: Reducer, record: TokenRecord, g: Tensor) -> Found | None:
     """weight: g * xhat, bias: g."""
     module: Any = record.watched.module
     if len(module.normalized_shape) != 1 or record.grid().leading > 2 or g.dtype != record.x.dtype:
@@ -221,7 +221,7 @@ def norms_of(tensor: Tensor) -> Tensor:
     return found
 
 
-_REDUCERS: dict[Rule, Callable[[Reducer, Record, Tensor], Found | None]] = {
+_REDUCERS: dict[Rule, Callable[[Reducer, TokenRecord, Tensor], Found | None]] = {
     rules.linear: _outer,
     rules.conv1d_of_transformers: _outer,
     rules.embedding: _embedding,

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torchfmri._capture import Padding
 from torchfmri._tokens.algebra.factors import device_of, dtype_of, probe
 from torchfmri._tokens.calls.account import Account
-from torchfmri._tokens.calls.passes import Passes
-from torchfmri._tokens.rules.record import Axis, Part, Watched
+from torchfmri._tokens.calls.passes import TokenPasses
+from torchfmri._tokens.rules.record import Axis, UsePart, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall, RunState
 from torchfmri._torch import NO_BACKWARD, current_backward, flatten_arguments, runs_checkpoint
 from torchfmri.exceptions import InspectionError, UnsupportedLayerError
 
 _Modules: TypeAlias = dict[int, dict[str, str]]
-Parts: TypeAlias = dict[str, list[Part]]
+Parts: TypeAlias = dict[str, list[UsePart]]
 
 
 class Owners:
@@ -43,7 +43,7 @@ class Owners:
         self,
         watched: Mapping[str, Watched],
         parameters: Mapping[str, nn.Parameter],
-        passes: Passes,
+        passes: TokenPasses,
         padding: Padding,
         account: Account,
         keeps_factors: bool,
@@ -99,16 +99,16 @@ class Owners:
         recorded = torch.is_grad_enabled() and not self._waits_for_replay()
         run = earlier.axis.run if earlier else self._passes.current.number
         found = OwnerCall(
-            watched.layer,
-            watched.module,
-            modules,
-            arguments if recorded else (),
-            keywords if recorded else {},
-            output if recorded else (),
-            self._states.get(watched.layer),
-            Axis(run, watched.stack, (0, 0)),
-            self._padding.current(),
-            suspects,
+            layer=watched.layer,
+            module=watched.module,
+            modules=modules,
+            arguments=arguments if recorded else (),
+            keywords=keywords if recorded else {},
+            output=output if recorded else (),
+            state=self._states.get(watched.layer),
+            axis=Axis(run, watched.stack, (0, 0)),
+            mask=self._padding.current(),
+            suspects=suspects,
         )
         if earlier is None:
             self._passes.owner_called(found, arguments, keywords)
@@ -145,7 +145,7 @@ class Owners:
         if owner not in self._waiting:
             self._waiting.append(owner)
 
-    def run_again(self, parts: Parts, known: Callable[[str], Sequence[Part]]) -> None:
+    def run_again(self, parts: Parts, known: Callable[[str], Sequence[UsePart]]) -> None:
         """Add what the calls of this backward pass bring to `parts`.
 
         Args:
@@ -221,7 +221,7 @@ class Owners:
             if any(dtype_of(term).itemsize < 4 for part in several for term in part.terms or ()):
                 account.narrow.update(account.homes[name])
 
-    def _is_incomplete(self, name: str, found: Sequence[Part]) -> bool:
+    def _is_incomplete(self, name: str, found: Sequence[UsePart]) -> bool:
         """Whether the calls of a parameter's modules do not account for its gradient."""
         brought = self._account.checks.brought(name)
         if brought is None:
@@ -233,7 +233,7 @@ class Owners:
         scale = max(float(brought.abs()), *(float(each.double().norm()) for each in probes))
         return float((total - brought).abs()) > 1e-2 * scale
 
-    def _probes(self, name: str, part: Part) -> Tensor:
+    def _probes(self, name: str, part: UsePart) -> Tensor:
         if part.reduced is not None:
             return part.reduced.probes()
         assert part.terms is not None

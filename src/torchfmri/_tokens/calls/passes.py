@@ -30,7 +30,7 @@ from torchfmri._tokens.calls.token_map import (
     signature,
 )
 from torchfmri._tokens.rules.axes import model_grid
-from torchfmri._tokens.rules.record import Pass, Record, Watched
+from torchfmri._tokens.rules.record import TokenPass, TokenRecord, Watched
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens, RunState
 from torchfmri._tokens.rules.way import Reads, Way
 from torchfmri._torch import (
@@ -74,7 +74,7 @@ class KeptPass(NamedTuple):
     tokens: TokenMap
 
 
-class Passes:
+class TokenPasses:
     """Follows the calls of the model and of its containers.
 
     Attributes:
@@ -117,8 +117,8 @@ class Passes:
         self._outer: tuple[str, OwnerTokens] | None = None  # the call that the pass was
         self._arguments: tuple[str, tuple[object, ...], Mapping[str, object]] | None = None
         self.last: KeptPass | None = None
-        self.current = Pass(0)
-        self.records: list[Record] = []
+        self.current = TokenPass(0)
+        self.records: list[TokenRecord] = []
         self._counted = 0
         self.has_gone_back = False
         self.memories: list[weakref.ref[Tensor]] = []
@@ -132,7 +132,7 @@ class Passes:
     def begin(self) -> None:
         """Another pass begins."""
         self.broadcasts.stop()
-        self.current = Pass(self.current.number + 1)
+        self.current = TokenPass(self.current.number + 1)
         self.has_gone_back = False
         self.memories.clear()
         self._outermost.clear()
@@ -156,7 +156,7 @@ class Passes:
             record.within.calls[record.watched.layer] += 1
         self._counted = all_of_them  # last: after an interrupt rather twice than never
 
-    def follow(self, records: list[Record]) -> None:
+    def follow(self, records: list[TokenRecord]) -> None:
         """Add calls to this list from now on."""
         self.records, self._counted = records, len(records)
 
@@ -309,7 +309,7 @@ class Passes:
                     self._refuse(layer, each.refused)
 
     def _look_up(
-        self, found: TokenMap, records: Sequence[Record], counts: Mapping[str, int]
+        self, found: TokenMap, records: Sequence[TokenRecord], counts: Mapping[str, int]
     ) -> None:
         """Give records the tokens that an earlier pass of the same shapes has found."""
         if found.counts != counts:  # another way through the model: from now on, follow each pass
@@ -395,7 +395,7 @@ class Parts:
         self._hook = Hook(None)
 
     def watch(
-        self, passes: Passes, modules: Sequence[nn.Module], watched: Mapping[int, Watched]
+        self, passes: TokenPasses, modules: Sequence[nn.Module], watched: Mapping[int, Watched]
     ) -> None:
         """Attach hooks to these containers; what is watched is known by the ids of modules."""
         self._modules, self._hook = modules, PartHook(passes, watched, self._hooks)
@@ -419,7 +419,7 @@ class PartHook(Hook):
 
     __slots__ = ("_depth", "_hooks", "_outermost", "_passes", "_watched")
 
-    def __init__(self, passes: Passes, watched: Mapping[int, Watched], hooks: HookSet) -> None:
+    def __init__(self, passes: TokenPasses, watched: Mapping[int, Watched], hooks: HookSet) -> None:
         super().__init__(None)
         self._passes, self._watched, self._hooks = passes, watched, hooks
         self._outermost = 0

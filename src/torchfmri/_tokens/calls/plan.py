@@ -122,7 +122,16 @@ def watched_modules(
             rule = rules.rule_of(module)
             reads = rule is None and _reads_weights(module)
             stack = stacks.of(layer)
-            watched[layer] = Watched(layer, ref(module), rule, own, {}, False, stack, reads)
+            watched[layer] = Watched(
+                layer=layer,
+                reference=ref(module),
+                rule=rule,
+                parameters=own,
+                below={},
+                is_shared=False,
+                stack=stack,
+                reads_weights=reads,
+            )
     for name in (name for name, count in uses.items() if count > 1):
         for each in watched.values():
             each.is_shared |= name in each.parameters.values()
@@ -179,7 +188,16 @@ def _container(
     if first not in watched:
         reads = _reads_weights(module)
         stack = stacks.of(first)
-        watched[first] = Watched(first, ref(module), None, {}, {}, False, stack, reads)
+        watched[first] = Watched(
+            layer=first,
+            reference=ref(module),
+            rule=None,
+            parameters={},
+            below={},
+            is_shared=False,
+            stack=stack,
+            reads_weights=reads,
+        )
     return watched[first]
 
 

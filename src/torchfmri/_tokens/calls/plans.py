@@ -36,7 +36,7 @@ from torchfmri._tokens.rules.record import Watched
 from torchfmri.exceptions import InspectionError
 
 
-class Plan(NamedTuple):
+class CapturePlan(NamedTuple):
     """What a block watches.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
     maps: dict[object, TokenMap]
 
 
-def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
+def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> CapturePlan:
     """The plan for a pattern of parameters; `voxel` is how many units are one by default.
 
     Raises:
@@ -96,22 +96,22 @@ def plan_of(model: nn.Module, pattern: Pattern, voxel: int) -> Plan:
     stacks = Stacks(layers)
     watched = watched_modules(layers, parameters, aliases, stacks)
     infos = describe_all(parameters, layers, head, voxel)
-    plan = Plan(
-        root,
-        {name: layers[name] for name in (stacks.encoder, stacks.decoder) if name},
-        parameters,
-        aliases,
-        infos,
-        alike_of(infos),
-        watched,
-        {id(each.module): each for each in watched.values()},
-        [each.module for each in watched.values() if each.rule is not None],
-        [each.module for each in watched.values() if each.only_calls and each.layer],
-        [each for each in watched.values() if each.rule is None and not each.only_calls],
-        homes_of(watched),
-        masked_modules(layers.values()),
-        scripted_parameters(layers, aliases),
-        {},
+    plan = CapturePlan(
+        model=root,
+        stacks={name: layers[name] for name in (stacks.encoder, stacks.decoder) if name},
+        parameters=parameters,
+        aliases=aliases,
+        infos=infos,
+        alike=alike_of(infos),
+        watched=watched,
+        by_module={id(each.module): each for each in watched.values()},
+        called=[each.module for each in watched.values() if each.rule is not None],
+        parts=[each.module for each in watched.values() if each.only_calls and each.layer],
+        owners=[each for each in watched.values() if each.rule is None and not each.only_calls],
+        homes=homes_of(watched),
+        masked=masked_modules(layers.values()),
+        scripted=scripted_parameters(layers, aliases),
+        maps={},
     )
     seen = look_at(root, len(layers))
     if seen is not None and _can_be_kept(layers, seen):
@@ -134,14 +134,14 @@ _MOST = 4  # plans of one model, for different patterns
 _Asked: TypeAlias = tuple[object, ...]
 
 
-class _Kept:
+class _KeptPlans:
     """The plans of one model, as it looked when they were made.
 
     Attributes:
         of: The model.
     """
 
-    def __init__(self, model: nn.Module, seen: Seen) -> None:
+    def __init__(self, model: nn.Module, seen: SeenModel) -> None:
         key = id(model)
 
         def forget(_: object) -> None:
@@ -153,7 +153,7 @@ class _Kept:
         self._looks = seen.looks
         self._plans: dict[_Asked, _WeakPlan] = {}
 
-    def plan(self, asked: _Asked) -> Plan | None:
+    def plan(self, asked: _Asked) -> CapturePlan | None:
         """The plan that was asked for, if the model still looks as it did."""
         model = self.of()
         try:
@@ -165,7 +165,7 @@ class _Kept:
         seen = look_at(model, len(self._modules))
         return found.plan(seen) if seen is not None and seen.looks == self._looks else None
 
-    def add(self, asked: _Asked, plan: Plan, seen: Seen) -> bool:
+    def add(self, asked: _Asked, plan: CapturePlan, seen: SeenModel) -> bool:
         """Keep a plan, unless the model does not look as it did."""
         if seen.looks != self._looks:
             return False
@@ -178,7 +178,7 @@ class _Kept:
 class _WeakPlan:
     """A plan without its modules and parameters: their places among those of the model instead."""
 
-    def __init__(self, plan: Plan, seen: Seen) -> None:
+    def __init__(self, plan: CapturePlan, seen: SeenModel) -> None:
         places = {id(module): place for place, module in enumerate(seen.modules)}
         self._stacks = {name: places[id(each)] for name, each in plan.stacks.items()}
         self._called = [places[id(each)] for each in plan.called]
@@ -191,7 +191,7 @@ class _WeakPlan:
             model=nothing, stacks={}, parameters={}, called=[], parts=[], masked=[]
         )
 
-    def plan(self, seen: Seen) -> Plan:
+    def plan(self, seen: SeenModel) -> CapturePlan:
         """The plan with what is there to see."""
         modules, parameters = seen.modules, seen.parameters
         return self._rest._replace(
@@ -204,18 +204,18 @@ class _WeakPlan:
         )
 
 
-_KEPT: dict[int, _Kept] = {}
+_KEPT: dict[int, _KeptPlans] = {}
 
 
-def _keep(asked: _Asked, plan: Plan, seen: Seen) -> None:
+def _keep(asked: _Asked, plan: CapturePlan, seen: SeenModel) -> None:
     model = plan.model
     kept = _KEPT.get(id(model))
     if kept is None or kept.of() is not model or not kept.add(asked, plan, seen):
-        kept = _KEPT[id(model)] = _Kept(model, seen)
+        kept = _KEPT[id(model)] = _KeptPlans(model, seen)
         kept.add(asked, plan, seen)
 
 
-def _can_be_kept(layers: Mapping[str, nn.Module], seen: Seen) -> bool:
+def _can_be_kept(layers: Mapping[str, nn.Module], seen: SeenModel) -> bool:
     """Whether the layers are all there is to a model: nothing wrapped, scripted or patched."""
     known = {id(each) for each in layers.values()}
     if len(seen.modules) != len(layers):  # one is inside itself
@@ -228,7 +228,7 @@ def _can_be_kept(layers: Mapping[str, nn.Module], seen: Seen) -> bool:
     return True
 
 
-class Seen(NamedTuple):
+class SeenModel(NamedTuple):
     """What there is to see of a model.
 
     Attributes:
@@ -247,7 +247,7 @@ _VALUES = methodcaller("values")
 _FORWARD, _TRAINS, _DTYPE = map(attrgetter, ("forward", "requires_grad", "dtype"))
 
 
-def look_at(model: nn.Module, most: int) -> Seen | None:
+def look_at(model: nn.Module, most: int) -> SeenModel | None:
     """Look at a model, and no further than at so many modules and those below them.
 
     Every block begins with this, so it takes no line of Python per module. None: one is scripted,
@@ -282,7 +282,7 @@ def look_at(model: nn.Module, most: int) -> Seen | None:
         [*map(_DTYPE, parameters)],
         [None if is_lazy(each) else each.shape for each in parameters],
     )
-    return Seen(modules, parameters, looks)
+    return SeenModel(modules, parameters, looks)
 
 
 def _holding_functions(modules: list[nn.Module]) -> list[bool]:

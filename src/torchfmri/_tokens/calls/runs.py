@@ -19,13 +19,15 @@ from torchfmri._tokens.algebra.factors import Factor, Index, Term
 from torchfmri._tokens.algebra.gradient import TokenGradient
 from torchfmri._tokens.algebra.parameter import ParameterInfo
 from torchfmri._tokens.algebra.reduced import Reduced
-from torchfmri._tokens.rules.record import Axis, Part
+from torchfmri._tokens.rules.record import Axis, UsePart
 from torchfmri.exceptions import InspectionError
 
 Masks: TypeAlias = dict[object, "Tensor | None"]
 
 
-def joined(info: ParameterInfo, parts: Sequence[Part], masks: Masks) -> dict[Axis, TokenGradient]:
+def joined(
+    info: ParameterInfo, parts: Sequence[UsePart], masks: Masks
+) -> dict[Axis, TokenGradient]:
     """The token gradients of a parameter on each of its token axes.
 
     Args:
@@ -42,7 +44,7 @@ def joined(info: ParameterInfo, parts: Sequence[Part], masks: Masks) -> dict[Axi
                 info, grid, part.rule, terms=part.terms, reduced=part.reduced, mask=mask
             )
         }
-    by_axis: dict[Axis, list[Part]] = defaultdict(list)
+    by_axis: dict[Axis, list[UsePart]] = defaultdict(list)
     for part in parts:
         by_axis[part.axis].append(part)
     passes: dict[tuple[str, str, int], list[Axis]] = defaultdict(list)
@@ -63,7 +65,7 @@ def joined(info: ParameterInfo, parts: Sequence[Part], masks: Masks) -> dict[Axi
 
 
 def _token_gradient(
-    info: ParameterInfo, grid: tuple[int, int], passes: list[list[Part]], mask: Tensor | None
+    info: ParameterInfo, grid: tuple[int, int], passes: list[list[UsePart]], mask: Tensor | None
 ) -> TokenGradient:
     names = " + ".join(dict.fromkeys(part.rule for parts in passes for part in parts))
     if any(part.terms is None for parts in passes for part in parts):
@@ -79,7 +81,7 @@ def _token_gradient(
     return TokenGradient(info, grid, names, terms=_joined_terms(terms, axes, grid), mask=mask)
 
 
-def _only(parts: list[Part]) -> Reduced:
+def _only(parts: list[UsePart]) -> Reduced:
     """The numbers of a pass, in which all uses were reduced together."""
     if len(parts) > 1 or parts[0].reduced is None:
         raise InspectionError(
@@ -98,7 +100,7 @@ def _spread(numbers: Tensor, axis: Axis, length: int) -> Tensor:
     return F.pad(whole, (*[0, 0] * (numbers.ndim - 1), 0, missing)).flatten(0, 1)
 
 
-def _mask(grid: tuple[int, int], passes: list[list[Part]], masks: Masks) -> Tensor | None:
+def _mask(grid: tuple[int, int], passes: list[list[UsePart]], masks: Masks) -> Tensor | None:
     """Which positions count, (b, s); None where all do."""
     key = (grid, *((parts[0].axis, id(parts[0].mask)) for parts in passes))
     if key not in masks:
@@ -106,7 +108,7 @@ def _mask(grid: tuple[int, int], passes: list[list[Part]], masks: Masks) -> Tens
     return masks[key]
 
 
-def _new_mask(grid: tuple[int, int], passes: list[list[Part]]) -> Tensor | None:
+def _new_mask(grid: tuple[int, int], passes: list[list[UsePart]]) -> Tensor | None:
     found: list[Tensor | None] = []
     for parts in passes:
         axis, padding = parts[0].axis, parts[0].mask

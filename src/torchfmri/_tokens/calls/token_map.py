@@ -25,11 +25,11 @@ from torchfmri._tokens.rules.arguments import (
 )
 from torchfmri._tokens.rules.numbers import NOBODY, SEVERAL, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.record import Record
+from torchfmri._tokens.rules.record import TokenRecord
 from torchfmri._tokens.rules.recurrences import StepUse
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
-from torchfmri._tokens.rules.sources import Source, Sources
-from torchfmri._tokens.rules.trace import Trace
+from torchfmri._tokens.rules.sources import Sources, TokenSource
+from torchfmri._tokens.rules.trace import TokenTrace
 from torchfmri._torch import Element, flatten_arguments
 
 _ASSUMED = (
@@ -39,7 +39,7 @@ _ASSUMED = (
 MOST = 16  # maps of one plan, for arguments of different shapes
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """The tokens of the rows of one call.
 
     Attributes:
@@ -70,8 +70,8 @@ class CallTokens(NamedTuple):
 
     of: str = ""
     stack: str = ""
-    rows: tuple[Rows, ...] = ()
-    spread: tuple[Rows, ...] = ()
+    rows: tuple[TokenRows, ...] = ()
+    spread: tuple[TokenRows, ...] = ()
     is_second: bool = False
     is_step: bool = False
     refused: str = ""
@@ -104,7 +104,7 @@ class TokenMap:
         self.calls: dict[str, list[CallTokens]] = defaultdict(list)
         self.owners: dict[str, list[OwnerTokens]] = defaultdict(list)
         self.constants: frozenset[str] = frozenset()
-        self.given: Sequence[Source] = ()
+        self.given: Sequence[TokenSource] = ()
         self.outer = OwnerTokens()
         self.counts: dict[str, int] = {}
         self.is_usual = True
@@ -142,7 +142,7 @@ class Tracing:
         of_layers: frozenset[str] = frozenset(),
         is_second: bool = False,
     ) -> None:
-        self.trace, self._channels, self._is_second = Trace(), channels, is_second
+        self.trace, self._channels, self._is_second = TokenTrace(), channels, is_second
         self.trace.of_layers = of_layers
         parameters = list(parameters)
         for name, parameter in parameters:
@@ -159,7 +159,7 @@ class Tracing:
             )
             self.trace.beside = self._second.trace
             self._share_layouts()
-        self._outputs: list[tuple[Record, Origins, StepUse | None, tuple[int, ...]]] = []
+        self._outputs: list[tuple[TokenRecord, Origins, StepUse | None, tuple[int, ...]]] = []
         self._owners: list[tuple[str, OwnerTokens]] = []
         self._calls: list[OwnerCall] = []
         self._begun: dict[str, tuple[int, dict[str, int]]] = {}
@@ -205,7 +205,7 @@ class Tracing:
             other.layout = one.layout
         self.trace.sources.layouts[0].is_followed = True
 
-    def call(self, record: Record, output: Tensor) -> bool:
+    def call(self, record: TokenRecord, output: Tensor) -> bool:
         """A layer with a rule has returned this; whether it was computed from constants alone."""
         with self.trace.aside():
             origins = self.trace.output_of_call(output)
@@ -309,24 +309,26 @@ class Tracing:
             found.is_dynamic |= any(each.is_dynamic for each in known)
         return found
 
-    def _rows_of_constants(self) -> dict[int, Rows]:
+    def _rows_of_constants(self) -> dict[int, TokenRows]:
         """The rows of layers that are called several times with constants: each is a token."""
-        several: dict[str, list[tuple[Record, Origins, int]]] = defaultdict(list)
+        several: dict[str, list[tuple[TokenRecord, Origins, int]]] = defaultdict(list)
         for record, origins, _, shape in self._outputs:
             if shape and bool((compact(origins.first) == NOBODY).all()):
                 count = math.prod(shape[: len(shape) - record.features])
                 several[record.watched.layer].append((record, origins, count))
-        found: dict[int, Rows] = {}
+        found: dict[int, TokenRows] = {}
         for layer, calls in several.items():
             total, start = sum(count for _, _, count in calls), 0
             for record, origins, count in calls if len(calls) > 1 else ():
                 numbers = torch.arange(start, start + count, device=origins.first.device)
-                found[id(origins)] = Rows(numbers, (total, 1), record.stack, layer)
+                found[id(origins)] = TokenRows(numbers, (total, 1), record.stack, layer)
                 start += count
         return found
 
 
-def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, ...]) -> CallTokens:
+def tokens_of(
+    trace: TokenTrace, record: TokenRecord, origins: Origins, shape: tuple[int, ...]
+) -> CallTokens:
     """The tokens of the rows of a call, from the origins of what it returned."""
     rule, sources = record.watched.rule, trace.sources
     if bool((compact(origins.first) == NOBODY).all()):
@@ -361,14 +363,15 @@ def tokens_of(trace: Trace, record: Record, origins: Origins, shape: tuple[int, 
             return CallTokens(name_of(source), source.true.stack, is_second=second)
     flat = numbers.reshape(-1)
     rows = [
-        Rows(sources.local(each, flat), each.grid, each.true.stack, name_of(each)) for each in found
+        TokenRows(sources.local(each, flat), each.grid, each.true.stack, name_of(each))
+        for each in found
     ]
     nobody = (flat == NOBODY).nonzero()[:, 0]
     if len(nobody):
         own = torch.full_like(flat, -1)
         own[nobody] = torch.arange(len(nobody), device=flat.device)
         name = f"rows of {record.watched.layer} that come from no token"
-        rows.append(Rows(own, (len(nobody), 1), record.stack, name))
+        rows.append(TokenRows(own, (len(nobody), 1), record.stack, name))
     return CallTokens(rows=tuple(rows), is_second=record.is_second)
 
 
@@ -377,7 +380,7 @@ def _different(reason: str) -> str:
     return f"its rows are computed from different positions{how} and no rule says whose they are"
 
 
-def name_of(source: Source) -> str:
+def name_of(source: TokenSource) -> str:
     name = source.true.name
     return "" if name == "samples" else name
 
@@ -388,7 +391,7 @@ def _is_given(sources: Sources, numbers: Tensor) -> bool:
 
 
 def _is_usual(
-    record: Record, shape: tuple[int, ...], numbers: Tensor, grid: tuple[int, int]
+    record: TokenRecord, shape: tuple[int, ...], numbers: Tensor, grid: tuple[int, int]
 ) -> bool:
     """Whether the rows of a call are in the order that its shape suggests."""
     usual = record.grid_of(shape)
@@ -441,7 +444,7 @@ def full_masks(arguments: tuple[object, ...], keywords: Mapping[str, object]) ->
     return tuple(each.is_meta or bool(each.all()) for each in masks)
 
 
-def assign(record: Record, tokens: CallTokens) -> None:
+def assign(record: TokenRecord, tokens: CallTokens) -> None:
     """Give a record its tokens."""
     record.of, record.rows, record.is_second = tokens.of, tokens.rows, tokens.is_second
     record.spread_rows = tokens.spread

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torchfmri._model import compiled_code_as_eager, copy_of_data, spared_grad, unchanged
 from torchfmri._tokens.algebra.verification import TokenVerification, TokenVerificationRow
 from torchfmri._tokens.calls.passes import KeptPass
-from torchfmri._tokens.calls.token_map import Rows, name_of
+from torchfmri._tokens.calls.token_map import TokenRows, name_of
 from torchfmri._tokens.rules import layer_rules as rules
 from torchfmri._tokens.rules.arguments import given_origins
-from torchfmri._tokens.rules.record import Record, Watched
-from torchfmri._tokens.rules.rerun import Seen, quiet
-from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Source, Sources
+from torchfmri._tokens.rules.record import TokenRecord, Watched
+from torchfmri._tokens.rules.rerun import SeenOutput, quiet
+from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Sources, TokenSource
 from torchfmri._torch import flatten, flatten_arguments
 from torchfmri.exceptions import InspectionError
 
@@ -33,7 +33,7 @@ _ON_STATE = "the state of a recurrence belongs to the step that reads it"
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-class Call(NamedTuple):
+class VerifiedCall(NamedTuple):
     """A call of a layer in a pass that is run again.
 
     Attributes:
@@ -49,13 +49,13 @@ class Call(NamedTuple):
     skips: bool
 
 
-Calls: TypeAlias = Mapping[str, Sequence[Call]]
+Calls: TypeAlias = Mapping[str, Sequence[VerifiedCall]]
 
 
 class Token(NamedTuple):
     """A token that is changed: its source, and its number there."""
 
-    source: Source
+    source: TokenSource
     number: int
 
     @property
@@ -63,7 +63,7 @@ class Token(NamedTuple):
         return divmod(self.number, self.source.grid[1])
 
 
-class Verification:
+class PassVerification:
     """Runs a pass again, and compares.
 
     Args:
@@ -74,10 +74,14 @@ class Verification:
     """
 
     def __init__(
-        self, kept: KeptPass, watched: Mapping[str, Watched], records: Sequence[Record], seed: int
+        self,
+        kept: KeptPass,
+        watched: Mapping[str, Watched],
+        records: Sequence[TokenRecord],
+        seed: int,
     ) -> None:
         self._kept, self._watched = kept, watched
-        self._records: dict[str, list[Record]] = defaultdict(list)
+        self._records: dict[str, list[TokenRecord]] = defaultdict(list)
         for record in records:
             if record.within.number == kept.number:
                 self._records[record.watched.layer].append(record)
@@ -130,7 +134,9 @@ class Verification:
         self, layer: str, token: tuple[int, int] | None, of: str, verdict: str, note: str
     ) -> TokenVerificationRow:
         parameters = tuple(self._watched[layer].parameters.values())
-        return TokenVerificationRow(layer, parameters, token, of, verdict, note)
+        return TokenVerificationRow(
+            layer=layer, parameters=parameters, token=token, of=of, verdict=verdict, note=note
+        )
 
     def _why_not(self, watched: Watched) -> str:
         if watched.rule is None:
@@ -161,13 +167,13 @@ class Verification:
         order = torch.randperm(len(tokens), generator=self._generator)
         return [tokens[each] for each in order[:samples].tolist()]
 
-    def _run(self, token: Token | None) -> dict[str, list[Call]]:
+    def _run(self, token: Token | None) -> dict[str, list[VerifiedCall]]:
         """The calls of the layers in the pass, with one token changed."""
         kept = self._kept
         arguments, keywords = copy_of_data((kept.arguments, dict(kept.keywords)))
         if token is not None:
             self._change(token, arguments, keywords)
-        calls: dict[str, list[Call]] = defaultdict(list)
+        calls: dict[str, list[VerifiedCall]] = defaultdict(list)
         try:
             with self._listening(calls, token is None):
                 kept.module(*arguments, **keywords)
@@ -179,7 +185,9 @@ class Verification:
         return calls
 
     @contextlib.contextmanager
-    def _listening(self, calls: dict[str, list[Call]], keeps_inputs: bool) -> Iterator[None]:
+    def _listening(
+        self, calls: dict[str, list[VerifiedCall]], keeps_inputs: bool
+    ) -> Iterator[None]:
         """The state in which the pass began, and our hooks alone; nothing of it stays."""
         module = self._kept.module
         is_batched = skips = False
@@ -196,7 +204,7 @@ class Verification:
                 # Later operations may write into both: copies are compared.
                 x = tensors[0].tensor.detach().clone() if keeps_inputs else None
                 y = outputs[0].tensor.detach().clone()
-                calls[layer].append(Call(x, y, is_batched, skips))
+                calls[layer].append(VerifiedCall(x, y, is_batched, skips))
 
         layers = {id(each.module): layer for layer, each in self._watched.items()}
         with contextlib.ExitStack() as stack:
@@ -247,13 +255,17 @@ class Verification:
                 if not isinstance(x, Tensor) or again is None or x.dtype != again.dtype:
                     continue  # not kept, or not as it was read
                 is_kept = x.shape == again.shape and record.version in (None, x._version)
-                if is_kept and not Seen(x).equals(again):
+                if is_kept and not SeenOutput(x).equals(again):
                     raise _not_the_same(layer, "read something else")
 
     # -- judging -----------------------------------------------------------------------------
 
     def _verdict(
-        self, layer: str, token: Token, before: Sequence[Call], after: Sequence[Call]
+        self,
+        layer: str,
+        token: Token,
+        before: Sequence[VerifiedCall],
+        after: Sequence[VerifiedCall],
     ) -> tuple[str, str]:
         """What the changed rows of a layer say; nothing where none changed."""
         records, tokens = self._records[layer], self._kept.tokens
@@ -289,7 +301,7 @@ class Verification:
             return "local", ""
         return ("first" if found == {OWN, LATER} else "mixed"), ""
 
-    def _rows(self, record: Record, y: Tensor) -> Sequence[Rows]:
+    def _rows(self, record: TokenRecord, y: Tensor) -> Sequence[TokenRows]:
         """The tokens of the rows of a call, as the gradients have them."""
         if record.rows:
             return record.rows
@@ -297,7 +309,7 @@ class Verification:
         if _is_second(record) and record.watched.layer not in self._kept.tokens.calls:
             of = CHANNELS_FIRST  # the model itself is the layer, and nothing was followed
         numbers = torch.arange(grid.b * grid.s, device=y.device)
-        return (Rows(numbers, grid.shape, record.stack, of),)
+        return (TokenRows(numbers, grid.shape, record.stack, of),)
 
 
 def _not_the_same(layer: str, what: str) -> InspectionError:
@@ -308,11 +320,11 @@ def _not_the_same(layer: str, what: str) -> InspectionError:
     )
 
 
-def _is_second(record: Record) -> bool:
+def _is_second(record: TokenRecord) -> bool:
     return record.watched.rule in rules.CHANNELS_SECOND or record.is_second
 
 
-def _values(record: Record, y: Tensor) -> Tensor:
+def _values(record: TokenRecord, y: Tensor) -> Tensor:
     """What a call returned, row by row, (t, n)."""
     y = _attributed(record, y)
     grid = record.grid_of(tuple(y.shape))
@@ -320,13 +332,13 @@ def _values(record: Record, y: Tensor) -> Tensor:
     return rows.flatten(1)
 
 
-def _attributed(record: Record, y: Tensor) -> Tensor:
+def _attributed(record: TokenRecord, y: Tensor) -> Tensor:
     """The output without what a causal convolution computed beyond the sequence."""
     is_cut = record.watched.rule is rules.convolution and record.shape is not None
     return y[..., : record.shape[-1]] if is_cut and record.shape else y
 
 
-def _reads_nothing(record: Record, call: Call) -> Tensor:
+def _reads_nothing(record: TokenRecord, call: VerifiedCall) -> Tensor:
     """Which rows are computed from zeros (dropout, ReLU), so that they need not change."""
     x, y = call.x, call.y
     count = len(_values(record, y))
@@ -335,7 +347,7 @@ def _reads_nothing(record: Record, call: Call) -> Tensor:
     return (_values(record, x) == 0).all(1)
 
 
-def _kinds(several: Sequence[Rows], token: Token) -> Tensor:
+def _kinds(several: Sequence[TokenRows], token: Token) -> Tensor:
     """What each row is to a token."""
     (b, s), source = token.place, token.source
     found = torch.full_like(several[0].numbers, UNKNOWN)

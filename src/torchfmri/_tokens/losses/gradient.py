@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._arguments import check_tensor
-from torchfmri._tokens.algebra.block import Block
+from torchfmri._tokens.algebra.block import TermBlock
 from torchfmri._tokens.algebra.precision import in_full
 from torchfmri._tokens.algebra.sketch import Sketch
 from torchfmri.exceptions import InspectionError
@@ -27,7 +27,7 @@ class Computed:
     """
 
     squares: Tensor
-    blocks: Sequence[Block] | None = None
+    blocks: Sequence[TermBlock] | None = None
     sketches: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     dots: Tensor | None = None
 
@@ -178,7 +178,7 @@ class TokenLossGradient:
             token -= block.tokens
         raise IndexError(where)
 
-    def _blocks(self, wanted: str, instead: str = "") -> Sequence[Block]:
+    def _blocks(self, wanted: str, instead: str = "") -> Sequence[TermBlock]:
         if self._computed.blocks is None:
             other = f"tokens.backward(losses, {instead}), or " if instead else ""
             raise InspectionError(

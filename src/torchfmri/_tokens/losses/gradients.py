@@ -223,12 +223,14 @@ class TokenLossGradients:
         failures = self._calls.failures
         rows = [
             CoverageRow(
-                each.name,
-                each.rule,
-                ("losses",),
-                each.residual,
-                "probe",
-                f"a hook failed: {failures[each.name]!r}" if each.name in failures else each.note,
+                name=each.name,
+                rule=each.rule,
+                tokens=("losses",),
+                residual=each.residual,
+                check="probe",
+                note=f"a hook failed: {failures[each.name]!r}"
+                if each.name in failures
+                else each.note,
             )
             for each in self._computed().values()
         ]

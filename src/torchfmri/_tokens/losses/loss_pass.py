@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchfmri._tokens.algebra.block import Block
+from torchfmri._tokens.algebra.block import TermBlock
 from torchfmri._tokens.algebra.sketch import Sketch
 from torchfmri._tokens.losses.gradient import Computed, TokenLossGradient
 from torchfmri._tokens.losses.matrix_calls import MatrixCall
@@ -128,7 +128,7 @@ class LossPass:
         for first in range(0, count, step):
             yield first, min(first + step, count)
 
-    def _keep(self, path: _Path, blocks: list[Block]) -> None:
+    def _keep(self, path: _Path, blocks: list[TermBlock]) -> None:
         if not self._wanted.factors:
             return
         for block in blocks:
@@ -162,7 +162,7 @@ class _Path:
         self._probes: list[Tensor] = []
         self._sketches: list[Tensor] = []
         self._dots: list[Tensor] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[TermBlock] = []
 
     # -- the route ---------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class _Path:
 
     # -- the chunks --------------------------------------------------------------------------
 
-    def reduce(self, arrived: list[Tensor | None], count: int) -> list[Block]:
+    def reduce(self, arrived: list[Tensor | None], count: int) -> list[TermBlock]:
         """Compute what is wanted of a chunk; returns what could be kept of it."""
         block = self._block(arrived, count)
         parts = [block.trimmed(tokens) for tokens in block.runs()]
@@ -219,18 +219,18 @@ class _Path:
                 self._dots.append(precise.dots(self._wanted.directions[self.name]))
         return parts
 
-    def _block(self, arrived: list[Tensor | None], count: int) -> Block:
+    def _block(self, arrived: list[Tensor | None], count: int) -> TermBlock:
         found = [
             call.factors(g)
             for call, g in zip(self.calls or (), arrived, strict=False)
             if g is not None
         ]
         if found:
-            return Block(self._shape, found)
+            return TermBlock(self._shape, found)
         whole = arrived[0] if arrived and self.calls is None else None
         if whole is None:  # no token of this chunk reaches it
             whole = self.parameter.new_zeros(count, self.parameter.numel())
-        return Block(self._shape, (), whole.reshape(count, -1))
+        return TermBlock(self._shape, (), whole.reshape(count, -1))
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -155,12 +155,22 @@ def _call(name: str, module: nn.Module, given: Tensor, output: Tensor) -> Matrix
     if kind != "Embedding":
         axis = 1 if kind == "Conv1D" else 0
         rows = given.reshape(-1, given.shape[-1])
-        return MatrixCall(name, kind, edge, tuple(output.shape), rows, axis)
+        return MatrixCall(
+            parameter=name, kind=kind, edge=edge, shape=tuple(output.shape), shared=rows, axis=axis
+        )
     at = given.reshape(-1).long()
     padding = getattr(module, "padding_idx", None)
     ignored = None if padding is None else at == padding
     size = module._parameters["weight"].shape[0]  # type: ignore[union-attr]  # it has one
-    return MatrixCall(name, kind, edge, tuple(output.shape), Index(at, size), 1, ignored)
+    return MatrixCall(
+        parameter=name,
+        kind=kind,
+        edge=edge,
+        shape=tuple(output.shape),
+        shared=Index(at, size),
+        axis=1,
+        ignored=ignored,
+    )
 
 
 def _fits(module: nn.Module, given: Tensor, output: Tensor) -> bool:

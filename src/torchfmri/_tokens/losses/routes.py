@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.algebra.block import Block
+from torchfmri._tokens.algebra.block import TermBlock
 from torchfmri._tokens.losses.matrix_calls import MatrixCall
 
 # The calls explain a gradient that differs by less than this, by the dtype they came in.
@@ -38,7 +38,7 @@ def _scales(
 ) -> Iterator[tuple[tuple[MatrixCall, Tensor], float]]:
     """The multiples of the calls' products that come nearest to the gradient."""
     shape = tuple(total.shape)
-    blocks = [Block(shape, [call.factors(g[None])]).precise() for call, g in arrived]
+    blocks = [TermBlock(shape, [call.factors(g[None])]).precise() for call, g in arrived]
     products = torch.stack([torch.cat([a.gram(b).flatten() for b in blocks]) for a in blocks])
     dots = torch.cat([block.dots(total) for block in blocks])
     found = torch.linalg.lstsq(products.double(), dots.double()[:, None]).solution.flatten()
@@ -49,7 +49,7 @@ def explains(total: Tensor, arrived: list[tuple[MatrixCall, Tensor]]) -> bool:
     """Whether the calls' factors give the whole gradient of the parameter."""
     factors = [call.factors(g[None]) for call, g in arrived]
     narrowest = min((each.varying.dtype for each in factors), key=lambda dtype: dtype.itemsize)
-    found = Block(tuple(total.shape), factors).precise().dense()[0]
+    found = TermBlock(tuple(total.shape), factors).precise().dense()[0]
     gap = torch.linalg.vector_norm(found - total)
     size = torch.linalg.vector_norm(total)
     return bool(gap <= _TOLERANCE.get(narrowest, _NARROW) * size)

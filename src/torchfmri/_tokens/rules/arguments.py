@@ -11,7 +11,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.axes import TOKENS
 from torchfmri._tokens.rules.numbers import NOBODY
 from torchfmri._tokens.rules.origins import Origins
-from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Layout, Source, Sources
+from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Layout, Sources, TokenSource
 from torchfmri._torch import Element, flatten_arguments
 
 
@@ -105,7 +105,7 @@ def _own(sources: Sources, tensor: Tensor, name: str, stack: str) -> Origins:
     return found
 
 
-def _at(sources: Sources, source: Source, tensor: Tensor, shape: Sequence[int]) -> Origins:
+def _at(sources: Sources, source: TokenSource, tensor: Tensor, shape: Sequence[int]) -> Origins:
     return Origins(source.numbers(tensor.device).reshape(tuple(shape)).expand(tensor.shape))
 
 

@@ -21,7 +21,7 @@ TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "hidden_states", "a
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class TokenGrid:
     """The tokens of one call.
 
     Attributes:
@@ -69,7 +69,7 @@ class Grid:
 @lru_cache(maxsize=1024)
 def features_last(
     lead: tuple[int, ...], model: tuple[int, int] | None, strides: tuple[int, ...] = ()
-) -> Grid:
+) -> TokenGrid:
     """The tokens of a call whose tensors have the features last.
 
     Args:
@@ -79,22 +79,22 @@ def features_last(
             (b, s, heads, i) by them: projections have the heads inside the positions.
     """
     if not lead:
-        return Grid(1, 1, ())
+        return TokenGrid(1, 1, ())
     if len(lead) == 1:
         if model is not None and model[1] > 1 and lead[0] == math.prod(model):
-            return Grid(*model, (0,))
-        return Grid(lead[0], 1, (0,))
+            return TokenGrid(*model, (0,))
+        return TokenGrid(lead[0], 1, (0,))
     if len(lead) == 2:
-        return Grid(*lead, (0, 1))
+        return TokenGrid(*lead, (0, 1))
     if model is not None and lead[0] == model[0] and model[1] in lead[1:]:
         fitting = [axis for axis in range(1, len(lead)) if lead[axis] == model[1]]
         position = max(fitting, key=lambda axis: strides[axis]) if strides else fitting[0]
         others = tuple(axis for axis in range(1, len(lead)) if axis != position)
-        return Grid(*model, (0, position, *others))
-    return Grid(lead[0], math.prod(lead[1:]), tuple(range(len(lead))))
+        return TokenGrid(*model, (0, position, *others))
+    return TokenGrid(lead[0], math.prod(lead[1:]), tuple(range(len(lead))))
 
 
-def features_second(shape: tuple[int, ...], spatial: int | None) -> Grid:
+def features_second(shape: tuple[int, ...], spatial: int | None) -> TokenGrid:
     """The tokens of a call whose tensors are (b, i, *positions).
 
     Args:
@@ -102,8 +102,8 @@ def features_second(shape: tuple[int, ...], spatial: int | None) -> Grid:
         spatial: How many axes of positions there are; None where it follows from the shape.
     """
     if spatial is not None and len(shape) == spatial + 1:
-        return Grid(1, math.prod(shape[1:]), tuple(range(len(shape))))
-    return Grid(shape[0], math.prod(shape[2:]), tuple(range(len(shape) - 1)))
+        return TokenGrid(1, math.prod(shape[1:]), tuple(range(len(shape))))
+    return TokenGrid(shape[0], math.prod(shape[2:]), tuple(range(len(shape) - 1)))
 
 
 def model_grid(

@@ -64,26 +64,10 @@ class Joins:
 
     def _join(self, one: Origins, other: Origins, name: str) -> Origins:
         chain = united(one.chain, other.chain)
-        dynamic = one.is_dynamic and other.is_dynamic
         a, b = self.promoted(compact(one.first), compact(other.first))
         shape = one.first.shape
         if bool((a == b).all()):
-            self._begun(one, other)
-            first = a.expand(shape)
-            keeps = one if one.second is not None else other
-            second, decided, raw = keeps.second, keeps.is_decided, keeps.is_raw
-            if one.second is not None and other.second is not None:
-                decided = one.is_decided or other.is_decided
-                raw = one.is_raw and other.is_raw
-                if not self.equal(one.second, other.second):
-                    second, decided = (one.second, True) if decided else (None, True)
-            elif second is not None and not decided:
-                second, decided, raw = None, True, False  # the other operand has decided
-            dynamic = (one.is_dynamic or other.is_dynamic) and not (
-                self.equal(one.first, other.first) and one.is_dynamic != other.is_dynamic
-            )
-            reason = "" if bool((compact(first) >= NOBODY).all()) else one.reason or other.reason
-            return Origins(first, second, decided, raw, dynamic, reason, chain)
+            return self._join_alike(one, other, a.expand(shape), chain)
         dynamic = one.is_dynamic or other.is_dynamic
         for known, new in ((one, other), (other, one)):
             may_decide = known.second is not None and (known.is_decided or new.second is None)
@@ -101,9 +85,51 @@ class Joins:
             return found.but(is_dynamic=dynamic)
         if one.second is None and other.second is None:
             first, second = self._ordered(a.expand(shape), b.expand(shape))
-            return Origins(first, second, False, False, dynamic, name, chain)
+            return Origins(
+                first=first,
+                second=second,
+                is_decided=False,
+                is_raw=False,
+                is_dynamic=dynamic,
+                reason=name,
+                chain=chain,
+            )
         mixed = torch.where(a == b, a, SEVERAL).expand(shape)
-        return Origins(mixed, None, True, False, dynamic, name, chain)
+        return Origins(
+            first=mixed,
+            second=None,
+            is_decided=True,
+            is_raw=False,
+            is_dynamic=dynamic,
+            reason=name,
+            chain=chain,
+        )
+
+    def _join_alike(self, one: Origins, other: Origins, first: Tensor, chain: Chain) -> Origins:
+        """Join operands whose entries have the same first token."""
+        self._begun(one, other)
+        keeps = one if one.second is not None else other
+        second, decided, raw = keeps.second, keeps.is_decided, keeps.is_raw
+        if one.second is not None and other.second is not None:
+            decided = one.is_decided or other.is_decided
+            raw = one.is_raw and other.is_raw
+            if not self.equal(one.second, other.second):
+                second, decided = (one.second, True) if decided else (None, True)
+        elif second is not None and not decided:
+            second, decided, raw = None, True, False  # the other operand has decided
+        dynamic = (one.is_dynamic or other.is_dynamic) and not (
+            self.equal(one.first, other.first) and one.is_dynamic != other.is_dynamic
+        )
+        reason = "" if bool((compact(first) >= NOBODY).all()) else one.reason or other.reason
+        return Origins(
+            first=first,
+            second=second,
+            is_decided=decided,
+            is_raw=raw,
+            is_dynamic=dynamic,
+            reason=reason,
+            chain=chain,
+        )
 
     def _ordered(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Two candidates in an order that does not depend on the order of operands."""

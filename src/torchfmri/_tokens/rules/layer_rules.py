@@ -1,7 +1,7 @@
 """REDUCE: (x, dL/dy) of one call of a layer -> the terms of its parameters; {layer type: rule}.
 
 Pure algebra: a rule gets the module (for its settings), its input x, the gradient g of its output
-and the `Grid` of tokens, and returns one `Term` per parameter. Letters: b batch, s position,
+and the `TokenGrid` of tokens, and returns one `Term` per parameter. Letters: b batch, s position,
 i input unit, o output unit.
 
 To add a layer, write a rule and enter it in `RULES`; layers without one are run again on their own
@@ -24,14 +24,14 @@ from torch.nn import functional as F
 
 from torchfmri._kernels import Product, written_product
 from torchfmri._tokens.algebra.factors import Index, Term
-from torchfmri._tokens.rules.axes import Grid
+from torchfmri._tokens.rules.axes import TokenGrid
 from torchfmri.exceptions import InspectionError
 
 Terms: TypeAlias = dict[str, Term]
-Rule: TypeAlias = Callable[[Any, Any, Tensor, Grid], Terms]
+Rule: TypeAlias = Callable[[Any, Any, Tensor, TokenGrid], Terms]
 
 
-def linear(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def linear(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """A weight (o, i) and bias (o,): g_t (x) x_t and g_t."""
     check_tokens(x, g)
     g = grid.rows_of(g)
@@ -47,20 +47,20 @@ def check_tokens(x: Tensor, g: Tensor) -> None:
         )
 
 
-def conv1d_of_transformers(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def conv1d_of_transformers(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """A Linear whose weight is stored as (i, o)."""
     check_tokens(x, g)
     g = grid.rows_of(g)
     return {"weight": Term((grid.rows_of(x), g)), "bias": Term((g,))}
 
 
-def bilinear(module: Any, x: Any, g: Tensor, grid: Grid) -> Terms:
+def bilinear(module: Any, x: Any, g: Tensor, grid: TokenGrid) -> Terms:
     """A weight (o, i, j): g_t (x) x_t (x) x'_t."""
     g, first, second = grid.rows_of(g), grid.rows_of(x[0]), grid.rows_of(x[1])
     return {"weight": Term((g, first, second)), "bias": Term((g,))}
 
 
-def embedding(module: nn.Embedding, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def embedding(module: nn.Embedding, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """The row of the token's id is g_t; that of the padding id stays zero."""
     rows, ids = grid.rows_of(g), grid.numbers_of(x)
     if module.padding_idx is not None:
@@ -71,14 +71,14 @@ def embedding(module: nn.Embedding, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     return {"weight": Term((Index(ids, module.num_embeddings), rows))}
 
 
-def layer_norm(module: nn.LayerNorm, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def layer_norm(module: nn.LayerNorm, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """weight: g_t * xhat_t, bias: g_t, over the normalised axes."""
     wide = x if x.itemsize >= 4 else x.float()  # as the kernel computes inside
     hat = F.layer_norm(wide, module.normalized_shape, eps=module.eps)
     return _scale_and_shift(grid.rows_of(g, len(module.normalized_shape)), hat, grid)
 
 
-def rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def rms_norm(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """weight: g_t * xhat_t, with xhat = x / rms(x); per head: summed over the heads."""
     shape, small = tuple(module.weight.shape), epsilon(module, x.dtype)
     if len(shape) == 1 and x.dtype == torch.float32:  # in fewer passes over memory
@@ -90,7 +90,7 @@ def rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     return _scale_and_shift(grid.rows_of(g, len(shape)), hat, grid)
 
 
-def product_of(x: Tensor, g: Tensor, grid: Grid, small: float) -> Product | None:
+def product_of(x: Tensor, g: Tensor, grid: TokenGrid, small: float) -> Product | None:
     """What a compiled pass is told of g * x / rms(x); None where torch has to do it."""
     width = g.shape[-1]
     if g.shape != x.shape or g.dtype != x.dtype:
@@ -107,7 +107,7 @@ def product_of(x: Tensor, g: Tensor, grid: Grid, small: float) -> Product | None
     return Product((*shape, width), g_strides, x_strides, small)  # type: ignore[arg-type]
 
 
-def own_rms_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def own_rms_norm(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """The same for a class that normalises in a precision and order of its own (transformers).
 
     xhat is what the module itself returns for a weight that changes nothing; of float32 that is
@@ -128,7 +128,7 @@ def rms_normalised(x: Tensor, dims: int, small: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(axes, keepdim=True) + small)
 
 
-def _scale_and_shift(g: Tensor, hat: Tensor, grid: Grid) -> Terms:
+def _scale_and_shift(g: Tensor, hat: Tensor, grid: TokenGrid) -> Terms:
     product = g * grid.rows_of(hat, hat.ndim - grid.leading)
     return {"weight": Term((_over_rows(product),)), "bias": Term((g,))}
 
@@ -151,12 +151,12 @@ def epsilon(module: Any, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def group_norm(module: nn.GroupNorm, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def group_norm(module: nn.GroupNorm, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """For weight and bias per channel: g * xhat and g at each position."""
     return _per_channel(F.group_norm(x, module.num_groups, eps=module.eps), g, grid)
 
 
-def instance_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def instance_norm(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """As for BatchNorm, with the statistics of each sample."""
     batched = x if x.ndim == (module.spatial or 0) + 2 else x[None]
     mean, variance = (
@@ -170,7 +170,7 @@ def instance_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     return _per_channel(hat, g, grid)
 
 
-def batch_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def batch_norm(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """For weight and bias per channel at each position, with the batch's mean and variance.
 
     The copies of the weight at different positions are independent: only the use of the weight is
@@ -182,24 +182,24 @@ def batch_norm(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
     return _per_channel(hat, g, grid)
 
 
-def prelu(module: nn.PReLU, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def prelu(module: nn.PReLU, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """One slope for everything: g * x summed where x is negative."""
     rows = grid.rows_of(g) * grid.rows_of(x).clamp(max=0)
     return {"weight": Term((rows.sum((1, 2), keepdim=True),))}
 
 
-def prelu_at_positions(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def prelu_at_positions(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """One slope for everything, on data with its features second."""
     rows = grid.channels_of(g * x.clamp(max=0))
     return {"weight": Term((rows.sum(2, keepdim=True),))}
 
 
-def prelu_per_channel(module: nn.PReLU, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def prelu_per_channel(module: nn.PReLU, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """A slope per channel, the second axis: g * x where x is negative."""
     return {"weight": Term((grid.channels_of(g * x.clamp(max=0)),))}
 
 
-def _per_channel(hat: Tensor, g: Tensor, grid: Grid) -> Terms:
+def _per_channel(hat: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     rows = grid.channels_of(g)
     return {"weight": Term((rows * grid.channels_of(hat),)), "bias": Term((rows,))}
 
@@ -216,7 +216,7 @@ def spatial_axes(module: Any) -> int | None:
 # -- convolutions --------------------------------------------------------------------------------
 
 
-def convolution(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def convolution(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """A weight (o, i / groups, *kernel): per group g_t (x) the patch of x that position t reads."""
     spatial = len(module.kernel_size)
     batched = x if x.ndim == spatial + 2 else x[None]
@@ -235,7 +235,7 @@ def convolution(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
 def convolution_terms(
     padded: Tensor,
     g: Tensor,
-    grid: Grid,
+    grid: TokenGrid,
     kernel: tuple[int, ...],
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
@@ -278,7 +278,7 @@ def _padded(module: Any, x: Tensor) -> Tensor:
     return F.pad(x, before_and_after, mode=mode) if any(before_and_after) else x
 
 
-def transposed_convolution(module: Any, x: Tensor, g: Tensor, grid: Grid) -> Terms:
+def transposed_convolution(module: Any, x: Tensor, g: Tensor, grid: TokenGrid) -> Terms:
     """Weight (i, o / groups, *kernel): tokens are the positions of the input."""
     spatial = len(module.kernel_size)
     batched, back = (x, g) if x.ndim == spatial + 2 else (x[None], g[None])

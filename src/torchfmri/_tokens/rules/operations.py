@@ -26,7 +26,7 @@ from torchfmri._tokens.rules.numbers import (
 )
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.recurrences import united
-from torchfmri._tokens.rules.sources import Source, Sources
+from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
 from torchfmri._torch import map_tensors
 
@@ -98,10 +98,10 @@ class Known(Protocol):
 
     def is_state(self, tensor: Tensor) -> bool: ...
 
-    def land(self, tensor: Tensor, source: Source) -> None: ...
+    def land(self, tensor: Tensor, source: TokenSource) -> None: ...
 
 
-class Call:
+class OperatorCall:
     """One operation on data, and what becomes of its tokens."""
 
     def __init__(
@@ -706,7 +706,7 @@ class Call:
         return self._only_first(found.but(first=made, second=None, is_dynamic=dynamic))
 
 
-def _frequencies(call: Call) -> list[Origins | None]:
+def _frequencies(call: OperatorCall) -> list[Origins | None]:
     """A Fourier transform along the features stays at its position, one along positions leaves."""
     found = call.of(call.arguments[0])
     (result,) = call.results
@@ -719,39 +719,39 @@ def _frequencies(call: Call) -> list[Origins | None]:
     return [call._unknown(result, text)]
 
 
-_RULES: dict[str, Callable[[Call], list[Origins | None]]] = {
-    "mm": Call._product,
-    "addmm": Call._product,
-    "bmm": Call._product,
-    "baddbmm": Call._product,
-    "mv": Call._vector_product,
-    "addmv": Call._vector_product,
-    "linear": Call._linear,
-    "_trilinear": Call._linear,
-    "_grouped_mm": Call._grouped_product,
-    "grouped_mm_fallback": Call._grouped_product,
-    "convolution": Call._convolution,
-    "embedding": Call._embedding,
-    "_embedding_bag": Call._embedding_bag,
-    "_embedding_bag_forward_only": Call._embedding_bag,
-    "sort": Call._sorted,
-    "topk": Call._sorted,
-    "nonzero": Call._nonzero,
-    "glu": Call._halves,
-    "view_as_complex": Call._as_complex,
-    "view_as_real": Call._as_real,
-    "im2col": Call._unfolded,
-    "_pack_padded_sequence": Call._packed,
-    "_pad_packed_sequence": Call._packed,
-    "reflection_pad1d": Call._unfolded,
-    "reflection_pad2d": Call._unfolded,
-    "replication_pad1d": Call._unfolded,
-    "replication_pad2d": Call._unfolded,
+_RULES: dict[str, Callable[[OperatorCall], list[Origins | None]]] = {
+    "mm": OperatorCall._product,
+    "addmm": OperatorCall._product,
+    "bmm": OperatorCall._product,
+    "baddbmm": OperatorCall._product,
+    "mv": OperatorCall._vector_product,
+    "addmv": OperatorCall._vector_product,
+    "linear": OperatorCall._linear,
+    "_trilinear": OperatorCall._linear,
+    "_grouped_mm": OperatorCall._grouped_product,
+    "grouped_mm_fallback": OperatorCall._grouped_product,
+    "convolution": OperatorCall._convolution,
+    "embedding": OperatorCall._embedding,
+    "_embedding_bag": OperatorCall._embedding_bag,
+    "_embedding_bag_forward_only": OperatorCall._embedding_bag,
+    "sort": OperatorCall._sorted,
+    "topk": OperatorCall._sorted,
+    "nonzero": OperatorCall._nonzero,
+    "glu": OperatorCall._halves,
+    "view_as_complex": OperatorCall._as_complex,
+    "view_as_real": OperatorCall._as_real,
+    "im2col": OperatorCall._unfolded,
+    "_pack_padded_sequence": OperatorCall._packed,
+    "_pad_packed_sequence": OperatorCall._packed,
+    "reflection_pad1d": OperatorCall._unfolded,
+    "reflection_pad2d": OperatorCall._unfolded,
+    "replication_pad1d": OperatorCall._unfolded,
+    "replication_pad2d": OperatorCall._unfolded,
     "_fft_r2c": _frequencies,
     "_fft_c2c": _frequencies,
     "_fft_c2r": _frequencies,
-    **dict.fromkeys(_CELLS, Call._cell),
-    **dict.fromkeys(_SEQUENCES, Call._sequence),
+    **dict.fromkeys(_CELLS, OperatorCall._cell),
+    **dict.fromkeys(_SEQUENCES, OperatorCall._sequence),
 }
 
 

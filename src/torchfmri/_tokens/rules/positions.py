@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.algebra.factors import Term
-from torchfmri._tokens.rules.sources import Source
+from torchfmri._tokens.rules.sources import TokenSource
 from torchfmri._tokens.rules.uses import NotUnderstoodError
 
 _MOST = 4096
@@ -21,7 +21,7 @@ _MOST = 4096
 
 def position_terms(
     owner: Any, pairs: list[tuple[Tensor, Tensor]], leaves: list[Tensor]
-) -> tuple[Source, list[Term]]:
+) -> tuple[TokenSource, list[Term]]:
     """The tokens, and one term per leaf.
 
     Args:

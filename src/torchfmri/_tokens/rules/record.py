@@ -17,7 +17,7 @@ from torchfmri._capture import TokenMask
 from torchfmri._tokens.algebra.factors import Term, grouped
 from torchfmri._tokens.algebra.reduced import Reduced
 from torchfmri._tokens.rules import layer_rules as rules
-from torchfmri._tokens.rules.axes import Grid, features_last, features_second
+from torchfmri._tokens.rules.axes import TokenGrid, features_last, features_second
 from torchfmri._tokens.rules.layer_rules import Rule
 from torchfmri._torch import NO_BACKWARD, may_autocast
 from torchfmri.exceptions import InspectionError
@@ -62,7 +62,7 @@ class Watched:
         return module
 
 
-class Pass:
+class TokenPass:
     """One pass of the model.
 
     Attributes:
@@ -94,7 +94,7 @@ class Axis(NamedTuple):
         return f"{self.stack} {text}" if self.stack else text
 
 
-class Part(NamedTuple):
+class UsePart(NamedTuple):
     """What one call, or one re-run, adds to the token gradients of one parameter.
 
     Attributes:
@@ -112,7 +112,7 @@ class Part(NamedTuple):
     reduced: Reduced | None = None
 
 
-class Record:
+class TokenRecord:
     """One call of a layer with a rule.
 
     Attributes:
@@ -140,7 +140,7 @@ class Record:
         "strides", "version", "watched", "within", "x",
     )  # fmt: skip
 
-    def __init__(self, watched: Watched, within: Pass, model: tuple[int, int] | None) -> None:
+    def __init__(self, watched: Watched, within: TokenPass, model: tuple[int, int] | None) -> None:
         self.watched, self.within, self.model = watched, within, model
         self.mask: TokenMask | None = None
         self.stack = ""
@@ -218,23 +218,23 @@ class Record:
             return len(self.watched.module.normalized_shape)  # type: ignore[arg-type]
         return 1
 
-    def grid(self) -> Grid:
+    def grid(self) -> TokenGrid:
         """The tokens of this call."""
         assert self.shape is not None
         return self.grid_of(self.shape)
 
-    def grid_of(self, shape: tuple[int, ...]) -> Grid:
+    def grid_of(self, shape: tuple[int, ...]) -> TokenGrid:
         """The tokens of a call with an output of this shape, in the order that it suggests."""
         watched = self.watched
         rule = watched.rule
         if rule in rules.CHANNELS_SECOND or self.is_second:
             return features_second(shape, rules.spatial_axes(watched.module))
         if rule is rules.embedding and "relative" in watched.layer:
-            return Grid(1, shape[0], (0, 1))  # (query, key, heads): the query's position
+            return TokenGrid(1, shape[0], (0, 1))  # (query, key, heads): the query's position
         lead = tuple(shape[: len(shape) - self.features])
         if self.rows:  # each row by itself
             count = math.prod(lead)
-            return Grid(count, 1, tuple(range(len(lead))))
+            return TokenGrid(count, 1, tuple(range(len(lead))))
         return features_last(lead, self.model, self.strides)
 
     # -- factors -----------------------------------------------------------------------------
@@ -269,18 +269,18 @@ class Record:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def parts(self, keys: Iterable[str]) -> list[tuple[str, Part]]:
+    def parts(self, keys: Iterable[str]) -> list[tuple[str, UsePart]]:
         """What the call adds to parameters of its module, with their names there."""
         assert self.watched.rule is not None
         name = self.watched.rule.__name__
         grid = self.grid()
-        found: list[tuple[str, Part]] = []
+        found: list[tuple[str, UsePart]] = []
         if self.reduced is not None:
             for key in keys:
                 if key in self.reduced:
                     each = self.reduced[key]
                     axis = self.axis(each.tokens, grid)
-                    found.append((key, Part(axis, name, self.mask, None, each)))
+                    found.append((key, UsePart(axis, name, self.mask, None, each)))
             return found
         terms = self.terms()
         for key in keys:
@@ -290,10 +290,10 @@ class Record:
                     found += [(key, part) for part in self._parts_by_row(term, name)]
                     continue
                 axis = self.axis(term.tokens, grid)
-                found.append((key, Part(axis, name, self.mask, [term])))
+                found.append((key, UsePart(axis, name, self.mask, [term])))
         return found
 
-    def _parts_by_row(self, term: Term, name: str) -> Iterator[Part]:
+    def _parts_by_row(self, term: Term, name: str) -> Iterator[UsePart]:
         """A term that has one row after the other, put under the tokens of its rows."""
         for numbers, grid, stack, of in self.rows:
             if term.tokens != len(numbers):
@@ -304,9 +304,9 @@ class Record:
             kept = (numbers >= 0).nonzero()[:, 0]
             token, some = numbers[kept], term.at(kept)
             axis = Axis(self.within.number, stack, grid, of)
-            yield Part(axis, name, self.mask, [grouped(token, math.prod(grid), some)])
+            yield UsePart(axis, name, self.mask, [grouped(token, math.prod(grid), some)])
 
-    def axis(self, tokens: int, grid: Grid) -> Axis:
+    def axis(self, tokens: int, grid: TokenGrid) -> Axis:
         """The tokens of a parameter: those of the call, or as many as it has of its own."""
         b, s = grid.b, grid.s
         run = self.within.number

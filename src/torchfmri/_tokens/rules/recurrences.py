@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchfmri._tokens.rules.numbers import SEVERAL, rows_of
-from torchfmri._tokens.rules.sources import Source, Sources
+from torchfmri._tokens.rules.sources import Sources, TokenSource
 
 REASON = "the steps of a recurrence that does not tell whether it uses them before or after"
 
@@ -201,7 +201,7 @@ class Recurrences:
         row = rows_of(use.own)[:1]
         return self._source(row) is self._source(row + use.shift[:1])
 
-    def _source(self, numbers: Tensor) -> Source | None:
+    def _source(self, numbers: Tensor) -> TokenSource | None:
         found = self._sources.present(numbers)
         return found[0] if found else None
 

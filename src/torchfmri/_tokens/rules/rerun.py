@@ -26,11 +26,11 @@ from torchfmri._tokens.rules.arguments import given_origins
 from torchfmri._tokens.rules.numbers import NOBODY, compact, is_constant_along
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.positions import position_terms
-from torchfmri._tokens.rules.record import Axis, Part, sums_to
+from torchfmri._tokens.rules.record import Axis, UsePart, sums_to
 from torchfmri._tokens.rules.recurrences import REASON, StepUse
 from torchfmri._tokens.rules.recurrent import RECURRENT, recurrent_input, recurrent_terms
-from torchfmri._tokens.rules.sources import Source, Sources
-from torchfmri._tokens.rules.trace import Trace
+from torchfmri._tokens.rules.sources import Sources, TokenSource
+from torchfmri._tokens.rules.trace import TokenTrace
 from torchfmri._tokens.rules.tracker import Tags, Tracker, fresh_tags
 from torchfmri._tokens.rules.uses import (
     NotUnderstoodError,
@@ -100,7 +100,7 @@ def _no_autocast() -> Iterator[contextlib.ExitStack]:
 class OwnerParts:
     """What a re-run found, by parameter, and what it could not find."""
 
-    parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[str, list[UsePart]] = field(default_factory=lambda: defaultdict(list))
     unsupported: dict[str, Exception] = field(default_factory=dict)
 
 
@@ -152,7 +152,7 @@ class OwnerCall:
         self.take_arguments(arguments, keywords, state)
         self._versions = [each._version for each in module.parameters()]
         self._training = module.training
-        self._outputs = {each.path: Seen(each.tensor) for each in flatten(output)}
+        self._outputs = {each.path: SeenOutput(each.tensor) for each in flatten(output)}
 
     @property
     def stack(self) -> str:
@@ -184,7 +184,7 @@ class OwnerCall:
             return {key: self._kept(each) for key, each in value.items()}
         return None if hasattr(value, "get_seq_length") else value
 
-    def works_by_position(self, output: Tensor, numbers: Tensor, source: Source) -> bool:
+    def works_by_position(self, output: Tensor, numbers: Tensor, source: TokenSource) -> bool:
         """Whether each position of the output depends on that position of the inputs alone.
 
         Found out by changing the inputs of half of the positions: every two positions are on
@@ -209,7 +209,7 @@ class OwnerCall:
                     return False
         return True
 
-    def _tokens_for(self, source: Source, origins: Origins) -> Tensor:
+    def _tokens_for(self, source: TokenSource, origins: Origins) -> Tensor:
         """The tokens of an input, as tokens of the output's source."""
         own = self.source_of(origins)
         if own is source:
@@ -218,7 +218,7 @@ class OwnerCall:
             return self.sources.sample_of(origins.first)
         raise NotUnderstoodError("what it returns is not at the positions of its input")
 
-    def _with_noise(self, changed: Tensor, source: Source) -> Tensor | None:
+    def _with_noise(self, changed: Tensor, source: TokenSource) -> Tensor | None:
         """The output for inputs that are changed at some positions."""
         elements = flatten((self._arguments, self._keywords))
         known = dict(zip([id(each.tensor) for each in elements], self._known(), strict=True))
@@ -241,14 +241,14 @@ class OwnerCall:
             made = flatten(functional_call(self.module, buffers, arguments, keywords))
         return made[0].tensor if made else None
 
-    def source_of(self, origins: Origins) -> Source:
+    def source_of(self, origins: Origins) -> TokenSource:
         """The one source of a tensor's tokens."""
         found = self.sources.present(origins.first)
         if len(found) != 1:
             raise NotUnderstoodError("its inputs have no tokens, or tokens of several kinds")
         return found[0]
 
-    def tokens_of(self, output: Tensor) -> tuple[Source, Tensor]:
+    def tokens_of(self, output: Tensor) -> tuple[TokenSource, Tensor]:
         """The tokens of the entries of an output: as they were followed, or those of an input."""
         origins = None if self._tracker is None else self._tracker.origins(output)
         if origins is not None and bool((compact(origins.first) >= 0).all()):
@@ -518,7 +518,7 @@ class OwnerCall:
                 for tags, term in several:
                     axis = Axis(self.axis.run, tags.stack, tags.grid, tags.of)
                     rule = f"re-run of {type(self.module).__name__}"
-                    found.parts[name].append(Part(axis, rule, self._mask, [term]))
+                    found.parts[name].append(UsePart(axis, rule, self._mask, [term]))
 
     def _add_returned(
         self,
@@ -579,7 +579,7 @@ class OwnerCall:
         for name, term in zip(names, terms, strict=True):
             axis = Axis(self.axis.run, source.true.stack, source.grid, source.true.name)
             rule = f"position by position in {type(self.module).__name__}"
-            found.parts[name].append(Part(axis, rule, self._mask, [term]))
+            found.parts[name].append(UsePart(axis, rule, self._mask, [term]))
 
     def _recurrent(self, wanted: Mapping[str, nn.Parameter], found: OwnerParts) -> None:
         """An RNN, GRU or LSTM: computed again step by step, at the tokens of the rows it reads."""
@@ -600,7 +600,7 @@ class OwnerCall:
                     term = grouped(numbers[kept], math.prod(tags.grid), whole.at(kept))
                 axis = Axis(self.axis.run, tags.stack or self.axis.stack, tags.grid, tags.of)
                 rule = f"unrolled {self.module.mode}"
-                found.parts[name].append(Part(axis, rule, self._mask, [term]))
+                found.parts[name].append(UsePart(axis, rule, self._mask, [term]))
 
     def _steps_read(self, grid: tuple[int, int]) -> list[Tags]:
         """The tokens of the rows that a recurrent layer reads, for each source of tokens.
@@ -615,7 +615,7 @@ class OwnerCall:
         origins = known.get(id(read))
         if origins is None:
             raise NotUnderstoodError("the tokens of its rows cannot be told")
-        trace = Trace(self.sources)
+        trace = TokenTrace(self.sources)
         origins = trace.layouts.settled(origins, [read.ndim - 1], are_features=True)
         if origins.second is not None and not origins.is_decided:
             raise NotUnderstoodError(f"its rows are of different positions, by {origins.reason}")
@@ -698,7 +698,7 @@ def _from_outside(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tens
     return found
 
 
-class Seen:
+class SeenOutput:
     """An output of the call, to be compared with that of the re-run."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The grids of tokens of a pass.
 
-Tokens are numbered over the whole pass. Each `Source`, an argument of the model or a grid of
+Tokens are numbered over the whole pass. Each `TokenSource`, an argument of the model or a grid of
 positions that a layer makes (a strided convolution), has a range of numbers, so a number says which
 source, sample and position it stands for.
 """
@@ -70,7 +70,7 @@ class Layout:
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class TokenSource:
     """A grid of tokens.
 
     Attributes:
@@ -90,7 +90,7 @@ class Source:
     stack: str = ""
     is_given: bool = False
     members: Tensor | None = None
-    same_as: Source | None = None
+    same_as: TokenSource | None = None
     layout: Layout | None = None
 
     @property
@@ -98,7 +98,7 @@ class Source:
         return self.start + math.prod(self.grid)
 
     @property
-    def true(self) -> Source:
+    def true(self) -> TokenSource:
         """The source itself, or the one whose tokens these are."""
         return self if self.same_as is None else self.same_as.true
 
@@ -111,16 +111,16 @@ class Sources:
     """All sources of one pass, and which sample and position a number stands for."""
 
     def __init__(self) -> None:
-        self.all: list[Source] = []
+        self.all: list[TokenSource] = []
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._samples: dict[int, Source] = {}
+        self._samples: dict[int, TokenSource] = {}
 
     def add(
         self, grid: tuple[int, int], name: str = "", stack: str = "", is_given: bool = False
-    ) -> Source:
+    ) -> TokenSource:
         """A new source."""
         start = self.all[-1].stop if self.all else 0
-        source = Source(grid, start, name, stack, is_given)
+        source = TokenSource(grid, start, name, stack, is_given)
         self.all.append(source)
         self._tables.clear()
         return source
@@ -137,7 +137,7 @@ class Sources:
         found.all, found._samples = list(self.all), dict(self._samples)
         return found
 
-    def whole_samples(self, b: int) -> Source:
+    def whole_samples(self, b: int) -> TokenSource:
         """The source whose tokens are whole samples."""
         if b not in self._samples:
             self._samples[b] = self.add((b, 1), "samples")
@@ -159,7 +159,7 @@ class Sources:
             self._tables[device] = tables, torch.cat([*whole, torch.zeros(1).bool()]).to(device)
         return self._tables[device]
 
-    def present(self, numbers: Tensor) -> list[Source]:
+    def present(self, numbers: Tensor) -> list[TokenSource]:
         """The sources that these numbers belong to."""
         found = compact(numbers)
         if not found.numel():  # no tokens are of the first source without any
@@ -168,7 +168,7 @@ class Sources:
             each for each in self.all if bool(((found >= each.start) & (found < each.stop)).any())
         ]
 
-    def local(self, source: Source, numbers: Tensor) -> Tensor:
+    def local(self, source: TokenSource, numbers: Tensor) -> Tensor:
         """The numbers as those of one source alone, from 0; -1 for tokens of other sources."""
         inside = (numbers >= source.start) & (numbers < source.stop)
         return torch.where(inside, numbers - source.start, -1)

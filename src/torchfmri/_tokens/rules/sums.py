@@ -75,7 +75,15 @@ class Sums:
         if bool((compact(rows.first) == NOBODY).all()):
             return columns.but(is_dynamic=dynamic, chain=chain)
         first, second = rows.first, torch.where(plain < NOBODY, NOBODY, plain).expand(shape)
-        return Origins(first, second, decided, False, dynamic, name, chain)
+        return Origins(
+            first=first,
+            second=second,
+            is_decided=decided,
+            is_raw=False,
+            is_dynamic=dynamic,
+            reason=name,
+            chain=chain,
+        )
 
     def _contracted(
         self, origins: Origins, axis: int, shape: torch.Size, name: str, is_alone: bool

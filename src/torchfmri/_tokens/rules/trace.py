@@ -27,20 +27,20 @@ from torchfmri._tokens.rules.numbers import (
 from torchfmri._tokens.rules.operations import (
     MOVES,
     NEW,
-    Call,
+    OperatorCall,
     name_of,
     tensors_in,
     window,
 )
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
-from torchfmri._tokens.rules.sources import Source, Sources
+from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
 from torchfmri._tokens.rules.way import step
 from torchfmri._torch import DispatchMode
 
 
-class Trace(DispatchMode):  # type: ignore[no-untyped-call]
+class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
     """The tokens of every tensor of a run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
         self.way = 0
         self.reads_values = False
         self.has_data_shapes = False
-        self.beside: Trace | None = None
+        self.beside: TokenTrace | None = None
         self.of_layers: frozenset[str] = frozenset()
 
     # -- what is known of a tensor -------------------------------------------------------------
@@ -258,7 +258,14 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
                     self._note_derived("" if keywords else name, operands, each, leaves)
                     self.note_state(name, operands, each)
             return
-        call = Call(self, function, name, arguments, keywords, results)
+        call = OperatorCall(
+            trace=self,
+            function=function,
+            name=name,
+            arguments=arguments,
+            keywords=keywords,
+            results=results,
+        )
         for each, found in zip(results, call.origins(), strict=True):
             if found is None:
                 continue
@@ -328,7 +335,7 @@ class Trace(DispatchMode):  # type: ignore[no-untyped-call]
                     else:
                         cell.landed = found
 
-    def land(self, tensor: Tensor, source: Source) -> None:
+    def land(self, tensor: Tensor, source: TokenSource) -> None:
         """Outputs of which a tensor was computed are at the tokens of this source, (b, s, ...)."""
         for cell in self._floating.pop(id(tensor), ()):
             shape = cell.first.shape

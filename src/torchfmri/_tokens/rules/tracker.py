@@ -1,9 +1,9 @@
 """CAPTURE: follows parameters through the operations of a layer that is run again.
 
 Every tensor of the run is one of three: computed from the layer's inputs (data, whose tokens a
-`Trace` follows), computed from parameters alone (derived), or a constant. Where a derived tensor
-meets data, that is a use of the parameter: the operation, its operands and the place of its result
-in the graph are kept.
+`TokenTrace` follows), computed from parameters alone (derived), or a constant. Where a derived
+tensor meets data, that is a use of the parameter: the operation, its operands and the place of its
+result in the graph are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torchfmri._tokens.rules.operations import BY_IDS, MOVES, NEW, moved_like, name_of, tensors_in
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.sources import Sources
-from torchfmri._tokens.rules.trace import Trace
+from torchfmri._tokens.rules.trace import TokenTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Use:
         return self.function is None
 
 
-class Tracker(Trace):  # type: ignore[no-untyped-call]
+class Tracker(TokenTrace):  # type: ignore[no-untyped-call]
     """The operations of a run, as they come.
 
     Args:
@@ -253,7 +253,15 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
             self._derived.pop(id(each), None)  # written in place: data now
         origins = self.origins(results[0]) if results else None
         for position, source in derived:
-            use = Use(function, kept, keywords, position, source, results[0], origins)
+            use = Use(
+                function=function,
+                arguments=kept,
+                keywords=keywords,
+                position=position,
+                derived=source,
+                output=results[0],
+                origins=origins,
+            )
             self._add(use)
         if len(derived) < len(inner):  # inside a list: cat, stack
             self._use_in_list(function, arguments, origins, inner)
@@ -264,7 +272,17 @@ class Tracker(Trace):  # type: ignore[no-untyped-call]
 
     def _use_directly(self, source: Derived) -> None:
         """The gradient of a derived tensor itself is wanted: its entries know their tokens."""
-        self._add(Use(None, (), {}, 0, source, source.tensor, source.origins))
+        self._add(
+            Use(
+                function=None,
+                arguments=(),
+                keywords={},
+                position=0,
+                derived=source,
+                output=source.tensor,
+                origins=source.origins,
+            )
+        )
 
     def _use_in_list(
         self, function: Any, arguments: Any, origins: Origins | None, inner: list[Derived]

@@ -36,7 +36,7 @@ class Way(DispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # see `Trace`
+        return False  # see `TokenTrace`
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -587,3 +587,66 @@ for _how in ("layer on the state", "layer after the step", "GRU", "a masked weig
     for _start in (0, 1):
         for _b, _s in ((H, H), (1, S), (S, S), (2, 3)):
             kind(f"{_how}, ({_b}, {_s}, {H}), from {_start}", _how, _start, _b, _s)(Sizes)
+
+
+@kind("GRU of two layers in both directions, one sample", nn.GRU, True)
+@kind("LSTM of two layers in both directions, one sample", nn.LSTM, True)
+@kind("GRU on the first positions of one sample", nn.GRU, False)
+class OneSample(Kind):
+    """A recurrent layer on a batch of one, whose steps look like the rows of a batch."""
+
+    def __init__(self, layer: Any, is_whole: bool) -> None:
+        super().__init__()
+        self.stop = S if is_whole else 2
+        options = {"num_layers": 2, "bidirectional": True} if is_whole else {}
+        self.core = layer(H, H, batch_first=True, **options)
+        self.head = nn.Linear(H * (2 if is_whole else 1), H)
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(1, S, H),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.core(x[:, : self.stop])[0])
+
+    def rows(self, at: Places) -> Ids:
+        x = at("x", 1, S)[:, : self.stop]
+        return {"core": [x], "head": [x]}
+
+
+@kind("delta rule")
+class DeltaRule(Kind):
+    """A matrix as the state, which is multiplied by the key of the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.head = (nn.Linear(H, H) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, values = self.key(x), self.value(x)
+        state, outputs = x.new_zeros(len(x), H, H), []
+        for t in range(S):
+            old = (state @ keys[:, t, :, None])[..., 0]
+            state = state + (values[:, t] - old)[..., None] * keys[:, t, None]
+            outputs.append((state @ x[:, t, :, None])[..., 0])
+        return self.head(torch.stack(outputs, 1))
+
+    def rows(self, at: Places) -> Ids:
+        return {name: [x_at(at)] for name in ("key", "value", "head")}
+
+
+@kind("decoder that begins with the state of an encoder of the same steps")
+class TwoWalks(Kind):
+    """Two walks over one sequence: the second one meets steps that its state has seen."""
+
+    refused = ("head.weight", "head.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.GRU(H, H, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(x, self.encoder(x)[1])[0])
+
+    def rows(self, at: Places) -> Ids:
+        return {name: [x_at(at)] for name in ("encoder", "decoder", "head")}

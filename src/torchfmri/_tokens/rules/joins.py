@@ -270,6 +270,8 @@ class Joins:
         if newer is None:
             return None
         older = other if newer is one else one
+        if self._is_again(newer, older):
+            return newer.but(first=torch.full_like(newer.first, SEVERAL), reason="a second pass")
         seen, rows = self._seen(newer), rows_of(newer.first)
         shift = rows - rows_of(older.first)
         is_fresh = len(seen) == 1
@@ -283,6 +285,15 @@ class Joins:
             older.pair.is_step |= int(shift[0]) == older.pair.shift
         chain = united(newer.chain, without_fixed(older.chain))
         return newer.but(seen=seen | self._seen(older), pair=pair, chain=chain)
+
+    def _is_again(self, state: Origins, step: Origins) -> bool:
+        """Whether a state that has taken in a step meets it again, in another walk over the steps.
+
+        A decoder that begins with the last state of an encoder of the same sequence does. The steps
+        were taken apart after the state was made; those of one walk were before.
+        """
+        is_fresh = len(self._seen(step)) == 1 and step.is_sample
+        return is_fresh and self._seen(step) < self._seen(state) and step.born > state.born > 0
 
     def _is_told(self, row: Tensor, older: Origins) -> bool:
         """Whether two positions are steps for sure: there are no others, or a state came first."""

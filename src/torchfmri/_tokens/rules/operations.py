@@ -214,11 +214,13 @@ class OperatorCall:
         dynamic |= by_ids and not all(map(self.trace.is_fixed, operands[1:]))
         decided = all(each.is_decided for each in several)
         raw = all(each.is_raw for each in several)
+        is_one = not self._is_sequence(moved[0])
         return [
             one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided, is_raw=raw,
                     born=one.born if self.joins.is_step(one) else self.trace.count,
-                    is_slice=one.is_slice or self._is_slice(),
-                    is_sample=all(each.is_sample for each in several) or self._is_sample())
+                    is_slice=is_one and (one.is_slice or self._is_slice()),
+                    is_sample=is_one and (
+                        all(each.is_sample for each in several) or self._is_sample()))
             for a, b in zip(moved, second, strict=True)
         ]  # fmt: skip
 
@@ -248,6 +250,16 @@ class OperatorCall:
         if is_pair and self.name in ("cat", "stack"):
             return torch.full_like(origins.first, SEVERAL)
         return origins.first
+
+    def _is_sequence(self, numbers: Tensor) -> bool:
+        """Whether steps are put one after the other along the first axis.
+
+        Those of one sample would otherwise look like one step of a batch: one position per row.
+        """
+        if self.name not in ("cat", "stack") or self.named.get("dim", 0) % numbers.ndim:
+            return False
+        samples = self.trace.sources.sample_of(compact(numbers))
+        return self.name == "stack" or bool((samples == samples.flatten()[:1]).all())
 
     def _is_slice(self) -> bool:
         """Whether one position of each row is taken: x[:, t]."""

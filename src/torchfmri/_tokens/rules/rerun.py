@@ -594,10 +594,11 @@ class OwnerCall:
         for name, parameter in wanted.items():
             whole = terms[keys[id(parameter)]]
             for tags in several:
-                term, numbers = whole, tags.numbers
-                if not torch.equal(numbers, torch.arange(whole.tokens, device=numbers.device)):
+                term, numbers, count = whole, tags.numbers, math.prod(tags.grid)
+                # It may read the first rows alone: then they are in order, and not all.
+                if not torch.equal(numbers, torch.arange(count, device=numbers.device)):
                     kept = (numbers >= 0).nonzero()[:, 0]
-                    term = grouped(numbers[kept], math.prod(tags.grid), whole.at(kept))
+                    term = grouped(numbers[kept], count, whole.at(kept))
                 axis = Axis(self.axis.run, tags.stack or self.axis.stack, tags.grid, tags.of)
                 rule = f"unrolled {self.module.mode}"
                 found.parts[name].append(UsePart(axis, rule, self._mask, [term]))

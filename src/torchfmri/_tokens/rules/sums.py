@@ -72,6 +72,9 @@ class Sums:
         # Scores belong to their queries. Between samples there are no queries and keys.
         same = self.sources.sample_of(a) == self.sources.sample_of(b)
         decided = bool((same | (a < 0) | (b < 0)).all())
+        # Nor are there any in the product of a state with the vector of another step.
+        is_state = rows.first.shape[-2] > 1 and columns.first.shape[-1] == 1
+        decided &= not (is_state and self._joins.is_step(rows) and self._joins.is_step(columns))
         if bool((compact(rows.first) == NOBODY).all()):
             return columns.but(is_dynamic=dynamic, chain=chain)
         first, second = rows.first, torch.where(plain < NOBODY, NOBODY, plain).expand(shape)

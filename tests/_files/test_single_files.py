@@ -6,12 +6,13 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import _single_files as files
-from torchfmri import FileFormatError, History, Inspection, LesionMap
+from torchfmri import FileFormatError, History, Inspection, LesionMap, load_contrast
 from torchfmri._files import seal, unseal
 
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], files.Reading], str]] = {
@@ -53,6 +54,16 @@ def test_a_dtype_in_an_inspection_is_a_dtype(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
     with pytest.raises(FileFormatError, match="'load' is no dtype"):
         Inspection.load(path)
+
+
+def test_no_text_of_a_foreign_contrast_reaches_a_terminal_raw(tmp_path: Path) -> None:
+    files.make_contrast(tmp_path / "x")
+    found = load_contrast(tmp_path / "x" / "a.contrast")
+    texts = [each.name for each in fields(found) if isinstance(getattr(found, each.name), str)]
+    assert {"question", "level", "model"} <= set(texts)
+    for name in texts:
+        hostile = replace(found, **{name: "\x1b[31mred"})
+        assert "\x1b" not in repr(hostile) + hostile.table(), name
 
 
 @pytest.mark.parametrize("name", ["kinds", "blocks", "columns", "answers", "foils", "intact"])

@@ -130,6 +130,30 @@ def test_the_threshold_is_switched_by_a_key_and_a_button(page: Page, graded: Con
         page.until("location.hash.includes('sequence=2')")
 
 
+def test_an_answer_that_comes_late_does_not_replace_a_later_choice(
+    page: Page, graded: Contrast
+) -> None:
+    with torchfmri.view(graded, browser=False) as view:
+        page.open(view.url)
+        page.settle()
+        page.js("""(() => {
+            const ask = app.data.transport.ask.bind(app.data.transport);
+            app.data.transport.ask = async (what, given) => {
+                const found = await ask(what, given);
+                const late = what === "sequence" && given.sequence === 1;
+                await new Promise((go) => setTimeout(go, late ? 600 : 0));
+                app.late ||= late;
+                return found;
+            };
+            app.set({ sequence: 1 });
+            app.set({ sequence: 2 });
+        })()""")
+        page.until("app.late")
+        page.until("app.data.sequence.overlay.meaning === 'survives Bonferroni at 0.05'")
+        page.settle()
+        assert page.js("app.data.sequence.overlay.meaning") == "survives Bonferroni at 0.05"
+
+
 def test_the_page_outlines_what_survives_and_nothing_else(page: Page, planted: Contrast) -> None:
     board = ContrastBoard(planted)
     survivors = {cell_of(board, index) for index in np.flatnonzero(planted.survives)}

@@ -172,6 +172,7 @@ export class App {
   private async turn(sequence: number): Promise<void> {
     try {
       await this.data.choose(sequence);
+      if (this.state.sequence !== sequence) return; // another one was chosen meanwhile
       this.set({ first: 0, last: 0, column: Math.min(this.state.column, Math.max(0, this.data.columns - 1)) });
       this.opened();
     } catch (error) {

@@ -69,6 +69,7 @@ export class Data {
   sequence!: Sequence;
   columns = 0;
   private index = -1;
+  private wanted = -1;
   private planes = new Map<string, Plane>();
   private chunks = new Map<number, (Piece | undefined)[] | "asked">();
   private rows = new Map<string, Promise<Float32Array>>();
@@ -84,8 +85,10 @@ export class Data {
   }
 
   async choose(index: number, anew = false): Promise<void> {
+    this.wanted = index;
     if (index === this.index && !anew) return;
     const sequence: Sequence = await this.transport.ask("sequence", { sequence: index });
+    if (this.wanted !== index) return; // answers may come in another order than questions
     if (index !== this.index) this.chunks.clear();
     [this.sequence, this.index, this.columns] = [sequence, index, sequence.columns];
     this.rows.clear();

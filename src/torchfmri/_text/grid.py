@@ -45,9 +45,10 @@ class Grid:
         """Return the table for a terminal of this width; columns that do not fit are named."""
         width = line_width(width)
         style = output_style()
-        names = [printable(each) for each in self.names]  # perhaps somebody else's
-        table = FittedTable([self.heading, *names], self.columns, width, style)
-        lines = [*wrap(self.title, width), "", table.heading(self.heading)]
+        # Heading and names may come from somebody else's file.
+        heading, *names = map(printable, (self.heading, *self.names))
+        table = FittedTable([heading, *names], self.columns, width, style)
+        lines = [*wrap(self.title, width), "", table.heading(heading)]
         for index, name in enumerate(names):
             lines.append(table.line(index, name, BOLD if index in self.emphasised else ""))
         if table.dropped:

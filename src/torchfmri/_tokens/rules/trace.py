@@ -17,6 +17,7 @@ from torch import Tensor
 from torchfmri._tokens.rules.grids import Grids
 from torchfmri._tokens.rules.joins import Joins
 from torchfmri._tokens.rules.layouts import Layouts
+from torchfmri._tokens.rules.moves import MOVES, name_of, tensors_in, window
 from torchfmri._tokens.rules.numbers import (
     NOBODY,
     UNKNOWN,
@@ -24,14 +25,7 @@ from torchfmri._tokens.rules.numbers import (
     constant,
     is_constant_along,
 )
-from torchfmri._tokens.rules.operations import (
-    MOVES,
-    NEW,
-    OperatorCall,
-    name_of,
-    tensors_in,
-    window,
-)
+from torchfmri._tokens.rules.operations import NEW, OperatorCall
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
 from torchfmri._tokens.rules.sources import Sources, TokenSource

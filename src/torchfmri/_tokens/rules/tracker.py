@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchfmri._tokens.rules.operations import BY_IDS, MOVES, NEW, moved_like, name_of, tensors_in
+from torchfmri._tokens.rules.moves import BY_IDS, MOVES, moved_like, name_of, tensors_in
+from torchfmri._tokens.rules.operations import NEW
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.trace import TokenTrace

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torchfmri._tokens.algebra.factors import Factor, Index, Term, dense, grouped, slices
 from torchfmri._tokens.rules.axes import features_second
 from torchfmri._tokens.rules.layer_rules import convolution_terms, rms_normalised
+from torchfmri._tokens.rules.moves import name_of
 from torchfmri._tokens.rules.numbers import NOBODY, SEVERAL, compact, is_constant_along
-from torchfmri._tokens.rules.operations import name_of
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.sources import Sources
 from torchfmri._tokens.rules.tracker import Derived, Tags, Use

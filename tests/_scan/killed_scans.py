@@ -32,6 +32,7 @@ ROWS = [
     {
         "prompt": f"What is {number} plus {number + 1}?",
         "condition": "even" if number % 2 else "odd",
+        "difficulty": number if number % 3 else None,
         "number": number,
         "tags": ["sum", None, {"größe": number / 2}],
     }

@@ -317,6 +317,7 @@ def assert_equal_scan(found: Scan, expected: Scan) -> None:
     for each in read_everything(found):
         other = others[each.name]
         assert (each.condition, each.text) == (other.condition, other.text)
+        assert each.fields == other.fields
         assert each.tokens.ids.tolist() == other.tokens.ids.tolist()
         for field in ("layers", "voxels"):
             for metric, values in getattr(other, field).items():
@@ -624,6 +625,7 @@ def test_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     assert all(code == 0 for run in runs for code in run["codes"]), done.stderr
     reference = load(tmp_path / "reference.fmri")
     assert len(reference) == 6
+    assert {each.fields["difficulty"] for each in reference} == {None, 1, 2, 4, 5}
     scans = {run["scan"] for run in runs}
     assert {name[0] for name in scans} == {"1", "2"}
     for name in scans:

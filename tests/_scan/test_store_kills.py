@@ -105,6 +105,15 @@ def test_kills_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     assert len(set(names)) == len(names)
 
 
+def test_a_repair_names_what_was_not_there(tmp_path: Path) -> None:
+    path = write_scan(tmp_path / "x.fmri", ["a", "b"], segment_bytes=1)
+    other = write_scan(tmp_path / "y.fmri", ["b", "c"])
+    (left,) = other.glob("segment*")
+    left.rename(path / "segment-rank000-000007.pending")
+    assert repair(path).added == {"segment-rank000-000007.safetensors": ("c",)}
+    assert load(path).names == ("a", "b", "c")
+
+
 @pytest.fixture
 def torn(tmp_path: Path) -> tuple[Path, Path, bytes, int]:
     """A scan whose last segment is called pending, its manifest, and where its line begins."""

@@ -180,6 +180,20 @@ def test_a_killed_server_is_resumed_without_duplicates(page: Page) -> None:
         page.errors[:] = [each for each in page.errors if "ERR_CONNECTION" not in each]
 
 
+def test_columns_that_came_while_disconnected_are_asked_for(page: Page) -> None:
+    process, port = start_server(0, 100, 0)
+    try:
+        page.open(f"http://127.0.0.1:{port}/{TOKEN}/")
+        page.until(f"{APP}.data.piece(99)?.text")
+        page.js("void app.data.chunks.get(0).fill(undefined, 40, 60)")  # they came to nobody
+        page.js("void app.data.choose(0, true)")  # as after a connection was lost
+        page.until(f"{APP}.data.piece(50)?.text === ' t50'")
+    finally:
+        process.kill()
+        process.wait()
+        page.errors[:] = [each for each in page.errors if "ERR_CONNECTION" not in each]
+
+
 # -- a model --------------------------------------------------------------------------------------
 
 

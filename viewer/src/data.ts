@@ -71,7 +71,9 @@ export class Data {
   private index = -1;
   private wanted = -1;
   private planes = new Map<string, Plane>();
-  private chunks = new Map<number, (Piece | undefined)[] | "asked">();
+  private chunks = new Map<number, (Piece | undefined)[]>();
+  private asked = new Map<number, number>(); // chunk -> how many columns there were then
+  private loading = new Map<number, Promise<void>>();
   private rows = new Map<string, Promise<Float32Array>>();
 
   constructor(
@@ -90,6 +92,7 @@ export class Data {
     const sequence: Sequence = await this.transport.ask("sequence", { sequence: index });
     if (this.wanted !== index) return; // answers may come in another order than questions
     if (index !== this.index) this.chunks.clear();
+    this.asked.clear();
     [this.sequence, this.index, this.columns] = [sequence, index, sequence.columns];
     this.rows.clear();
     this.wholes.clear();
@@ -117,20 +120,30 @@ export class Data {
   /** The text of a column; null while it is on its way. */
   piece = (column: number): Piece | null => {
     const number = Math.floor(column / CHUNK);
-    const chunk = this.chunks.get(number);
-    if (chunk === undefined) void this.loadChunk(number);
-    return Array.isArray(chunk) ? (chunk[column % CHUNK] ?? null) : null;
+    const found = this.chunks.get(number)?.[column % CHUNK];
+    // Columns that came while the page was not connected are missing in a chunk that is there.
+    if (!found && column < this.columns) void this.loadChunk(number);
+    return found ?? null;
   };
 
   async loadChunk(number: number): Promise<void> {
-    if (this.chunks.has(number) || number * CHUNK >= this.columns) return;
-    this.chunks.set(number, "asked");
+    if (this.loading.has(number)) return this.loading.get(number);
+    if (this.asked.get(number) === this.columns || number * CHUNK >= this.columns) return;
+    this.asked.set(number, this.columns);
+    const answer = this.askChunk(number);
+    this.loading.set(number, answer);
+    await answer;
+  }
+
+  private async askChunk(number: number): Promise<void> {
     const index = this.index;
     try {
       const said = await this.transport.ask("columns", { sequence: index, chunk: number });
       if (index === this.index) this.put(number * CHUNK, said);
     } catch {
-      this.chunks.delete(number);
+      this.asked.delete(number);
+    } finally {
+      this.loading.delete(number);
     }
     this.changed();
   }
@@ -139,7 +152,7 @@ export class Data {
     said.pieces.forEach((text, i) => {
       const number = Math.floor((first + i) / CHUNK);
       let chunk = this.chunks.get(number);
-      if (!Array.isArray(chunk)) this.chunks.set(number, (chunk = []));
+      if (!chunk) this.chunks.set(number, (chunk = []));
       chunk[(first + i) % CHUNK] = { text, id: said.ids[i], generated: !!said.generated[i], special: !!said.special[i] };
     });
   }

@@ -81,7 +81,8 @@ def _repair(folder: Path, anatomy: Anatomy) -> Repair:
     lines = [segment for manifest in manifests.values() for segment in manifest.segments]
     named = {segment.name for segment in lines}
     known = {entry.name for segment in lines for entry in segment.sequences}
-    added: dict[str, SegmentEntry] = {}
+    added: list[SegmentEntry] = []
+    again: dict[str, tuple[str, ...]] = {}
     spare: list[str] = []
     lost: dict[str, str] = {}
     for name in names:
@@ -99,12 +100,13 @@ def _repair(folder: Path, anatomy: Anatomy) -> Repair:
             spare.append(name)
         else:
             (folder / name).rename(folder / segment.name)
-            added[segment.name] = segment
+            added.append(segment)
+            again[segment.name] = tuple(each for each in new if each not in known)
             known.update(new)
     return Repair(
-        {name: tuple(each.name for each in one.sequences) for name, one in added.items()},
+        again,
         tuple(spare),
-        tuple(_write_manifests(folder, manifests, list(added.values()))),
+        tuple(_write_manifests(folder, manifests, added)),
         lost,
     )
 

@@ -162,6 +162,16 @@ def test_a_masked_language_model_speaks_about_the_token_that_stands_there() -> N
     assert "would say next" in decoder.table(4)
 
 
+def test_a_pooler_between_the_blocks_and_the_head_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.FNetConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, intermediate_size=32
+    )
+    model = transformers.FNetForMaskedLM(config).eval()
+    with pytest.raises(InspectionError, match=r"gives \(1, 61\).*A lens cannot read it"):
+        torchfmri.lens(model, None, [5, 6, 7, 8, 9, 10, 11])
+
+
 def _bert_decoder() -> nn.Module:
     sizes = {**ARCHITECTURES["bert"].sizes, "is_decoder": True}
     return Architecture("bert", "BertLMHeadModel", "BertConfig", sizes, _causal).build()

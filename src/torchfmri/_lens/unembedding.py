@@ -104,7 +104,7 @@ def find_unembedding(model: nn.Module, stream: Stream, logits: Tensor | None) ->
             f"The logits of {kind} cannot be computed from its last block's output: {chain} "
             f"failed with {type(error).__name__}: {error}"
         ) from error
-    if own.shape[-1] != logits.shape[-1] or own.shape[1] < logits.shape[1]:
+    if own.shape[2:] != logits.shape[2:] or own.shape[1] < logits.shape[1]:
         raise InspectionError(
             f"{kind}: {chain} of the last block's output gives {tuple(own.shape)}, where the model "
             f"returns logits {tuple(logits.shape)}. A lens cannot read it."

@@ -95,5 +95,11 @@ def test_the_page_shows_the_panels_of_the_crosshair(page: Page, scanned: Scan) -
         page.page.wait_for_selector("[data-panel=lens]")
         assert page.js("app.state.layer") == f"{LAYER}.q_proj[head 1]"
         strongest = int(scanned.attention_pattern(LAYER)[1, 5].argmax())
-        page.page.locator("[data-panel=attention] button").first.click()
+        for _ in range(10):  # the panel of the cell before may still stand there
+            page.page.locator("[data-panel=attention] button").first.click()
+            if page.js("app.state.column") == strongest:
+                break
+            page.js(f"app.goTo('{LAYER}.q_proj[head 1]', 5)")
+            page.page.wait_for_timeout(1000)
+            page.page.wait_for_selector("[data-panel=attention] button")
         assert page.js("app.state.column") == strongest

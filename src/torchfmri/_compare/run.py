@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchfmri._model import (
     copy_of_data,
     loss_of,
     named_layers,
+    one_thread,
     own_turn,
     run_backward,
     runnable,
@@ -278,7 +279,7 @@ def rearranged(run: Run) -> Run | None:
 def record_rearranged(run: Run, **options: Any) -> RecordedPass:
     """A pass over the batch in the opposite order, on one thread."""
     other = rearranged(run)
-    with _one_thread():
+    with one_thread():
         found = record(run if other is None else other, **options)
     grids = found.grids
     if other is not None:
@@ -290,14 +291,3 @@ def record_rounded(run: Run, coarsest: torch.dtype | None, **options: Any) -> Re
     """A pass in which every layer rounds anew, to the coarser of two precisions."""
     with rounding_redrawn(runnable(run.model), coarsest):
         return record(run, **options)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread instead of several; a program that has one thread never adds up in another way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

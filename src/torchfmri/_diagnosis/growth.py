@@ -31,7 +31,7 @@ class WeightGrowth(NamedTuple):
     unwatched: NDArray[np.int64]
 
     def of(self, columns: NDArray[np.int64]) -> WeightGrowth:
-        """That of some of the parameters."""
+        """Return the growth of some of the parameters alone."""
         return WeightGrowth(
             size=self.size[:, columns],
             beyond=self.beyond[:, columns],

@@ -26,7 +26,7 @@ Key = tuple[str, str]
 _ROUNDING = 300.0
 """How far equal rows may be apart in units of the dtype: other batch sizes sum in other orders."""
 _MOST_ROUNDING = 0.1
-"""The same relative to the largest logit; in bfloat16 300 units would be more than all of it."""
+"""The limit relative to the largest logit: 300 units of bfloat16 exceed the logit itself."""
 
 
 class Measured(NamedTuple):

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 NORMALISE = ("layer", "global")
 QUANTILE = 0.995
 FEW = 4
-"""Of fewer values the largest counts: without it two would have the same colour, always."""
+"""Rows with fewer values are scaled by their largest one: otherwise two always share a colour."""
 DECADES_IN_ROW, DECADES = 2, 4
 _WIDE = 30
 _MEANING = {

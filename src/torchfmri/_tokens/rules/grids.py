@@ -100,7 +100,7 @@ class Grids:
         return result
 
     def finer(self, a: Tensor, b: Tensor) -> Tensor | None:
-        """Of two grids of tokens of the same samples, place by place, the finer one.
+        """Return, place by place, the finer of two grids of tokens of the same samples.
 
         Every token of it meets one of the other, which has fewer or meets several.
         """

@@ -115,7 +115,7 @@ class Layouts:
         return one, other
 
     def settled(self, origins: Origins, axes: Sequence[int], are_features: bool = False) -> Origins:
-        """Of two candidates the one that does not change along these axes, if there is one.
+        """Return the candidate, of two, that does not change along these axes, if there is one.
 
         Args:
             origins: The candidates.

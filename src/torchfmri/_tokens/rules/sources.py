@@ -132,7 +132,7 @@ class Sources:
         return list(found.values())
 
     def copy(self) -> Sources:
-        """The same sources, to which others can be added."""
+        """Return a copy of these sources, to which others can be added."""
         found = Sources()
         found.all, found._samples = list(self.all), dict(self._samples)
         return found

@@ -31,6 +31,7 @@ from torchfmri._capture.gradient_listeners import (
     ReturnedInputGradient,
 )
 from torchfmri._torch import (
+    Aside,
     NO_BACKWARD,
     Attached,
     Backwards,
@@ -562,14 +563,16 @@ class _ShortHook(Hook):
                 and current_backward() == NO_BACKWARD
                 and not is_transformed(output)
             ):
-                call = self._take(owner, arguments, keywords, output)
+                with Aside():
+                    call = self._take(owner, arguments, keywords, output)
                 if call is not None:
                     if base is None:
                         self.outputs.add(output, node, call)
                     else:  # once somebody writes into the view, its own node is bypassed
                         self.views.add(base, base.grad_fn, (call, output.shape))
                     return
-            self._tap(self._short.target(owner)).after(module, arguments, keywords, output)
+            with Aside():
+                self._tap(self._short.target(owner)).after(module, arguments, keywords, output)
         except Exception as error:
             self._tap(self._short.target(owner)).failed(error)
 

@@ -1,10 +1,10 @@
 """PyTorch's own mechanisms: private symbols, hooks, graph edges, nested containers.
 
 Every private symbol of torch that we use stands in `private`, with a fallback; nothing else touches
-one. `hooks` is the object registered on modules, `attached`
-puts things on for the time of a block, `elements` walks containers of tensors, `edges`
-finds where an input enters the graph, `backward_passes` numbers backward passes, and `deferred`
-fetches numbers from a GPU without waiting for it.
+one. `hooks` is the object registered on modules, `attached` puts things on for the time of a block,
+`following` tells operations of a pass from those of our hooks in it, `elements` walks containers of
+tensors, `edges` finds where an input enters the graph, `backward_passes` numbers backward passes,
+and `deferred` fetches numbers from a GPU without waiting for it.
 """
 
 from torchfmri._torch.attached import Attached, hooked
@@ -12,6 +12,7 @@ from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_gr
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
 from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_tensors
+from torchfmri._torch.following import Aside, FollowingMode
 from torchfmri._torch.hooks import Hook, ReplacingHook
 from torchfmri._torch.private import (
     NO_BACKWARD,
@@ -54,12 +55,14 @@ from torchfmri._torch.private import (
 
 __all__ = [
     "NO_BACKWARD",
+    "Aside",
     "Attached",
     "Backwards",
     "CompiledForward",
     "Deferred",
     "DispatchMode",
     "Element",
+    "FollowingMode",
     "Hook",
     "HookSet",
     "InputEdge",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torchfmri._torch.following import Aside
 from torchfmri._torch.private import take_off
 
 
@@ -45,7 +46,8 @@ class Hook:
         if self._owner is not None and self._owner() is not arguments[0]:
             return
         try:
-            self._act(*arguments)
+            with Aside():
+                self._act(*arguments)
         except Exception as error:
             if self._failed is None:
                 raise

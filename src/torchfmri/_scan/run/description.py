@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._model import named_layers, place_table, unwrap
+from torchfmri._model import unwrap
 from torchfmri._scan.run.decoding import Decoding
 from torchfmri._scan.run.readouts import describe_readouts
 from torchfmri._scan.run.scan_loss import ScanLoss
@@ -54,7 +54,7 @@ def scan_meta(
         "decoding": {key: _plain(value) for key, value in decoding.options.items()},
         "missed": dict(subject.missed),
         "layer_notes": dict(subject.notes),
-        "places": place_table(named_layers(model)),
+        "places": subject.places,
         "versions": _versions(),
         **({"readouts": readouts} if readouts else {}),
     }

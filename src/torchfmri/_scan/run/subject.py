@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torchfmri._model import (
     first_names,
     named_layers,
     named_parameters,
+    place_table,
     runnable,
     unwrap,
 )
@@ -100,6 +102,11 @@ class ScanSubject:
     longest: int | None
     looks_ahead: bool
     layouts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    @cached_property
+    def places(self) -> dict[str, Any]:
+        """The names of its places, for a stored scan: see `place_table`."""
+        return place_table(named_layers(self.model))
 
     def refuse_length(self, length: int) -> None:
         """Raise for more positions than the model has in its table: it would fail far from here."""

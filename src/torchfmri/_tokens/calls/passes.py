@@ -25,7 +25,7 @@ from torchfmri._tokens.calls.token_map import (
     TokenMap,
     Tracing,
     assign,
-    full_masks,
+    kinds_of_masks,
     parameters_of_layers,
     signature,
 )
@@ -242,7 +242,7 @@ class TokenPasses:
             self._arguments = layer, arguments, keywords
             self.tracing.trace.__enter__()  # type: ignore[no-untyped-call]
             if torch.is_grad_enabled():  # without, some layers of torch take another way in a mode
-                self._reads = Reads(self.tracing.trace.is_fixed)
+                self._reads = Reads(self.tracing.trace.note_read)
                 self._reads.__enter__()  # type: ignore[no-untyped-call]
 
     def _sign(
@@ -259,9 +259,9 @@ class TokenPasses:
         """
         found = (layer, self._channels, *signature(module, arguments, keywords))
         known = self._maps.get(found)
-        if known is None or not known.reads_values:
+        if known is None or not known.reads_masks:
             return found
-        masks = full_masks(arguments, keywords)
+        masks = kinds_of_masks(arguments, keywords)
         return found if masks == known.masks else (*found, masks)
 
     def end_tracing(self) -> None:
@@ -279,8 +279,6 @@ class TokenPasses:
             found = tracing.finish(counts)
             if given is not None:
                 self._outer = given[0], found.outer
-            if found.reads_values and given is not None:
-                found.masks = full_masks(*given[1:])
             earlier = self._maps.pop(self._signature, None)
             if earlier is not None:
                 found.is_dynamic |= earlier.is_dynamic
@@ -336,7 +334,6 @@ class TokenPasses:
         if reads is not None:
             leave(reads)
         if tracing is not None:
-            tracing.trace.reads_values |= reads is not None and reads.found
             leave(tracing.trace)
             tracing.trace.close()
 

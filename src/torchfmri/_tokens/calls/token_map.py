@@ -30,7 +30,7 @@ from torchfmri._tokens.rules.recurrences import StepUse
 from torchfmri._tokens.rules.rerun import OwnerCall, OwnerTokens
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.trace import TokenTrace
-from torchfmri._torch import Element, flatten_arguments
+from torchfmri._torch import Aside, Element, flatten_arguments
 
 _ASSUMED = (
     "the layers do not say which axis of an argument the positions are: they are taken to be the "
@@ -96,7 +96,8 @@ class TokenMap:
         state: The attributes of modules with which it is taken; None until two passes in a row
             have taken the same way.
         is_open: It may differ in any pass, for it depends on data or random numbers.
-        reads_values: The model reads values out of tensors; `masks`, which of its masks were full.
+        reads_masks: The model reads values out of tensors, those of masks at least.
+        masks: What its masks were like: see `kinds_of_masks`.
         note: A reservation about the tokens.
     """
 
@@ -112,8 +113,8 @@ class TokenMap:
         self.way = 0
         self.state: list[object] | None = None
         self.is_open = False
-        self.reads_values = False
-        self.masks: tuple[bool, ...] = ()
+        self.reads_masks = False
+        self.masks: tuple[tuple[bool, bool], ...] = ()
         self.note = ""
 
 
@@ -152,6 +153,11 @@ class Tracing:
         for number, (tensor, origins) in enumerate(given):
             decided = None if is_second and number else channels
             self.trace.set(tensor, with_layout(origins, decided))
+        self._masks = kinds_of_masks(arguments, keywords)
+        masks = [each.tensor for each in flatten_arguments(arguments, keywords) if is_mask(each)]
+        for mask, (_, is_full) in zip(masks, self._masks, strict=True):
+            if given and mask is not given[0][0]:  # a mask alone stands for the tokens
+                self.trace.set_mask(mask, is_full)
         self._second: Tracing | None = None
         if channels is None and given and given[0][1].is_raw:
             self._second = Tracing(
@@ -177,7 +183,7 @@ class Tracing:
         main = main_element([each for each in elements if not each.path.startswith("encoder")])
         if main is None:
             return
-        with trace.aside():
+        with Aside():
             known = trace.origins(main.tensor)
             if known is not None and _is_given(trace.sources, known.first):
                 for source in trace.sources.present(known.first):
@@ -186,7 +192,7 @@ class Tracing:
             for tensor, origins in given_origins(trace.sources, (main.tensor,), {}, stack):
                 decided = None if self._is_second else self._channels
                 trace.set(tensor, with_layout(origins, decided))
-        with trace.aside():
+        with Aside():
             if self.second is not None:
                 self.second.begin_stack(stack, arguments, keywords)
                 self._share_layouts()
@@ -207,7 +213,7 @@ class Tracing:
 
     def call(self, record: TokenRecord, output: Tensor) -> bool:
         """A layer with a rule has returned this; whether it was computed from constants alone."""
-        with self.trace.aside():
+        with Aside():
             origins = self.trace.output_of_call(output)
             is_constant = bool((compact(origins.first) == NOBODY).all())
             use = origins.use_of(record.watched.parameters.values())
@@ -236,7 +242,7 @@ class Tracing:
         names = [each.name for each in self.trace.sources.all[start:]]
         uses = self.trace.recurrences.uses.items()
         steps = {leaf: several[counts.get(leaf, 0) :] for leaf, several in uses}
-        with self.trace.aside():
+        with Aside():
             origins = [self.trace.origins(each.tensor) for each in arguments]
             if self.second is not None:
                 self.second.owner(layer, arguments, is_outer)
@@ -272,8 +278,9 @@ class Tracing:
         found = chosen._finish(counts)
         for call, (_, tokens) in zip(self._calls, chosen._owners, strict=True):
             call.tokens = tokens
-        found.way, found.reads_values = self.trace.way, self.trace.reads_values
-        found.is_open = found.reads_values or random_state() != self._random
+        found.way, found.masks = self.trace.way, self._masks
+        found.reads_masks = self.trace.reads_masks or self.trace.reads_values
+        found.is_open = self.trace.reads_values or random_state() != self._random
         if any(each.is_assumed for each in self.trace.sources.layouts):
             found.note = _ASSUMED
         return found
@@ -437,11 +444,22 @@ def parameters_of_layers(model: nn.Module) -> frozenset[str]:
     )
 
 
-def full_masks(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> tuple[bool, ...]:
-    """Which masks leave nothing out: models that read values often branch on this."""
-    elements = flatten_arguments(arguments, keywords)
-    masks = [each.tensor for each in elements if is_mask(each)]
-    return tuple(each.is_meta or bool(each.all()) for each in masks)
+def kinds_of_masks(
+    arguments: tuple[object, ...], keywords: Mapping[str, object]
+) -> tuple[tuple[bool, bool], ...]:
+    """Whether each mask leaves nothing out, and whether it is 1 everywhere: waits for the device.
+
+    Models that read masks mostly branch on this.
+    """
+    masks = [each.tensor for each in flatten_arguments(arguments, keywords) if is_mask(each)]
+    return tuple(map(_kind_of_mask, masks))
+
+
+def _kind_of_mask(mask: Tensor) -> tuple[bool, bool]:
+    if mask.is_meta:
+        return True, False
+    is_whole, is_one = torch.stack([mask.all(), (mask == 1).all()]).tolist()
+    return is_whole, is_one
 
 
 def assign(record: TokenRecord, tokens: CallTokens) -> None:

@@ -31,31 +31,25 @@ from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
 from torchfmri._tokens.rules.way import step
-from torchfmri._torch import DispatchMode
+from torchfmri._torch import FollowingMode
 
 
-class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
+class TokenTrace(FollowingMode):
     """The tokens of every tensor of a run.
 
     Attributes:
         sources: The grids of tokens.
         way: The way that the run has taken, see `way.py`.
         reads_values: Whether Python was handed a value out of a tensor, or a yes or no about it,
-            that may differ in another run.
+            that may differ in another run with the same masks.
+        reads_masks: Whether Python was handed one that depends on the masks alone.
         has_data_shapes: Whether values decided the shape of a tensor (`nonzero`).
         of_layers: The parameters of Linear layers.
         beside: The same run with the features of its arguments second; None where they are not.
     """
 
-    supports_higher_order_operators = True  # such as flex_attention, which torch refuses otherwise
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Let torch not wrap the mode: the wrapper imports the compiler, in the user's own pass."""
-        return False
-
     def __init__(self, sources: Sources | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.sources = Sources() if sources is None else sources
         self.recurrences = Recurrences(self.sources)
         self.grids = Grids(self.sources)
@@ -70,10 +64,16 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
         self._states: set[int] = set()
         self._computed: set[int] = set()
         self._fixed: set[int] = set()
+        self._masks: set[int] = set()
+        self._of_masks: set[int] = set()
+        self._sets = (
+            *(self._written, self._states, self._computed),
+            *(self._fixed, self._masks, self._of_masks),
+        )
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self.count = 0
         self.way = 0
-        self.reads_values = False
+        self.reads_values = self.reads_masks = False
         self.has_data_shapes = False
         self.beside: TokenTrace | None = None
         self.of_layers: frozenset[str] = frozenset()
@@ -122,9 +122,45 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
         """Whether a constant is the same in every pass: computed in this one, and not drawn.
 
         What a pass finds in an attribute, or is handed by another library, may be something else
-        the next time.
+        the next time. A full mask is the same in every pass that has one: see `set_mask`.
         """
         return id(tensor) in self._fixed
+
+    def set_mask(self, mask: Tensor, is_full: bool) -> None:
+        """Note that an argument is a mask, and whether all of it is 1.
+
+        Models read masks to find out whether there is any padding. Passes are told apart by that,
+        so a full mask is a constant, and of any mask it is known whether it is full.
+        """
+        self._watch(mask)
+        self._masks.add(id(mask))
+        if is_full:
+            self.forget(mask)
+            self._set_fixed(mask, of_masks=True)
+
+    def _set_fixed(self, tensor: Tensor, of_masks: bool) -> None:
+        self._watch(tensor)
+        self._fixed.add(id(tensor))
+        if of_masks:
+            self._of_masks.add(id(tensor))
+
+    def _unfix(self, written: Tensor) -> None:
+        """A constant was written into, and whatever shares its memory."""
+        memory = written.untyped_storage().data_ptr()
+        for key in [*self._fixed]:
+            each = self._alive[key]()
+            if each is None or each is written or each.untyped_storage().data_ptr() == memory:
+                self._fixed.discard(key)
+                self._masks.discard(key)
+
+    def note_read(self, *tensors: Tensor) -> None:
+        """Note that values of these tensors leave torch: Python may branch on them."""
+        if self.asides:
+            return
+        if not all(map(self.is_fixed, tensors)):
+            self.reads_values = True
+        elif any(id(each) in self._of_masks for each in tensors):
+            self.reads_masks = True
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed from parameters that were spread over the samples."""
@@ -159,7 +195,7 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and found() is tensor:
             return
         tables = (self._origins, self._leaves, self._floating, self._sums, self._alive)
-        sets = (self._written, self._states, self._computed, self._fixed)
+        sets = self._sets
 
         def forget(_: object) -> None:
             for table in tables:
@@ -174,7 +210,7 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
         """Let go of everything: callbacks on tensors refer to these tables."""
         for table in (self._origins, self._leaves, self._floating, self._sums, self._alive):
             table.clear()
-        for some in (self._written, self._states, self._computed, self._fixed):
+        for some in self._sets:
             some.clear()
         if self.beside is not None:
             self.beside.close()
@@ -192,21 +228,10 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
                 self._floating.setdefault(id(tensor), []).append(found)
         return found
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Operations of our own, which are no part of the way."""
-        before = self.way, self.reads_values, self.has_data_shapes
-        try:
-            yield
-        finally:
-            self.way, self.reads_values, self.has_data_shapes = before
-
     # -- one operation -----------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        keywords = keywords or {}
+    def run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """Run an operation, and follow its tokens."""
         self.way = step(self.way, function, arguments, keywords)
         result = function(*arguments, **keywords)
         self.follow(function, arguments, keywords, result)
@@ -234,8 +259,11 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
         leaves = frozenset().union(*(self.leaves(each) for each in operands))
         name = name_of(function)
         tags = getattr(function, "tags", ())
+        if torch.Tag.data_dependent_output in tags:
+            self.note_read(*operands)
         if not all(map(self.is_fixed, operands)):
-            self.reads_values |= torch.Tag.data_dependent_output in tags
+            if results and self.is_fixed(results[0]):  # written into
+                self._unfix(results[0])
             by_numbers = name == "index" and not any(_is_mask(each) for each in operands[1:])
             self.has_data_shapes |= torch.Tag.dynamic_output_shape in tags and not by_numbers
         known = any(self.origins(each) is not None for each in operands)
@@ -243,11 +271,11 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
         if name in NEW or not known or is_derived:
             drawn = torch.Tag.nondeterministic_seeded in tags
             has_fixed = not drawn and all(map(self.is_fixed, operands)) and not known
+            of_masks = any(id(each) in self._of_masks for each in operands)
             for each in results:
                 self.forget(each)
                 if has_fixed:
-                    self._watch(each)
-                    self._fixed.add(id(each))
+                    self._set_fixed(each, of_masks)
                 if is_derived and name not in NEW:
                     self._note_derived("" if keywords else name, operands, each, leaves)
                     self.note_state(name, operands, each)
@@ -272,8 +300,20 @@ class TokenTrace(DispatchMode):  # type: ignore[no-untyped-call]
             if (found.chain or found.seen) and not self.joins.is_step(found):
                 found = found.but(chain={}, seen=frozenset(), pair=None)  # a recurrence is over
             self.set(each, found)
+        self._follow_mask(name, arguments, operands, results)
         if results and results[0] is arguments[0] and function._schema.is_mutable:
             self._write_to_base(arguments[0])
+
+    def _follow_mask(
+        self, name: str, arguments: Any, operands: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Know a mask in another dtype, and whether it is full, where a model asks for that."""
+        if len(operands) != 1 or id(operands[0]) not in self._masks:
+            return
+        if name == "_to_copy":
+            self._masks.update(map(id, results))
+        elif name == "all" and len(arguments) == 1:
+            self._set_fixed(results[0], of_masks=True)
 
     def _note_use(
         self, found: Origins, leaves: frozenset[str], operands: Sequence[Tensor], is_pointwise: bool

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchfmri._torch import DispatchMode
+from torchfmri._torch import FollowingMode
 
 # Methods that hand memory of a tensor to others without any operation; `item`, `int` and `bool` are
 # operations, which a dispatch mode sees.
@@ -29,44 +29,36 @@ def _plain(value: Any) -> object:
     return None if isinstance(value, (Tensor, float)) else str(value)
 
 
-class Way(DispatchMode):  # type: ignore[no-untyped-call]
+class Way(FollowingMode):
     """Notes the way that a pass takes, where its tokens are known if it is the usual one."""
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see `TokenTrace`
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.way = 0
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        keywords = keywords or {}
+    def run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """Run an operation, and note it."""
         self.way = step(self.way, function, arguments, keywords)
         return function(*arguments, **keywords)
 
 
 class Reads(TorchFunctionMode):
-    """Notes whether values leave torch: what Python does next may depend on them.
+    """Tells of values that leave torch: what Python does next may depend on them.
 
     Args:
-        is_fixed: Whether a tensor is the same in every pass.
+        note: Told the tensor that they are of.
     """
 
-    def __init__(self, is_fixed: Callable[[Tensor], bool]) -> None:
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._is_fixed, self.found = is_fixed, False
+        self._note = note
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _HANDS_OUT and not self.found and isinstance(arguments[0], Tensor):
+        if name in _HANDS_OUT and isinstance(arguments[0], Tensor):
             # The address of memory on a device is for kernels: Python cannot read there.
-            is_readable = arguments[0].is_cpu or name not in ("data_ptr", "untyped_storage")
-            self.found = is_readable and not self._is_fixed(arguments[0])
+            if arguments[0].is_cpu or name not in ("data_ptr", "untyped_storage"):
+                self._note(arguments[0])
         return function(*arguments, **(keywords or {}))

@@ -94,6 +94,62 @@ def test_a_second_scan_compiles_nothing_and_the_user_s_graph_is_his_own() -> Non
     assert plain.tolist() == again.tolist() == [first[0].tokens.ids.tolist()]
 
 
+def compile_in_place(model: Any, backend: Any) -> None:
+    model.compile(backend=backend)
+
+
+def compile_forward(model: Any, backend: Any) -> None:
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+@pytest.mark.parametrize("how", [compile_in_place, compile_forward])
+def test_a_model_that_the_user_compiled_stays_compiled(how: Any) -> None:
+    """With the cache that grows, for which torch compiles a second graph of changing shapes."""
+    model, backend = build("llama"), Compiler()
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **options)
+    how(model, backend)
+    ids = torch.tensor([prompts()[0]])
+    plain = model.generate(ids, max_new_tokens=STEPS, **options).tolist()
+    own, before, attributes = len(backend.graphs), state_of(model), dict(vars(model))
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, **options)
+    compiled = len(backend.graphs)
+    assert compiled > own
+    assert found.meta["generation"] == "compiled"
+    assert plain == [found[0].tokens.ids.tolist()]
+    assert_alike(found, expected)
+    assert_same_state(before, state_of(model))
+    assert dict(vars(model)) == attributes
+    again = torchfmri.scan(model, None, prompts()[0], STEPS, per="position", **options)
+    assert again.meta["generation"] == "compiled"
+    assert model.generate(ids, max_new_tokens=STEPS, **options).tolist() == plain
+    assert len(backend.graphs) == compiled
+
+
+def test_a_compiled_model_is_put_back_after_an_error() -> None:
+    model, backend = build("llama"), Compiler()
+    model.compile(backend=backend)
+    attributes = dict(vars(model))
+
+    def stop(token: Any) -> None:
+        if token.position == len(prompts()[0]) + 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torchfmri.scan(model, None, prompts()[0], STEPS, per=None, on_token=stop, do_sample=False)
+    assert dict(vars(model)) == attributes
+
+
+def test_blocks_that_the_user_compiled_run_eagerly() -> None:
+    model, backend = build("llama"), Compiler()
+    for block in model.model.layers:
+        block.compile(backend=backend)
+    found = torchfmri.scan(model, None, prompts()[0], STEPS, per=None, do_sample=False)
+    assert found.meta["generation"] == "eager"
+    assert not backend.graphs
+    assert np.isfinite(found[0].voxels["activation"][len(prompts()[0]) : -1]).all()
+
+
 def test_live_tokens_a_padded_batch_and_kept_tensors() -> None:
     model, options = build("llama"), settings("eager")
     told: list[Any] = []

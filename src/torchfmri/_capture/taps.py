@@ -31,8 +31,8 @@ from torchfmri._capture.gradient_listeners import (
     ReturnedInputGradient,
 )
 from torchfmri._torch import (
-    Aside,
     NO_BACKWARD,
+    Aside,
     Attached,
     Backwards,
     Element,

@@ -8,6 +8,7 @@ column per program of the launch. `combine` adds the columns of many slots up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -127,7 +128,7 @@ def _launch(values: Tensor, kept: Tensor | None, slot: Tensor) -> None:
         values = values.clone()
     kernels, size, shape = cuda.triton_kernels(), values.numel(), cuda.SHAPES[values.dtype.itemsize]
     assert kernels is not None
-    with torch.cuda.device(values.device):
+    with on_device(values.device):
         kernels.reduce_single[(_PROGRAMS,)](
             *(values, slot, size, _CHUNK * -(-size // (_CHUNK * _PROGRAMS)), _PROGRAMS),
             NORMAL=cpu.smallest_normal(values.dtype),
@@ -137,6 +138,12 @@ def _launch(values: Tensor, kept: Tensor | None, slot: Tensor) -> None:
             CAREFUL=128 * shape.warps,
             num_warps=shape.warps,
         )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one; most often it is already, which is quickly seen."""
+    is_current = torch.cuda.current_device() == device.index
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 @lru_cache(maxsize=64)

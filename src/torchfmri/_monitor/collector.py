@@ -104,7 +104,7 @@ class Collector:
         immediate: set[Series],
         missed: Callable[[str, str, str], None],
     ) -> None:
-        self._histogram, self._max_bytes = histogram, max_bytes
+        self._histogram, self._most = histogram, max_bytes
         self._immediate, self._missed = immediate, missed
         self._found: dict[Series, list[Statistics]] = defaultdict(list)
         self._references: list[_Reference] = []
@@ -123,7 +123,9 @@ class Collector:
             masked = _Masked(*aligned, self._start_look(mask, aligned[1]))
         self._references.append(_Reference(series, tensor, tensor._version, masked))
         self._bytes += tensor.nbytes
-        if self._bytes > self._limit(tensor.device) or series in self._immediate:
+        if self._most is None:
+            self._most = _share_of_memory(tensor.device)
+        if self._bytes > self._most or series in self._immediate:
             self.flush()
 
     def add_summaries(
@@ -201,9 +203,6 @@ class Collector:
             return
         self._found[series].append(found)
 
-    def _limit(self, device: torch.device) -> int:
-        return _share_of_memory(device) if self._max_bytes is None else self._max_bytes
-
     def _start_look(self, mask: TokenMask, kept: Tensor) -> Deferred:
         """Begin to find out whether a mask leaves anything out, once per mask."""
         key = (id(mask), kept.numel())  # a mask may be of two sequences
@@ -252,7 +251,7 @@ def is_launchable(tensor: Tensor) -> bool:
     return (
         tensor.is_cuda
         and tensor.dtype in _LAUNCHABLE
-        and tensor.layout == torch.strided
+        and tensor.layout is torch.strided
         and not tensor.is_nested
         and cuda.available()
     )

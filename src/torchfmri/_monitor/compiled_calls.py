@@ -26,6 +26,7 @@ from torchfmri._torch import (
     flatten,
     is_compiler_error,
     uncompiled,
+    uncompiled_call,
 )
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
@@ -166,7 +167,7 @@ class CompiledCalls:
         if self._run is None:
             self._run = self._forward.compile(_make_step())
         in_place = self._inner is self._forward.module
-        inner = self._inner._call_impl if in_place else self._inner
+        inner = uncompiled_call(self._inner) if in_place else self._inner
         try:
             output = self._run(inner, self._mask(arguments, keywords), arguments, keywords)
         except RuntimeError as error:

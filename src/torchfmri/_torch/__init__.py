@@ -50,6 +50,7 @@ from torchfmri._torch.private import (
     sequence_number,
     set_to_zero,
     uncompiled,
+    uncompiled_call,
     users_of_memory,
 )
 
@@ -106,6 +107,7 @@ __all__ = [
     "sequence_number",
     "set_to_zero",
     "uncompiled",
+    "uncompiled_call",
     "users_of_memory",
     "view_geometry",
 ]

@@ -6,10 +6,11 @@ Nothing else in the package touches a name of torch that begins with an undersco
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -477,6 +478,15 @@ def is_compiled_in_place(module: Any) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
+    """What the calls of a module would run, with its hooks, had `module.compile()` not been called.
+
+    Without the symbol: the module itself.
+    """
+    found: Callable[..., Any] = getattr(module, "_call_impl", module)
+    return found
+
+
 def current_node() -> Any:
     """The node of the autograd graph whose backward is running in this thread, or None.
 
@@ -549,7 +559,8 @@ class CompiledForward:
     """Where a compiled module keeps what its calls run, so that something else can stand there.
 
     Args:
-        module: Compiled by `torch.compile(module)` or `module.compile()`.
+        module: Compiled by `torch.compile(module)`, by `module.compile()`, or by
+            `module.forward = torch.compile(module.forward)`.
 
     Attributes:
         module: As given.
@@ -560,12 +571,9 @@ class CompiledForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         state = vars(module)
-        context = state.get("dynamo_ctx")
-        self._key = "forward"
-        if context is None and is_compiled_in_place(module):
-            self._key = "_compiled_call_impl"
-            context = _context_of(state.get(self._key))
+        self._key = "_compiled_call_impl" if is_compiled_in_place(module) else "forward"
         self.call: Any = state.get(self._key)
+        context = state.get("dynamo_ctx") or _context_of(self.call)
         self._compile = context if callable(context) and callable(self.call) else None
         self.known = self._compile is not None
 
@@ -583,9 +591,27 @@ class CompiledForward:
         """Have the compiled code run again."""
         vars(self.module)[self._key] = self.call
 
+    @contextlib.contextmanager
+    def replaced(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Have whole calls of the module run `call`, which finds its forward as it was written.
+
+        `module._call_impl` is the uncompiled call then, with the hooks on the module.
+        """
+        state, keys = vars(self.module), ("_compiled_call_impl", "forward")
+        before = {key: state.pop(key) for key in keys if key in state}
+        try:
+            state["_compiled_call_impl"] = call
+            yield
+        finally:
+            for key in keys:
+                state.pop(key, None)
+            state.update(before)
+
 
 def _context_of(compiled: Any) -> Any:
-    """The settings in the closure of a compiled function; None where it has none."""
+    """The settings in the closure of a compiled function; None of any other."""
+    if not hasattr(compiled, "_torchdynamo_orig_callable"):
+        return None
     code = getattr(compiled, "__code__", None)
     for name, cell in zip(
         getattr(code, "co_freevars", ()), getattr(compiled, "__closure__", None) or (), strict=False

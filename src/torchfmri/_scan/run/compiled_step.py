@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._scan.run.flat_layout import FlatLayout
 from torchfmri._scan.run.token_axis import first_tensor
-from torchfmri._torch import HookSet
+from torchfmri._torch import HookSet, uncompiled_call
 
 _steps: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], CompiledStep]]
 _steps = weakref.WeakKeyDictionary()
@@ -45,6 +45,13 @@ def _(parts: list[Tensor]) -> Tensor:
     return first.new_empty((first.shape[0], 1, sum(each.shape[-1] for each in parts)))
 
 
+class StepCompiler(NamedTuple):
+    """How steps are compiled, and what tells that from other settings."""
+
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
+    settings: Hashable
+
+
 class CompiledStep:
     """A model's step of one token, compiled with our hooks in it.
 
@@ -53,14 +60,14 @@ class CompiledStep:
     Args:
         layout: The layers to record.
         b: Rows of the batch.
-        options: Of `torch.compile`.
+        compiler: Compiles a function as the user would have it.
     """
 
-    def __init__(self, layout: FlatLayout, b: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, layout: FlatLayout, b: int, compiler: StepCompiler) -> None:
         self._hooks = [
             _make_hook(place, each.is_written) for place, each in enumerate(layout.layers)
         ]
-        self._run = torch.compile(_make_step(layout, b), **options)
+        self._run = compiler.compile(_make_step(layout, b))
 
     def __call__(
         self, model: nn.Module, keywords: Mapping[str, Any], again: bool
@@ -116,7 +123,8 @@ def _make_step(layout: FlatLayout, b: int) -> Callable[..., Any]:
 
     def step(model: nn.Module, keywords: dict[str, Any]) -> tuple[Any, Tensor | None]:
         _parts.clear()
-        output = model(**keywords)
+        # Not `model(...)`, where the user's own compiled code may stand.
+        output = uncompiled_call(model)(**keywords)
         ordered: list[Any] = [None] * len(shapes)
         for place, tensor in _parts:
             axis = viewed.get(place)
@@ -135,12 +143,12 @@ def _make_step(layout: FlatLayout, b: int) -> Callable[..., Any]:
 
 
 def compiled_step(
-    model: nn.Module, layout: FlatLayout, b: int, like: Tensor, options: Mapping[str, Any]
+    model: nn.Module, layout: FlatLayout, b: int, like: Tensor, compiler: StepCompiler
 ) -> CompiledStep:
-    """The compiled step of a model, made once for the same layers, rows and options."""
+    """The compiled step of a model, made once for the same layers, rows and settings."""
     names = tuple(each.name for each in layout.layers)
-    key = (names, b, like.dtype, like.device, repr(sorted(options.items())))
+    key = (names, b, like.dtype, like.device, compiler.settings)
     known = _steps.setdefault(model, {})
     if key not in known:
-        known[key] = CompiledStep(layout, b, options)
+        known[key] = CompiledStep(layout, b, compiler)
     return known[key]

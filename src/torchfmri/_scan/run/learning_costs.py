@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,20 +70,43 @@ class CostSums:
         self._found = found
         self._by_voxel = torch.full_like(norms, torch.nan)
         self._by_layer = norms.new_full((*norms.shape[:2], len(subject.layers)), torch.nan)
+        self._whole: list[tuple[ScannedLayer, slice | None, Tensor]] = []
 
-    def add(self, layer: ScannedLayer, info: ParameterInfo, own: Tensor, token: Any = ...) -> None:
-        """Add the squares of a parameter, (..., its voxels), of one token or of all (b, s)."""
+    def add(self, layer: ScannedLayer, info: ParameterInfo, own: Tensor) -> None:
+        """Add the squares of a parameter for every token, (b, s, its voxels)."""
+        self._whole.append((layer, _columns_of(layer, info), own.to(self._by_voxel.dtype)))
+
+    def add_token(
+        self, layer: ScannedLayer, info: ParameterInfo, own: Tensor, token: tuple[int, int]
+    ) -> None:
+        """Add the squares of a parameter for one token, (its voxels)."""
         own = own.to(self._by_voxel.dtype)
         by_layer, by_voxel = self._by_layer[token], self._by_voxel[token]
-        by_layer[..., layer.index] = by_layer[..., layer.index].nan_to_num() + own.sum(-1)
+        by_layer[layer.index] = by_layer[layer.index].nan_to_num() + own.sum()
         columns = _columns_of(layer, info)
         if columns is not None:
-            by_voxel[..., columns] = by_voxel[..., columns].nan_to_num() + own
+            by_voxel[columns] = by_voxel[columns].nan_to_num() + own
 
     def finish(self) -> None:
         """Put the roots of the sums where they belong."""
+        layers = [([layer.index] * own.shape[-1], own) for layer, _, own in self._whole]
+        voxels = [
+            (list(range(columns.start, columns.stop)), own)
+            for _, columns, own in self._whole
+            if columns is not None
+        ]
+        _add_columns(self._by_layer, layers)
+        _add_columns(self._by_voxel, voxels)
         self._found.cost = self._by_voxel.sqrt()
         self._found.layer_cost = self._by_layer.sqrt()
+
+
+def _add_columns(sums: Tensor, parts: Sequence[tuple[list[int], Tensor]]) -> None:
+    """Add (b, s, n) to n columns each, all at once: a model has hundreds of parameters."""
+    if parts:
+        columns = torch.tensor([each for some, _ in parts for each in some], device=sums.device)
+        sums[..., columns] = 0.0
+        sums.index_add_(-1, columns, torch.cat([own for _, own in parts], -1))
 
 
 def _columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:

@@ -1,7 +1,8 @@
 """A `generate` that runs compiled, with its steps recorded inside the graph.
 
 `generate` of transformers compiles its steps where the cache is static, keeps the compiled call on
-the model and asks for it by its settings. While a scan runs, ours stands there.
+the model and asks for it by its settings. A user may have compiled the model: then its calls run
+what was compiled. While a scan runs, a call of ours stands in these places.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchfmri._model import unwrap
-from torchfmri._scan.run.compiled_step import CompiledStep, compiled_step
+from torchfmri._scan.run.compiled_step import CompiledStep, StepCompiler, compiled_step
 from torchfmri._scan.run.live import LiveRecording
 from torchfmri._scan.run.live_hooks import ids_of
 from torchfmri._scan.run.model_call import like_parameters
-from torchfmri._torch import compiled_graphs, is_compiler_error
+from torchfmri._torch import (
+    CompiledForward,
+    compiled_graphs,
+    is_compiler_error,
+    uncompiled_call,
+)
 
 _KEPT = ("_cache", "_previous_max_cache_length")
 """What `generate` keeps on the model so that its next call need not compile again."""
@@ -28,19 +35,19 @@ _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDic
 
 
 class RecordedCall:
-    """What `generate` calls in place of its compiled step.
+    """What is called in place of a compiled model, or of a compiled step of `generate`.
 
     Args:
         recording: Takes what the layers did.
-        options: Of `torch.compile`.
+        compiler: Compiles its steps.
 
     Attributes:
         ran: Whether a step ran compiled.
         reason: Why steps run eagerly although `generate` asks for compiled ones; "" if they do not.
     """
 
-    def __init__(self, recording: LiveRecording, options: Mapping[str, Any]) -> None:
-        self._recording, self._options = recording, options
+    def __init__(self, recording: LiveRecording, compiler: StepCompiler) -> None:
+        self._recording, self._compiler = recording, compiler
         subject = recording.subject
         self._model = unwrap(subject.model)
         self._attached = contextlib.ExitStack()
@@ -52,24 +59,25 @@ class RecordedCall:
         if any(each.of_input for each in subject.layers):
             self.reason = "what heads wrote is not read inside a compiled graph"
 
-    def __call__(self, **keywords: Any) -> Any:
-        ids = ids_of((), keywords)
-        if self.reason or ids.shape[1] != 1:
-            return self._model(**keywords)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        # Not `model(...)`, where this object may stand.
+        run_eagerly = uncompiled_call(self._model)
+        if self.reason or arguments or ids_of((), keywords).shape[1] != 1:
+            return run_eagerly(*arguments, **keywords)
         try:
-            return self._run(ids, keywords)
+            return self._run(ids_of((), keywords), keywords)
         except RuntimeError as error:
             if self.ran or not is_compiler_error(error):
                 raise
             self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            return self._model(**keywords)
+            return run_eagerly(**keywords)
 
     def _run(self, ids: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
         recording = self._recording
         layout = recording.outputs.layout
         if self._step is None:
             like = like_parameters(self._model)
-            self._step = compiled_step(self._model, layout, len(ids), like, self._options)
+            self._step = compiled_step(self._model, layout, len(ids), like, self._compiler)
             self._attached.enter_context(self._step.attached(layout))
         recording.begin_pass(ids, keywords)
         output, flat = self._call_step(self._step, keywords)
@@ -103,30 +111,52 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple((key, _form_of(each)) for key, each in value.items())
     layers = getattr(value, "layers", None)
-    if isinstance(layers, list):  # a cache; some kinds count in Python
-        numbers = (each for layer in layers for each in vars(layer).values())
-        return (id(value), [each for each in numbers if type(each) in _NUMBERS])
+    if isinstance(layers, list):  # a cache; some kinds count in Python, others grow
+        values = [each for layer in layers for each in vars(layer).values()]
+        shapes = [each.shape for each in values if isinstance(each, Tensor)]
+        return (id(value), shapes, [each for each in values if type(each) in _NUMBERS])
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
 @contextlib.contextmanager
 def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedCall | None]:
-    """Let the compiled steps of `generate` be recorded, where it has any.
+    """Let compiled steps be recorded, where the model or its `generate` has any.
 
     Args:
         recording: Takes what the layers did.
         config: The CompileConfig that `generate` is given; None for its default.
     """
     model = unwrap(recording.subject.model)
-    if not hasattr(model, "get_compiled_call"):
+    own, compiles_itself = CompiledForward(model), hasattr(model, "get_compiled_call")
+    if compiles_itself and config is None:
+        config = _default_config(model)
+    if own.known:
+        compiler = StepCompiler(own.compile, own.call)
+    elif compiles_itself:
+        options = config.to_dict()
+        compiler = StepCompiler(partial(torch.compile, **options), repr(sorted(options.items())))
+    else:
         yield None
         return
-    if config is None:
-        from transformers import CompileConfig
+    call = RecordedCall(recording, compiler)
+    with contextlib.ExitStack() as stack:
+        stack.callback(call.close)
+        if own.known:
+            stack.enter_context(own.replaced(call))
+        if compiles_itself:
+            stack.enter_context(_asked_for(model, call, config))
+        yield call
 
-        default = getattr(model, "_default_compile_config", CompileConfig)
-        config = default()
-    call = RecordedCall(recording, config.to_dict())
+
+def _default_config(model: nn.Module) -> Any:
+    from transformers import CompileConfig
+
+    return getattr(model, "_default_compile_config", CompileConfig)()
+
+
+@contextlib.contextmanager
+def _asked_for(model: nn.Module, call: RecordedCall, config: Any) -> Iterator[None]:
+    """Let `generate` find a call where it keeps what it has compiled with these settings."""
     attributes = model.__dict__
     names = ("_compiled_call", "_last_compile_config", *_KEPT)
     before = {name: attributes[name] for name in names if name in attributes}
@@ -134,9 +164,8 @@ def recorded_inside(recording: LiveRecording, config: Any) -> Iterator[RecordedC
         attributes |= {"_compiled_call": call, "_last_compile_config": config}
         for name, value in _kept.get(model, {}).items():
             attributes.setdefault(name, value)
-        yield call
+        yield
     finally:
-        call.close()
         if call.ran:
             _kept[model] = {name: attributes[name] for name in _KEPT if name in attributes}
         for name in names:

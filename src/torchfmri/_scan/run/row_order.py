@@ -52,11 +52,11 @@ class FollowedPass:
         self._calls: dict[str, list[Origins]] = defaultdict(list)
 
     def __enter__(self) -> FollowedPass:
-        self._trace.__enter__()  # type: ignore[no-untyped-call]
+        self._trace.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._trace.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._trace.__exit__(*error)
         self._trace.close()
 
     def called(self, layer: str, output: Tensor) -> None:

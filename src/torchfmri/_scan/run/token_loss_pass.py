@@ -118,7 +118,7 @@ class _Costs:
             for (layer, info, _), gradient in zip(self._places, gradients[:count], strict=True):
                 if gradient is not None:
                     own = _voxel_squares(gradient.detach(), info)
-                    self._sums.add(layer, info, own, (row, position))
+                    self._sums.add_token(layer, info, own, (row, position))
                     total[info.name].append(self._probe(info.name, gradient))
         sink.token = (-1, -1)
         everything = torch.autograd.grad((losses * wanted).sum(), leaves, allow_unused=True)

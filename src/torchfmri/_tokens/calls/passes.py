@@ -231,7 +231,7 @@ class TokenPasses:
         if self._map is not None and not self._map.is_dynamic and self._map.state is not None:
             if self._map.is_open or self._map.state != self._state:
                 self._way = Way()
-                self._way.__enter__()  # type: ignore[no-untyped-call]
+                self._way.__enter__()
         else:
             self._map = None
             model = self._model()
@@ -240,7 +240,7 @@ class TokenPasses:
             of_layers = parameters_of_layers(model)
             self.tracing = Tracing(parameters, arguments, keywords, self._channels, of_layers)
             self._arguments = layer, arguments, keywords
-            self.tracing.trace.__enter__()  # type: ignore[no-untyped-call]
+            self.tracing.trace.__enter__()
             if torch.is_grad_enabled():  # without, some layers of torch take another way in a mode
                 self._reads = Reads(self.tracing.trace.note_read)
                 self._reads.__enter__()  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torchfmri._tokens.rules.way import step
 from torchfmri._torch import FollowingMode
 
 
-class TokenTrace(FollowingMode):
+class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
     """The tokens of every tensor of a run.
 
     Attributes:

@@ -29,7 +29,7 @@ def _plain(value: Any) -> object:
     return None if isinstance(value, (Tensor, float)) else str(value)
 
 
-class Way(FollowingMode):
+class Way(FollowingMode):  # type: ignore[no-untyped-call]
     """Notes the way that a pass takes, where its tokens are known if it is the usual one."""
 
     def __init__(self) -> None:
@@ -59,6 +59,7 @@ class Reads(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in _HANDS_OUT and isinstance(arguments[0], Tensor):
             # The address of memory on a device is for kernels: Python cannot read there.
-            if arguments[0].is_cpu or name not in ("data_ptr", "untyped_storage"):
+            is_address = name in ("data_ptr", "untyped_storage") and not arguments[0].is_cpu
+            if not is_address:
                 self._note(arguments[0])
         return function(*arguments, **(keywords or {}))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from oracles import numbers, whole_numbers
 from torch import Tensor, nn
 
 VOCABULARY = 67
@@ -71,13 +72,9 @@ def _spread(model: nn.Module) -> None:
                 parameter.normal_(std=0.05)
 
 
-def _generator(seed: int = 7) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def tokens(length: int = LENGTH, seed: int = 7, batch: int = BATCH) -> Tensor:
     """Token numbers (b, s), none of them special."""
-    return torch.randint(5, VOCABULARY, (batch, length), generator=_generator(seed))
+    return whole_numbers(5, VOCABULARY, batch, length, seed=seed)
 
 
 def padded_mask(side: str = "right", padding: int = 3) -> Tensor:
@@ -111,12 +108,12 @@ def _sequences() -> Batch:
 
 
 def _images() -> Batch:
-    images = torch.randn(BATCH, 3, 16, 16, generator=_generator())
+    images = numbers(BATCH, 3, 16, 16, dtype=torch.float32, seed=7)
     return {"pixel_values": images, "labels": torch.tensor([0, 2])}
 
 
 def _audio() -> Batch:
-    features = torch.randn(BATCH, 16, 24, generator=_generator())
+    features = numbers(BATCH, 16, 24, dtype=torch.float32, seed=7)
     return {"input_features": features, "labels": tokens(length=6)}
 
 

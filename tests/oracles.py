@@ -48,6 +48,12 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> T
     return drawn.to(DEVICE, dtype)
 
 
+def whole_numbers(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
+    """The same whole numbers on every device, `high` not among them."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator, device="cpu").to(DEVICE)
+
+
 def random_state() -> Any:
     """What the next random numbers depend on, on the CPU and on the device under test."""
     if DEVICE.type == "cpu":

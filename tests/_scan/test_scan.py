@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from oracles import assert_same_state, state_of
+from oracles import assert_same_state, state_of, whole_numbers
 from scan_oracles import build, prompts
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -284,7 +284,7 @@ def test_a_stream_that_nobody_reads() -> None:
 def test_a_slow_reader_loses_nothing() -> None:
     """More tokens than may wait: the model waits for the reader."""
     model = build("llama", max_position_embeddings=512)
-    ids = torch.randint(5, 60, (150,), generator=torch.Generator().manual_seed(0))
+    ids = whole_numbers(5, 60, 150)
     with torchfmri.stream(model, None, ids, 20, per=None, eos_token_id=66) as stream:
         found = list(stream)
     assert [each.position for each in found] == list(range(170))

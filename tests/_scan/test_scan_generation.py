@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from oracles import whole_numbers
 from scan_oracles import (
     LANGUAGE_MODELS,
     activations,
@@ -367,8 +368,7 @@ LONG = 1187
 
 def long_llama() -> tuple[Any, Tensor]:
     model = build("llama", max_position_embeddings=4096)
-    generator = torch.Generator().manual_seed(1)
-    return model, torch.randint(5, 67, (1, LONG), generator=generator)
+    return model, whole_numbers(5, 67, 1, LONG, seed=1)
 
 
 def twice(model: Any, ids: Tensor) -> Tensor:

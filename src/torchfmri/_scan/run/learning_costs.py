@@ -30,13 +30,15 @@ def read_costs(
     norms = found.activation.norms
     b, s = norms.shape[:2]
     sums = CostSums(found, subject)
-    received = set(tokens.names)
+    received, together = set(tokens.names), tokens.squares_by_voxel()
     for layer in subject.layers:
         for info in layer.parameters:
             if info.name not in received:
                 continue
             try:
-                squared = tokens[info.name].norm(by="voxel").to(norms.dtype).square()
+                squared = together.get(info.name)
+                if squared is None:
+                    squared = tokens[info.name].norm(by="voxel").square()
             except InspectionError as error:
                 found.missed[layer.name] = f"the learning cost of {info.name}: {error}"
                 continue

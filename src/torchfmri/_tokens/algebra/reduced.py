@@ -8,7 +8,7 @@ parameters are gathered and finished together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -73,40 +73,65 @@ OUTER_BY_VOXEL = ReducedKind(lambda squares, x: squares * x[..., None], OUTER.pr
 WEIGHTED_PROBE = ReducedKind(lambda squares, weights: squares, OUTER.probes)
 
 
-def summed_squares(several: Iterable[Reduced]) -> tuple[Tensor, torch.dtype]:
+def summed_squares(several: Sequence[Reduced]) -> tuple[Tensor, torch.dtype]:
     """The squared norms of several parameters added up, (t,), in float64, and their own dtype."""
-    alike: dict[object, list[Reduced]] = defaultdict(list)
-    for each in several:
-        tables = [id(number.all_squares) for number in each.numbers]
-        alike[(each.kind, *tables)].append(each)
-    columns = [column for same in alike.values() for column in _columns(same)]
-    gathered = iter(_gathered(columns))
     found: list[Tensor] = []
-    for same in alike.values():
-        squares = same[0].kind.squares(*(next(gathered) for _ in same[0].numbers))
-        axes = (0,) if squares.ndim == 2 else (0, 2)
-        total = squares.sum(axes, dtype=torch.float64)
+    dtypes = []
+    for _, squares in squares_together(several):
+        total = squares.sum((0,) if squares.ndim == 2 else (0, 2), dtype=torch.float64)
         found.append(total.to(found[0].device) if found else total)
-    dtype = reduce(
-        torch.promote_types, (same[0].numbers[0].all_squares.dtype for same in alike.values())
-    )
-    return torch.stack(found).sum(0), dtype
+        dtypes.append(squares.dtype)
+    return torch.stack(found).sum(0), reduce(torch.promote_types, dtypes)
 
 
-def _columns(several: Sequence[Reduced]) -> list[tuple[Numbers, ...]]:
-    """The first numbers of each, the second ones, and so on."""
-    return [*zip(*(each.numbers for each in several), strict=True)]
+def squares_together(several: Sequence[Reduced]) -> list[tuple[list[int], Tensor]]:
+    """The squared norms of many parameters in few operations.
+
+    Those whose numbers stand in the same tables come together: their places in `several`, and
+    (n, t) or by voxel (n, t, voxels).
+    """
+    return _together(several, lambda numbers: numbers.all_squares, lambda kind: kind.squares)
 
 
-def _gathered(columns: Sequence[Sequence[Numbers]]) -> list[Tensor]:
-    """The squares of lines of one table for each column, (lines, t) or (lines, t, voxels)."""
+def probes_together(several: Sequence[Reduced]) -> list[tuple[list[int], Tensor]]:
+    """The probes, (n, t), in the same order as `squares_together`."""
+    return _together(several, lambda numbers: numbers.all_products, lambda kind: kind.probes)
+
+
+def _together(
+    several: Sequence[Reduced],
+    table_of: Callable[[Numbers], Tensor],
+    finish_of: Callable[[ReducedKind], Callable[..., Tensor]],
+) -> list[tuple[list[int], Tensor]]:
+    alike: dict[object, list[int]] = defaultdict(list)
+    for place, each in enumerate(several):
+        alike[(each.kind, *(id(number.all_squares) for number in each.numbers))].append(place)
+    columns = [
+        column
+        for same in alike.values()
+        for column in zip(*(several[place].numbers for place in same), strict=True)
+    ]
+    gathered = iter(_gathered(columns, table_of))
+    return [
+        (
+            same,
+            finish_of(several[same[0]].kind)(*(next(gathered) for _ in several[same[0]].numbers)),
+        )
+        for same in alike.values()
+    ]
+
+
+def _gathered(
+    columns: Sequence[Sequence[Numbers]], table_of: Callable[[Numbers], Tensor]
+) -> list[Tensor]:
+    """Lines of one table for each column, (lines, t) or (lines, t, voxels)."""
     lines: dict[torch.device, list[int]] = defaultdict(list)
     for column in columns:
-        lines[column[0].all_squares.device] += [each.line for each in column]
+        lines[table_of(column[0]).device] += [each.line for each in column]
     places = {device: upload(np.array(each), device) for device, each in lines.items()}
     found, starts = [], dict.fromkeys(places, 0)
     for column in columns:
-        table = column[0].all_squares
+        table = table_of(column[0])
         start = starts[table.device]
         starts[table.device] = end = start + len(column)
         found.append(table.index_select(0, places[table.device][start:end]))

@@ -8,7 +8,7 @@ up, a call missed or a factor of the wrong call all move it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -253,6 +253,20 @@ class Checks(RandomVectors):
             return None
         device = found[0].device
         return torch.stack([each.double().to(device) for each in found]).sum()
+
+    def brought_together(self, names: Sequence[str]) -> Tensor | None:
+        """The same of several parameters, (n,), where each was read once; None otherwise."""
+        whole, rows = {}, 0
+        for places, table in self._tables:
+            if not whole.keys().isdisjoint(places):
+                return None
+            whole |= {name: rows + place for name, place in places.items()}
+            rows += len(table)
+        if not all(name in whole and name not in self._brought for name in names):
+            return None
+        device = self._tables[0][1].device
+        tables = torch.cat([table.double().to(device) for _, table in self._tables])
+        return tables[torch.tensor([whole[name] for name in names], device=device)]
 
     def arrived(self, name: str, gradient: Tensor) -> None:
         """Take note of a gradient that reaches a parameter."""

@@ -26,7 +26,12 @@ from torchfmri._tokens.algebra.coverage import Coverage, CoverageRow
 from torchfmri._tokens.algebra.gradient import TokenGradient
 from torchfmri._tokens.algebra.parameter import VOXEL
 from torchfmri._tokens.algebra.precision import in_full
-from torchfmri._tokens.algebra.reduced import summed_squares
+from torchfmri._tokens.algebra.reduced import (
+    Reduced,
+    probes_together,
+    squares_together,
+    summed_squares,
+)
 from torchfmri._tokens.algebra.selection import TokenSelection
 from torchfmri._tokens.algebra.verification import TokenVerification
 from torchfmri._tokens.calls.capture import Capture, target_of
@@ -359,7 +364,8 @@ class TokenGradients(Attached):
     def coverage(self) -> Coverage:
         """Every parameter that received a gradient: by which rule, and how well it adds up."""
         texts = self._texts()
-        compared = {name: self._compared(name) for name in self.names}
+        together = self._compared_together()
+        compared = {name: together.get(name) or self._compared(name) for name in self.names}
         # Fetched together: each transfer from a GPU waits for it.
         waiting = [each.sizes for each in compared.values() if isinstance(each, _Compared)]
         numbers = iter(Deferred(waiting).read())
@@ -415,6 +421,53 @@ class TokenGradients(Attached):
         return CoverageRow(
             name=name, rule=rule, tokens=axes, residual=residual, check=check, note=note
         )
+
+    def _of_one_call(self) -> dict[str, Reduced]:
+        """What is left of the parameters that have the numbers of one call: most of them."""
+        found = {}
+        for name in self.names:
+            with contextlib.suppress(InspectionError):  # it has no tokens; coverage() says why
+                several = list(self._gradients(name).values())
+                if len(several) == 1 and several[0].reduced is not None:
+                    found[name] = several[0].reduced
+        return found
+
+    def _compared_together(self) -> dict[str, _Compared]:
+        """What `_compared` finds, of many parameters in few operations."""
+        reduced = self._of_one_call()
+        names, numbers = list(reduced), list(reduced.values())
+        brought = self._capture.account.checks.brought_together(names) if names else None
+        if brought is None:
+            return {}
+        found: dict[str, _Compared] = {}
+        for (places, squares), (_, probes) in zip(
+            squares_together(numbers), probes_together(numbers), strict=True
+        ):
+            probes, own = probes.double(), brought[places].to(probes.device)
+            parts = probes.square().sum(1)
+            of_tokens = squares.flatten(1).sum(1, dtype=torch.float64)
+            narrow = [self._is_narrow(names[place]) for place in places]
+            parts = parts + of_tokens * torch.tensor(narrow, device=parts.device)
+            sizes = torch.stack([(probes.sum(1) - own).abs(), own.abs(), parts.sqrt()], 1)
+            for place, row in zip(places, sizes, strict=True):
+                found[names[place]] = _Compared(row, "probe")
+        return found
+
+    @in_full
+    def squares_by_voxel(self) -> dict[str, Tensor]:
+        """The squared norms by voxel, (b, s, voxels), of parameters that have those of one call.
+
+        With keep="voxels" these are most. They are read in few operations, which counts on a GPU;
+        `tokens[name].norm(by="voxel")` has those of any parameter.
+        """
+        reduced = {name: each for name, each in self._of_one_call().items() if each.is_by_voxel}
+        names, found = list(reduced), {}
+        for places, squares in squares_together(list(reduced.values())):
+            for place, own in zip(places, squares, strict=True):
+                (gradient,) = self._gradients(names[place]).values()
+                kept = own if gradient.mask is None else own * gradient.mask.view(-1, 1)
+                found[names[place]] = kept.view(*gradient.shape[:2], -1)
+        return found
 
     def _compared(self, name: str) -> _Compared | str | None:
         """The tokens' sum beside autograd's gradient; why there are no token gradients, as text."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
@@ -43,12 +43,15 @@ def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterat
     _reshard(model)
     # An optimizer's step changes the mode in a function of its own: Ctrl-C may leave it changed.
     grad_mode: Callable[[], object] = partial(torch.set_grad_enabled, torch.is_grad_enabled())
-    restore = [random_state().restore, grad_mode, *_save_modules(model)]
-    spared = {id(each) for each in _renormalised(model)}
+    modules = dict(model.named_modules())  # once: walking over a large model takes milliseconds
+    renormalised = _renormalised(modules.values())
+    restore = [random_state().restore, grad_mode, *_save_modules(modules, renormalised)]
+    spared = {id(each) for each in renormalised}
     versions = [
-        (name, parameter, parameter._version)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in spared and not parameter.is_inference()
+        (name, key, parameter, parameter._version)
+        for name, module in modules.items()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) not in spared and not parameter.is_inference()
     ]
     try:
         with ExitStack() as stack:  # should one of them fail, the others still run
@@ -57,9 +60,12 @@ def _restored(model: nn.Module, written: Callable[[str], None] | None) -> Iterat
             stack.callback(_reshard, model)  # before the others: the last one in is the first out
             yield
     finally:
-        for name, parameter, version in versions:
+        changed: set[int] = set()  # a shared one is named once
+        for name, key, parameter, version in versions:
             if written is not None and parameter._version != version:
-                written(name)
+                if id(parameter) not in changed:
+                    written(f"{name}.{key}" if name else key)
+                changed.add(id(parameter))
 
 
 def _reshard(model: nn.Module) -> None:
@@ -127,13 +133,15 @@ def copy_of_data(value: Any) -> Any:
         ) from error
 
 
-def _save_modules(model: nn.Module) -> list[Callable[[], None]]:
+def _save_modules(
+    modules: Mapping[str, nn.Module], spared: Iterable[Tensor]
+) -> list[Callable[[], None]]:
     restore: list[Callable[[], None]] = []
-    renormalised = {id(each): each for each in _renormalised(model)}
+    renormalised = {id(each): each for each in spared}
     held: dict[int, Any] = dict(renormalised)
     empty: list[Any] = []
-    for name, module in model.named_modules():
-        if module._parameters and any(map(is_lazy, module._parameters.values())):
+    for name, module in modules.items():
+        if module._parameters and any(map(is_lazy, module._parameters.values())):  # type: ignore[arg-type]
             raise InspectionError(
                 f"{name or 'The model'!r} has lazy parameters, which the first call creates for "
                 "good. Run the model once by yourself first."
@@ -167,10 +175,10 @@ def _empty_again(containers: list[Any]) -> None:
         each.clear()
 
 
-def _renormalised(model: nn.Module) -> list[Tensor]:
+def _renormalised(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The weights of embeddings that write into them in each forward pass."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [each.weight for each in model.modules() if isinstance(each, kinds) and each.max_norm]
+    return [each.weight for each in modules if isinstance(each, kinds) and each.max_norm]
 
 
 def _collect(value: Any, held: dict[int, Any]) -> None:

@@ -42,7 +42,7 @@ def scan_meta(
         "class": type(model).__name__,
         "config_hash": config_hash(model),
         "weights": fingerprint(model),
-        "parameters": sum(each.numel() for each in model.parameters()),
+        "parameters": subject.parameters,
         "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "",
         "device": str(first.device.type) if first is not None else "cpu",
         "per": options.per,

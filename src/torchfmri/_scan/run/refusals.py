@@ -215,6 +215,8 @@ def refuse_inputs(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 def _shards(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of which this process holds a part."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
     unusual = (each for each in model.parameters() if type(each) is not nn.Parameter)
     return [each for each in unusual if _shard_axes(each)]
 

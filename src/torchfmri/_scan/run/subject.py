@@ -108,6 +108,11 @@ class ScanSubject:
         """The names of its places, for a stored scan: see `place_table`."""
         return place_table(named_layers(self.model))
 
+    @cached_property
+    def parameters(self) -> int:
+        """How many numbers can be trained."""
+        return sum(each.numel() for each in self.model.parameters())
+
     def refuse_length(self, length: int) -> None:
         """Raise for more positions than the model has in its table: it would fail far from here."""
         if self.longest is not None and length > self.longest:

@@ -256,7 +256,8 @@ class Checks(RandomVectors):
 
     def brought_together(self, names: Sequence[str]) -> Tensor | None:
         """The same of several parameters, (n,), where each was read once; None otherwise."""
-        whole, rows = {}, 0
+        whole: dict[str, int] = {}
+        rows = 0
         for places, table in self._tables:
             if not whole.keys().isdisjoint(places):
                 return None

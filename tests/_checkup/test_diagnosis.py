@@ -19,6 +19,7 @@ import torchfmri
 from benchmarks._cases import Blobs, LanguageModel, mlp, regression, texts, token_loss
 from torchfmri import Finding, InspectionError, Inspector, Monitor, diagnose
 from torchfmri._diagnosis.cuts import CUTS
+from torchfmri._diagnosis.problems import PHASE_OF
 from torchfmri._diagnosis.registry import CAUSES, DIAGNOSES, LIVE, fold
 from torchfmri.cli import main
 
@@ -262,6 +263,9 @@ def test_causes_and_cuts_are_complete() -> None:
     assert all(cut.reason and cut.signal for cut in CUTS.values())
     assert set(LIVE) <= set(DIAGNOSES)
     assert all(effects for effects in CAUSES.values())
+    named = {*CAUSES, *(effect for effects in CAUSES.values() for effect in effects)}
+    # Only a traced step tells these two; the diagnoses cannot make them.
+    assert named - set(PHASE_OF) == {"nonfinite_data", "nonfinite_update"}
 
 
 # -- the report ----------------------------------------------------------------------------------

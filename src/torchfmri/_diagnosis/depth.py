@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.problems import alarm, finding_of
 from torchfmri._diagnosis.profiles import (
     SECOND_RATIO,
     STEADY,
@@ -35,11 +36,9 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
     why = ""
     if gain < SMALL_GAIN:
         why = f" The weights are small: outputs are {gain:.2g} times their inputs."
-    yield Finding(
-        problem="vanishing_gradients",
-        severity="alarm",
+    yield alarm(
+        "vanishing_gradients",
         layers=layers,
-        phase="backward",
         step=int(seen.trace.steps[0]),
         text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
@@ -85,11 +84,9 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
         return
     if profile.second_ratio >= SECOND_RATIO:
         return
-    yield Finding(
-        problem="exploding_gradients",
-        severity="alarm",
+    yield alarm(
+        "exploding_gradients",
         layers=tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])),
-        phase="backward",
         step=int(seen.trace.steps[0]),
         text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
@@ -114,11 +111,10 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
     per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
     adds = seen.reach is not None and seen.reach.has_residual
     lost = "what the first layers add is lost in the sum, and " if adds else ""
-    yield Finding(
-        problem="activation_growth",
+    yield finding_of(
+        "activation_growth",
         severity="alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn",
         layers=tuple(worst.layers),
-        phase="forward",
         step=worst.step,
         text=f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to "
         f"{worst.layers[-1]!r}, by {per_layer:.2g} per layer: {lost}the next doublings may "
@@ -144,11 +140,10 @@ def recurrent_growth(seen: Observation) -> Iterator[Finding]:
         return
     layer, factor = max(large.items(), key=lambda each: each[1])
     severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
-    yield Finding(
-        problem="activation_growth",
+    yield finding_of(
+        "activation_growth",
         severity=severity,
         layers=tuple(large),
-        phase="forward",
         step=int(seen.trace.steps[0]),
         text=f"From the first to the last step of a sequence the outputs of {layer!r} grow "
         f"{factor:,.0f}-fold, and gradients with them on their way back.",
@@ -169,12 +164,9 @@ def signal_shrinks(seen: Observation) -> Iterator[Finding]:
     layers, _ = signal_sizes(seen)
     per_layer = left ** (1 / (len(layers) - 1))
     gain = median(list(gains(seen).values()))
-    yield Finding(
-        problem="signal_shrinks",
-        severity="alarm",
+    yield alarm(
+        "signal_shrinks",
         layers=tuple(layers),
-        phase="forward",
-        step=0,
         text=f"From {layers[0]!r} to {layers[-1]!r} what differs between samples shrinks to "
         f"{left:.1g} of its size, by {per_layer:.2g} per layer (weights make outputs {gain:.2g} "
         "times their inputs): the output hardly depends on the input, and gradients shrink alike.",

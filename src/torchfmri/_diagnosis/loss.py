@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.signals import is_stuck
 from torchfmri._records import Finding
 from torchfmri._text import listed, percent
@@ -33,12 +34,9 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
         "hand over the logarithm of the targets.",
     }
     name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
-    yield Finding(
-        problem=name,
-        severity="alarm",
+    yield alarm(
+        name,
         layers=(loss.output_layer,) if loss.output_layer else (),
-        phase="loss",
-        step=0,
         text=f"The loss takes {expected}, but what it gets is {found}"
         + (
             ": softmax or sigmoid is applied twice, which flattens the gradient."
@@ -54,12 +52,8 @@ def loss_broadcast(seen: Observation) -> Iterator[Finding]:
     if seen.loss is None or seen.loss.broadcast is None:
         return
     one, other, result = seen.loss.broadcast
-    yield Finding(
-        problem="loss_broadcast",
-        severity="alarm",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield alarm(
+        "loss_broadcast",
         text=f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
         "compared with every target, and the best answer is their mean.",
         advice="Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
@@ -76,12 +70,8 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
         return
     if any(group.get("maximize") for group in seen.structure.groups):
         if math.isclose(loss.value, loss.inner, rel_tol=1e-4):
-            yield Finding(
-                problem="inverted_loss",
-                severity="alarm",
-                layers=(),
-                phase="loss",
-                step=0,
+            yield alarm(
+                "inverted_loss",
                 text=f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an "
                 "error: training makes it larger.",
                 advice="Remove maximize=True.",
@@ -92,12 +82,8 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
         return
     if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
         return
-    yield Finding(
-        problem="inverted_loss",
-        severity="alarm",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield alarm(
+        "inverted_loss",
         text=f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes "
         "the error larger.",
         advice="Remove the minus.",
@@ -110,12 +96,8 @@ def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[
     maximized = any(group.get("maximize") for group in seen.structure.groups)
     if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
         return
-    yield Finding(
-        problem="inverted_loss",
-        severity="warn",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield warn(
+        "inverted_loss",
         text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
         "their opposite: it is a score, and training makes it smaller.",
         advice="Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
@@ -131,12 +113,9 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
     layers = (loss.output_layer,) if loss.output_layer else ()
     sums = loss.range.startswith("numbers")
     if loss.outside > cuts.OUTSIDE.value:
-        yield Finding(
-            problem="unreachable_targets",
-            severity="alarm",
+        yield alarm(
+            "unreachable_targets",
             layers=layers,
-            phase="loss",
-            step=0,
             text=f"The output goes through {loss.output_function}, which makes {loss.range}, but "
             f"{percent(loss.outside)} of the targets {'do not' if sums else 'lie outside'}.",
             advice="Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on "
@@ -147,23 +126,17 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
             evidence={"outside_share": loss.outside},
         )
     elif loss.bounded and loss.classes is not None and loss.misread is None:
-        yield Finding(
-            problem="activation_before_loss",
-            severity="warn",
+        yield warn(
+            "activation_before_loss",
             layers=layers,
-            phase="loss",
-            step=0,
             text=f"The logits go through {loss.output_function} before the cross entropy and lie "
             f"within {loss.range}: no class can become much more likely than another.",
             advice="Remove the activation after the last layer.",
         )
     elif loss.output_function == "relu" and loss.classes is not None:
-        yield Finding(
-            problem="activation_before_loss",
-            severity="warn",
+        yield warn(
+            "activation_before_loss",
             layers=layers,
-            phase="loss",
-            step=0,
             text="The logits go through relu before the cross entropy: no class can be made less "
             "likely than one at 0, and units at 0 do not learn.",
             advice="Remove the activation after the last layer.",
@@ -184,12 +157,10 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for each in found if each.layer or not each.in_loss))
     if not layers and seen.loss is not None and seen.loss.output_layer:
         layers = (seen.loss.output_layer,)
-    yield Finding(
-        problem="softmax_dimension",
-        severity="alarm",
+    yield alarm(
+        "softmax_dimension",
         layers=layers,
         phase="loss" if worst.in_loss else "forward",
-        step=0,
         text=f"A softmax {where}runs over {over}{wanted}.",
         advice="Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
         "(batch, classes, ...), keys the last axis of attention scores.",
@@ -204,12 +175,8 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
     causal = [each for each in seen.heads if each.future == 0]
     if not causal:
         return
-    yield Finding(
-        problem="targets_not_shifted",
-        severity="alarm",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield alarm(
+        "targets_not_shifted",
         text=f"The targets are the inputs themselves, place by place, and attention "
         f"({causal[0].layer!r}) is causal: the model only learns to copy the token it reads.",
         advice="Compare the output at each place with the next token: logits[:, :-1] with ids[:, "
@@ -226,12 +193,9 @@ def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
     )
     if not layers:
         return
-    yield Finding(
-        problem="missing_causal_mask",
-        severity="warn",
+    yield warn(
+        "missing_causal_mask",
         layers=layers,
-        phase="forward",
-        step=0,
         text=f"The targets are the next tokens of the input, and {listed(layers)} may read them: "
         "every query sees the keys after it.",
         advice="Use is_causal=True, or a mask that hides what comes after.",
@@ -245,12 +209,8 @@ def constant_targets(seen: Observation) -> Iterator[Finding]:
         return
     if loss.classes is None or loss.classes < _LEAST_CLASSES:
         return  # one of two classes may be rare
-    yield Finding(
-        problem="constant_targets",
-        severity="warn",
-        layers=(),
-        phase="data",
-        step=0,
+    yield warn(
+        "constant_targets",
         text=f"All targets of {data.samples} samples are one class, and the model tells "
         f"{loss.classes} apart: nothing is to be learnt but a constant.",
         advice="Look at how the dataset makes its labels, and shuffle: sorted data begins with one "
@@ -273,12 +233,8 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
     }
     by = next((each for each in again if math.isclose(weight, 1 / each, rel_tol=1e-5)), None)
     if by is not None:
-        yield Finding(
-            problem="loss_divided_again",
-            severity="warn",
-            layers=(),
-            phase="loss",
-            step=0,
+        yield warn(
+            "loss_divided_again",
             text=f"The loss is a mean over {samples} samples and is then divided by {by} "
             f"({again[by]}): gradients are that much smaller, and a learning rate means less.",
             advice="Divide once: reduction='mean' needs no division, and n accumulated passes need "
@@ -286,12 +242,9 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
             evidence={"weight": weight, "samples": samples, "passes": passes},
         )
     elif passes >= _LEAST_PASSES and math.isclose(weight, 1.0, rel_tol=1e-5):
-        yield Finding(
-            problem="accumulation_not_scaled",
+        yield finding_of(
+            "accumulation_not_scaled",
             severity="inform",
-            layers=(),
-            phase="loss",
-            step=0,
             text=f"An update adds up the gradients of {passes} backward passes, each of a mean of "
             "its own: it is as large as with a learning rate that many times as high.",
             advice=f"Divide each loss by {passes} if they are parts of one batch.",
@@ -313,12 +266,9 @@ def logits_too_small(seen: Observation) -> Iterator[Finding]:
     loss = seen.loss
     if loss is None or not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
         return
-    yield Finding(
-        problem="logits_too_small",
-        severity="warn",
+    yield warn(
+        "logits_too_small",
         layers=(loss.output_layer,),
-        phase="loss",
-        step=0,
         text=f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at "
         f"most {loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does "
         "not fall.",

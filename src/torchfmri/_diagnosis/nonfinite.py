@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.problems import alarm
 from torchfmri._diagnosis.signals import first_nonfinite
 from torchfmri._records import Finding
 
@@ -50,11 +51,8 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
         yield from _in_loss(seen)
         return
     step = int(trace.steps[place])
-    unknown = Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    unknown = alarm(
+        "nonfinite_backward",
         step=step,
         text=f"Gradients of step {step} are not finite.",
         advice=_ADVICE,
@@ -71,11 +69,8 @@ def _in_loss(seen: Observation) -> Iterator[Finding]:
         return
     step = int(seen.trace.steps[bad[0]])
     value = "NaN" if np.isnan(seen.trace.loss[bad[0]]) else "infinite"
-    yield Finding(
-        problem="nonfinite_loss",
-        severity="alarm",
-        layers=(),
-        phase="loss",
+    yield alarm(
+        "nonfinite_loss",
         step=step,
         text=f"The loss of step {step} is {value} (of {len(bad)} of {len(seen.trace)} steps it is "
         "not finite), while gradients are finite: log or division of something that is 0.",
@@ -89,11 +84,9 @@ def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
     if not weights.size or not weights[place].any():
         return None
     name = seen.trace.names("parameters")[int(np.flatnonzero(weights[place])[0])]
-    return Finding(
-        problem="nonfinite_weights",
-        severity="alarm",
+    return alarm(
+        "nonfinite_weights",
         layers=(name.rpartition(".")[0],),
-        phase="optimizer",
         step=step,
         text=f"Weights were not finite when step {step} began, {name!r} among them.",
         advice=_ADVICE,
@@ -111,11 +104,9 @@ def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
             count = seen.trace.column(layer, "activations", field)[place]
             if count > 0:
                 total = seen.trace.column(layer, "activations", "count")[place]
-                return Finding(
-                    problem="nonfinite_forward",
-                    severity="alarm",
+                return alarm(
+                    "nonfinite_forward",
                     layers=(layer,),
-                    phase="forward",
                     step=step,
                     text=f"At step {step} {layer!r} returned {count:,.0f} values of {total:,.0f} "
                     "that are not finite, and no layer before it did.",
@@ -133,21 +124,16 @@ def _in_backward(seen: Observation, place: int, step: int) -> Finding | None:
     layers = seen.trace.names("gradients")
     first = layers[int(np.flatnonzero(counts[place])[-1])]
     if first == layers[-1]:
-        return Finding(
-            problem="nonfinite_loss",
-            severity="alarm",
-            layers=(),
-            phase="loss",
+        return alarm(
+            "nonfinite_loss",
             step=step,
             text=f"At step {step} the outputs of all layers were finite, and the gradient that "
             "came out of the loss was not.",
             advice=_ADVICE,
         )
-    return Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
+    return alarm(
+        "nonfinite_backward",
         layers=(first,),
-        phase="backward",
         step=step,
         text=f"At step {step} the gradient at {first!r} is not finite, those of later layers are.",
         advice=_ADVICE,

@@ -9,6 +9,7 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.facts import NormFacts
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.problems import warn
 from torchfmri._records import Finding
 from torchfmri._text import listed
 
@@ -24,11 +25,9 @@ def evaluation_mode(seen: Observation) -> Iterator[Finding]:
     if not judged or first is None:
         return
     since = f" from step {first} on" if first else ""
-    yield Finding(
-        problem="evaluation_mode",
-        severity="warn",
+    yield warn(
+        "evaluation_mode",
         layers=tuple(judged),
-        phase="forward",
         step=first,
         text=f"The model is trained in evaluation mode{since}: what dropout and batch norms do in "
         f"training is switched off in {listed(judged)}.",
@@ -59,12 +58,9 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
     if not few:
         return
     worst = min(few, key=lambda each: each.values)
-    yield Finding(
-        problem="batch_norm_of_few",
-        severity="warn",
+    yield warn(
+        "batch_norm_of_few",
         layers=tuple(each.layer for each in few),
-        phase="forward",
-        step=0,
         text=f"{worst.layer!r} takes its mean and variance from {worst.samples} "
         f"sample{'s' if worst.samples > 1 else ''} ({worst.values} numbers of a channel): what "
         "tells samples apart is divided away, and evaluation does something else.",
@@ -80,12 +76,9 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
     unset = [each for each in judged if each.untouched and each.calls >= _LEAST_CALLS]
     if unset:
         trains = any(each.training for each in unset)
-        yield Finding(
-            problem="batch_norm_statistics",
-            severity="warn",
+        yield warn(
+            "batch_norm_statistics",
             layers=tuple(each.layer for each in unset),
-            phase="forward",
-            step=0,
             text=f"The running statistics of {listed([each.layer for each in unset])} are still "
             "the 0 and 1 that they were made with: "
             + (
@@ -100,12 +93,9 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
     hasty = [each for each in judged if each.training and each.momentum > cuts.NORM_MOMENTUM.value]
     if hasty:
         momentum = max(each.momentum for each in hasty)
-        yield Finding(
-            problem="batch_norm_statistics",
-            severity="warn",
+        yield warn(
+            "batch_norm_statistics",
             layers=tuple(each.layer for each in hasty),
-            phase="forward",
-            step=0,
             text=f"{listed([each.layer for each in hasty])} take {momentum:g} of their running "
             "statistics from the newest batch: evaluation uses those of the last one or two.",
             advice=f"Set momentum to {1 - momentum:.2g} if {momentum:g} is what Keras or a paper "

@@ -10,6 +10,7 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.problems import finding_of
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,
@@ -59,11 +60,9 @@ def outlier_batch(seen: Observation) -> Iterator[Finding]:
             continue
         held = harm.endswith(_HELD)
         factor = f"{odd.factor:,.0f}" if odd.factor < _MANY else f"{odd.factor:.1g}"
-        yield Finding(
-            problem="outlier_batch",
+        yield finding_of(
+            "outlier_batch",
             severity="alarm" if harm == _LOST or _stays_off(seen, odd.step) else "warn",
-            layers=(),
-            phase="data",
             step=odd.step,
             text=f"The batch of step {odd.step} is unlike the others, {odd.what} {factor} times as "
             f"large as usual, and {harm}.",

@@ -10,13 +10,15 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.jumps import update_jump
-from torchfmri._diagnosis.losses_around import is_worse, loss_around
 from torchfmri._diagnosis.observation import Floats, Observation
+from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,
     is_stuck,
+    is_worse,
+    loss_around,
     median,
     update_ratios,
 )
@@ -56,11 +58,10 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
         if int(large[place : place + _WINDOW].sum()) < _SUSTAINED or not (replaced or stuck):
             continue
         before, after = loss_around(seen.trace.loss, place)
-        yield Finding(
-            problem="learning_rate_too_high",
+        yield finding_of(
+            "learning_rate_too_high",
             severity="alarm" if stuck else "warn",
             layers=group.layers,
-            phase="optimizer",
             step=int(seen.trace.steps[place]),
             text=f"From step {seen.trace.steps[place]} on, each step changed the weights of "
             f"{listed(group.layers)} by {percent(median(ahead))} of their size (usual is about "
@@ -115,11 +116,8 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
         rate = rate_in_words(seen)
         # Without steps before it there is no telling whether it was the batch.
         batch = "" if place else " If the first batch is unlike the others, repair it, or clip."
-        yield Finding(
-            problem="learning_rate_too_high",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "learning_rate_too_high",
             step=int(steps[place]),
             text=f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} "
             f"of their size (usual is about 0.1 % to 1 %), {then}.",
@@ -142,11 +140,8 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
     if last <= cuts.DIVERGED.value * first or late.min() <= early.max():
         return  # batches of one sample scatter tenfold: "stays there" is for every step
     start = known[np.flatnonzero(loss[known] > 2 * first)[0]]
-    yield Finding(
-        problem="diverging_loss",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "diverging_loss",
         step=int(seen.trace.steps[start]),
         text=f"The loss grew from {first:.3g} to {last:.3g} and stays there.",
         advice=f"Lower the learning rate{rate_in_words(seen)}; with momentum, by more than you "
@@ -174,11 +169,9 @@ def loss_spike(seen: Observation) -> Iterator[Finding]:
         if usual == 0 or _is_usual(loss[before], loss[place], usual_loss):
             continue
         layer, factor, step = _first_mover(seen, place)
-        yield Finding(
-            problem="loss_spike",
-            severity="warn",
+        yield warn(
+            "loss_spike",
             layers=(layer,) if layer else (),
-            phase="forward",
             step=int(trace.steps[place]),
             text=f"At step {trace.steps[place]} the loss jumped to {loss[place]:.3g} (median "
             f"before: {usual_loss:.3g}) and the gradient to {norm[place] / usual:.0f} times its "

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import HeadActivity, Observation, UnitActivity
+from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.signals import (
     dead_shares,
     experts_in_use,
@@ -35,11 +36,9 @@ def excessive_dropout(seen: Observation) -> Iterator[Finding]:
     if not large:
         return
     layer, share = max(large.items(), key=lambda each: each[1])
-    yield Finding(
-        problem="excessive_dropout",
-        severity="warn",
+    yield warn(
+        "excessive_dropout",
         layers=tuple(large),
-        phase="forward",
         step=None,
         text=f"{layer!r} sets {percent(share)} of its input to 0 and multiplies the rest by "
         f"{1 / (1 - share) if share < 1 else math.inf:,.0f}: hardly anything of a sample passes.",
@@ -72,11 +71,10 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
         severity = "warn"
     more = len({each.label for each in dead}) - 1
     others = f" (and more in {plural(more, 'other layer')})" if more else ""
-    yield Finding(
-        problem="dead_units",
+    yield finding_of(
+        "dead_units",
         severity=severity,
         layers=tuple(layers),
-        phase="forward",
         step=worst.first_silent,
         text=f"{how_many(worst.silent, worst.units, 'units')} of {worst.label}"
         f"{others} were off for each of {worst.samples:,} samples over {worst.steps} steps: no "
@@ -101,11 +99,9 @@ def dead_layer(seen: Observation) -> Iterator[Finding]:
             continue
         off = np.flatnonzero(zero[:, column] != 1)
         first = int(seen.trace.steps[int(off[-1]) + 1 if len(off) else 0])
-        yield Finding(
-            problem="dead_units",
-            severity="alarm",
+        yield alarm(
+            "dead_units",
             layers=(layer,),
-            phase="forward",
             step=first,
             text=f"{layer!r} returned 0 for everything since step {first}: no gradient passes it.",
             advice="Lower the learning rate, start biases at 0, or use LeakyReLU or GELU.",
@@ -142,11 +138,10 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
     severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
     if learns(seen) and (severity == "warn" or first > worst_start):
         severity = "inform"  # units that tell classes apart become sure of them
-    yield Finding(
-        problem="saturated_units",
+    yield finding_of(
+        "saturated_units",
         severity=severity,
         layers=layers,
-        phase="forward",
         step=first,
         text=f"{percent(share)} of the values of {worst.label} lie on its flat ends{others}: "
         f"hardly any gradient passes.{why}",
@@ -173,11 +168,10 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
     if not found:
         return
     layer, record, sharp, largest = max(found, key=lambda each: each[3])
-    yield Finding(
-        problem="attention_collapse",
+    yield finding_of(
+        "attention_collapse",
         severity="alarm" if largest > cuts.LOGIT_ALARM.value else "warn",
         layers=tuple(each[0] for each in found),
-        phase="forward",
         step=record.step,
         text=f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its "
         f"heads put all weight on one key (median entropy {median(record.entropy):.2g} of what is "
@@ -201,12 +195,10 @@ def constant_layer(seen: Observation) -> Iterator[Finding]:
         value = {"softmax": "1", "log_softmax": "0"}.get(each.function, "the bias")
         where = " of the loss" if each.in_loss else f" of {layer!r}" if layer else ""
         what = f"The {each.function}{where} runs over" if soft else f"{each.layer!r} normalises"
-        yield Finding(
-            problem="representation_collapse",
-            severity="alarm",
+        yield alarm(
+            "representation_collapse",
             layers=(layer,) if layer else (),
             phase="loss" if each.in_loss else "forward",
-            step=0,
             text=f"{what} a single number, and {value} comes out whatever went in: nothing of the "
             "input passes, and no gradient.",
             advice="Use sigmoid for one output (or BCEWithLogitsLoss of the logits), or two "
@@ -223,11 +215,9 @@ def representation_collapse(seen: Observation) -> Iterator[Finding]:
     spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
     if not spread < cuts.SPREAD.value or seen.constants:
         return
-    yield Finding(
-        problem="representation_collapse",
-        severity="alarm",
+    yield alarm(
+        "representation_collapse",
         layers=(seen.loss.output_layer,),
-        phase="forward",
         step=int(seen.trace.steps[-1]) if len(seen.trace) else 0,
         text=f"What goes into {seen.loss.output_layer!r} differs between samples by "
         f"{percent(spread)} of its size: the output hardly depends on the input.",
@@ -248,11 +238,9 @@ def routing_collapse(seen: Observation) -> Iterator[Finding]:
         favourite = int(router.load[-1].argmax())
         first = int(np.flatnonzero(used < cuts.EXPERTS.value)[0])
         share = float(router.load[-1].max())
-        yield Finding(
-            problem="routing_collapse",
-            severity="alarm",
+        yield alarm(
+            "routing_collapse",
             layers=(router.layer, router.experts[favourite]),
-            phase="forward",
             step=first,
             text=f"The router {router.layer!r} sends {percent(share)} of the tokens to "
             f"{router.experts[favourite]!r}: {len(router.experts) - 1} of {len(router.experts)} "

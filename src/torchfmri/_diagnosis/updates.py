@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.problems import alarm
 from torchfmri._diagnosis.rates import low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
@@ -50,11 +51,8 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
         return
     layers = tuple(dict.fromkeys(each.layer for each in still))
     if not (seen.steps.learning_rate > 0).any():
-        yield Finding(
-            problem="learning_rate_zero",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "learning_rate_zero",
             step=int(seen.trace.steps[0]),
             text=f"The learning rate was 0 in all of {len(seen.steps.learning_rate)} steps: "
             "nothing is trained.",
@@ -62,11 +60,9 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
             "its warm-up begins.",
         )
         return
-    yield Finding(
-        problem="updates_lost",
-        severity="alarm",
+    yield alarm(
+        "updates_lost",
         layers=layers,
-        phase="optimizer",
         step=int(seen.trace.steps[0]),
         text=f"{how_many(len(still), len(judged), 'matrices')} did not change in "
         f"{int(seen.steps.stepped.sum())} steps although they have gradients: the updates are "
@@ -86,11 +82,8 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
         left = median([_size_left(seen, name) for name in group["parameters"]])
         if not left < cuts.SHRUNK.value:
             continue
-        yield Finding(
-            problem="weight_decay_too_strong",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "weight_decay_too_strong",
             step=int(seen.trace.steps[0]),
             text=f"Weight decay takes {percent(rate)} of every weight at each step; after "
             f"{len(seen.trace)} steps {percent(left)} of their size is left.",
@@ -129,11 +122,8 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
         return
     if left < cuts.CLIPPED_NORM.value:
         cause, advice = _why_so_little(seen, left)
-        yield Finding(
-            problem="clipping_too_strong",
-            severity="alarm",
-            layers=(),
-            phase="backward",
+        yield alarm(
+            "clipping_too_strong",
             step=first,
             text=f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
             f"{factor:.2g} on {percent(clipped.mean())} of the steps, which leaves a norm of "
@@ -142,11 +132,8 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
             evidence={"clip_factor": factor, "norm_left": left},
         )
         return
-    yield Finding(
-        problem="clipping_hides_explosion",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    yield alarm(
+        "clipping_hides_explosion",
         step=first,
         text=f"Clipping multiplies the gradients{norm} by {factor:.2g} on "
         f"{percent(clipped.mean())} of the steps: they explode, and what is left of them is mostly "
@@ -158,11 +145,8 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
 
 
 def _clipped_scaled(step: int, factor: float, left: float, share: float) -> Finding:
-    return Finding(
-        problem="clipped_before_unscaling",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    return alarm(
+        "clipped_before_unscaling",
         step=step,
         text=f"The gradients are clipped while they are still multiplied by the scale of the "
         f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
@@ -209,11 +193,8 @@ def step_before_backward(seen: Observation) -> Iterator[Finding]:
     early = np.zeros(0, bool) if seen.steps is None else seen.steps.early
     if int(early.sum()) < _SUSTAINED or early.mean() <= 0.5:
         return
-    yield Finding(
-        problem="step_before_backward",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "step_before_backward",
         step=int(seen.trace.steps[early.argmax()]),
         text=f"In {int(early.sum())} of {len(early)} steps optimizer.step() came before "
         "backward(), with no gradient there: nothing is trained.",
@@ -232,11 +213,8 @@ def cleared_gradients(seen: Observation) -> Iterator[Finding]:
         return
     if seen.steps.early.mean() > 0.5:  # told by another
         return
-    yield Finding(
-        problem="cleared_gradients",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "cleared_gradients",
         step=int(seen.trace.steps[cleared.argmax()]),
         text=f"In {int(cleared.sum())} of {len(cleared)} steps backward left gradients, and all "
         "were 0 or gone when the optimizer stepped.",
@@ -260,11 +238,8 @@ def _nothing_moves(seen: Observation) -> Iterator[Finding]:
         return
     if not all(group["lr"] > 0 for group in seen.structure.groups):
         return
-    yield Finding(
-        problem="cleared_gradients",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "cleared_gradients",
         step=int(trace.steps[0]),
         text=f"In {len(trace)} steps gradients arrived at layers, and whenever the optimizer "
         "stepped there was none at any parameter: nothing is trained.",
@@ -284,11 +259,8 @@ def updates_undone(seen: Observation) -> Iterator[Finding]:
         return
     start = np.flatnonzero(~back)
     step = int(trace.steps[int(start[-1]) + 1 if len(start) else 0])
-    yield Finding(
-        problem="updates_undone",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "updates_undone",
         step=step,
         text=f"From step {step} on each step changes the weights, and when the next one begins "
         "they have their old size again, to the last digit: updates are undone.",
@@ -307,12 +279,8 @@ def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
         return
     if seen.reach is not None and not seen.reach.loss_has_graph:
         return
-    yield Finding(
-        problem="optimizer_never_steps",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
-        step=0,
+    yield alarm(
+        "optimizer_never_steps",
         text=f"In {len(seen.steps.stepped)} steps optimizer.step() was not called once.",
         advice="Call optimizer.step() after backward, of the optimizer that was handed over.",
     )
@@ -324,12 +292,9 @@ def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding
     layers = tuple(dict.fromkeys(facts[name].layer for name in idle if name in facts))
     if not layers:
         return
-    yield Finding(
-        problem="optimizer_never_steps",
-        severity="alarm",
+    yield alarm(
+        "optimizer_never_steps",
         layers=layers,
-        phase="optimizer",
-        step=0,
         text=f"The optimizer of {listed(layers)} did not step once, while another one does: these "
         "weights never change.",
         advice="Call step() of every optimizer after backward.",

@@ -14,7 +14,7 @@ from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin, loss_in
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
 from torchfmri._records import Finding
-from torchfmri._torch import flatten
+from torchfmri._torch import flatten, nodes_behind
 
 _MOST_NAMES = 4
 OVERWRITTEN = (
@@ -265,16 +265,12 @@ def _of_micro_batch(finding: Finding, index: int, count: int) -> Finding:
 def _operations_before(loss: Tensor) -> list[str]:
     """The operations that lead to a loss, the last first."""
     found: list[str] = []
-    waiting, seen = [loss.grad_fn], set()
-    while waiting and len(found) < 6:
-        node: Any = waiting.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([loss.grad_fn]):
         name = str(node.name()).rpartition("::")[2].partition("Backward")[0].lower()
         if name not in ("accumulategrad", "view", "reshapealias", "unsafeview", *found):
             found.append(name)
-        waiting.extend(below for below, _ in node.next_functions)
+        if len(found) == 6:
+            break
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -100,6 +102,18 @@ class InputEdge:
             elif target is self._base_node and node.name().endswith("CopySlices") and slot == 0:
                 slots.append((slot, True))
         return slots
+
+
+def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph behind these, nearest first, each once."""
+    seen: set[Any] = set()
+    waiting = deque(starts)
+    while waiting:
+        node = waiting.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(below for below, _ in node.next_functions)
 
 
 def consumers(

@@ -6,20 +6,26 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfmri._arguments import check_scalar
 from torchfmri._checkup.weights import memory_of
-from torchfmri._model import check_optimizers, runnable
+from torchfmri._model import (
+    TARGET_NAMES,
+    check_optimizers,
+    needs_closure,
+    needs_target,
+    own_loss,
+    runnable,
+)
 from torchfmri._torch import users_of_memory
 from torchfmri.exceptions import InspectionError
 
 OwnStep: TypeAlias = "Callable[[nn.Module, Any, Any], Any]"
-_TARGETS = ("target", "targets", "label", "labels", "y")
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def copy_all(
     if not optimizers:
         raise InspectionError("A diagnosis needs the optimizer (or a list of them).")
     for each in optimizers if own_step is None else ():
-        if _needs_closure(each):
+        if needs_closure(each):
             raise InspectionError(
                 f"{type(each).__name__}.step() needs a closure that computes the loss again. Hand "
                 "over your own step: diagnose(..., step=step), with optimizer.step(closure) in it."
@@ -142,12 +148,6 @@ def _complete(original: Optimizer, twin: Optimizer, memory: dict[int, Any]) -> N
             setattr(twin, name, copy.deepcopy(value, memory))
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step()` cannot be called without an argument, as that of LBFGS."""
-    closure = signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
-
-
 @dataclass(frozen=True)
 class Split:
     """A batch in its parts.
@@ -170,16 +170,16 @@ def split_batch(batch: Any, loss: Any) -> Split:
     loss, or with its target under "labels", "target" or "y"; a tensor alone, which is its own
     target if the loss takes two arguments.
     """
-    pairs = loss is not None and _wants_target(loss)
+    pairs = loss is not None and needs_target(loss, unsure=True)
     if isinstance(batch, Mapping):
         keywords = dict(batch)
         if not pairs:
             return Split((), keywords)
-        name = next((name for name in _TARGETS if name in keywords), None)
+        name = next((name for name in TARGET_NAMES if name in keywords), None)
         if name is None:
             raise InspectionError(
                 f"The batch has {', '.join(map(repr, keywords))}, and none of "
-                f"{', '.join(map(repr, _TARGETS))} for the loss. Use step= for your own step."
+                f"{', '.join(map(repr, TARGET_NAMES))} for the loss. Use step= for your own step."
             )
         target = keywords.pop(name)
         return Split((), keywords, target)
@@ -203,24 +203,7 @@ def loss_of(output: Any, target: Any, loss: Any) -> Tensor:
         InspectionError: There is none.
     """
     if loss is None:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        value = own if own is not None else output
-    else:
-        value = loss(output, target) if _wants_target(loss) else loss(output)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InspectionError(f"The loss must be one number, but it is {shape}. Take its mean().")
-    return value
-
-
-def _wants_target(loss: Any) -> bool:
-    """Whether a loss takes the output and something to compare it with."""
-    try:
-        parameters = signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
-    except (TypeError, ValueError):
-        return True
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [each for each in parameters.values() if each.kind in kinds]
-    several = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters.values())
-    required = [each for each in positional if each.default is Parameter.empty]
-    return several or len(required) >= 2
+        own = own_loss(output)
+        return check_scalar(output if own is None else own)
+    pairs = needs_target(loss, unsure=True)
+    return check_scalar(loss(output, target) if pairs else loss(output))

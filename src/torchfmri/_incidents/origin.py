@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from torchfmri._capture import RunningLayers
 from torchfmri._incidents.event import Event, is_on_purpose, trace_back
 from torchfmri._incidents.report import Context, report
 from torchfmri._incidents.trace import OperationTrace
-from torchfmri._model import compiled_code_as_eager, run_backward, spared_grad, unchanged
+from torchfmri._model import compiled_code_as_eager, loss_in, run_backward, spared_grad, unchanged
 from torchfmri._records import Finding
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Hook, flatten, hooked
 
 
 def find_origin(
@@ -108,14 +108,6 @@ def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
-def loss_in(result: Any) -> Tensor | None:
-    """The loss in what a step returned."""
-    if isinstance(result, Tensor):
-        return result if result.numel() == 1 and result.is_floating_point() else None
-    found = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
-    return found if isinstance(found, Tensor) else None
-
-
 def _trouble(trace: OperationTrace, loss: Tensor | None, outputs: list[Tensor]) -> Event | None:
     """The event behind a non-finite loss; without a loss, behind a non-finite output."""
     if loss is not None:
@@ -131,8 +123,9 @@ def _can_go_back(loss: Tensor | None, trace: OperationTrace, wanted: bool) -> bo
     return wanted and loss is not None and loss.requires_grad and not trace.ran_backward
 
 
-@contextmanager
-def _listening(model: nn.Module, trace: OperationTrace, arrived: list[Event]) -> Iterator[None]:
+def _listening(
+    model: nn.Module, trace: OperationTrace, arrived: list[Event]
+) -> AbstractContextManager[None]:
     """Collect the events behind the parameters' gradients, in the order they arrive."""
 
     def arrive(gradient: Tensor) -> None:
@@ -141,13 +134,8 @@ def _listening(model: nn.Module, trace: OperationTrace, arrived: list[Event]) ->
             if event is not None:
                 arrived.append(event)
 
-    handles = [
+    return hooked(
         parameter.register_hook(Hook(arrive))  # type: ignore[no-untyped-call]
         for parameter in model.parameters()
         if parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torchfmri._incidents.content import read_content
 from torchfmri._incidents.event import Event, EventPlace, Lineage
 from torchfmri._incidents.model_call import ModelCall
-from torchfmri._incidents.origin import find_origin, loss_in
+from torchfmri._incidents.origin import find_origin
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
+from torchfmri._model import loss_in
 from torchfmri._records import Finding
 from torchfmri._torch import flatten, nodes_behind
 

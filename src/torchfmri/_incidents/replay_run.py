@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
 from torchfmri._incidents.incident import IncidentPart
 from torchfmri._incidents.model_call import ModelCall
-from torchfmri._incidents.origin import loss_in
 from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_batch, redo_call
 from torchfmri._incidents.stored_data import omissions
 from torchfmri._incidents.stored_incident import read_part
-from torchfmri._model import Subject, unwrap
+from torchfmri._model import TARGET_NAMES, Subject, device_of, loss_in, needs_target, unwrap
 from torchfmri._records import Finding
 from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
@@ -159,23 +157,20 @@ def _loss_for(
     if loss is None or call.loss_arguments is not None:
         return loss if callable(loss) else None
     name, target = _target_in(told, call)
-    needs_target = _takes_two(loss)
-    if needs_target and target is None:
+    pairs = needs_target(loss)
+    if pairs and target is None:
         notes.append(
             "The targets were not written, so the loss was not run. Hand the loss module to the "
             "Monitor (loss=criterion), or tell it the batch: step.batch((x, y)), or a dict with "
             "'target' or 'labels'."
         )
         return None
-    if not needs_target:
+    if not pairs:
         return _OfOutput(loss, None)
-    device = _device_of(subject.model)
+    device = device_of(subject.model)
     moved = map_tensors(target, lambda tensor: tensor.to(device))
     call.targets = {name: moved}
     return _OfOutput(loss, moved)
-
-
-_TARGETS = ("target", "targets", "label", "labels", "y")
 
 
 def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
@@ -193,7 +188,7 @@ def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
     if len(left) == 1 or (left and not isinstance(told, Mapping)):
         return list(left.items())[-1]
     # Of several the one with a usual name; where the input is the target, all were fed.
-    known = [(key, value) for key, value in (left or named).items() if key.lower() in _TARGETS]
+    known = [(key, value) for key, value in (left or named).items() if key.lower() in TARGET_NAMES]
     return known[0] if len(known) == 1 else ("", None)
 
 
@@ -223,22 +218,8 @@ class _OfOutput:
         return self._loss(output) if self._target is None else self._loss(output, self._target)
 
 
-def _takes_two(loss: Any) -> bool:
-    try:
-        signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None)
-    except TypeError:
-        return True
-    except ValueError:  # without a signature: let the loss judge
-        return False
-    return False
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
-
-
 def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
-    device = _device_of(model)
+    device = device_of(model)
 
     def move(value: Any) -> Any:
         return map_tensors(value, lambda tensor: tensor.to(device))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.model_call import ModelCall, call_of, versions
-from torchfmri._incidents.origin import loss_in
-from torchfmri._model import unwrap
+from torchfmri._model import loss_in, unwrap
 from torchfmri._torch import (
     Hook,
     gradient_scale_version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -126,6 +127,12 @@ class OptimizerSteps:
             return any(_same(optimizer, each) for each in self._optimizers)
         ours = {id(parameter) for parameter in self._model.parameters()}
         return not ours.isdisjoint(_identities(optimizer))
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step()` cannot be called without an argument, as that of LBFGS."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
 
 
 def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

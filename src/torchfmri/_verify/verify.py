@@ -19,6 +19,7 @@ from torchfmri._model import (
     compiled_code_as_eager,
     copy_of_data,
     find_layers,
+    first_names,
     loss_of,
     named_layers,
     runnable,
@@ -190,10 +191,8 @@ def _choose(names: dict[str, nn.Module], layers: Pattern) -> list[str]:
 
 def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
     """Return the first name of each module, so that one with two names is verified once."""
-    first: dict[int, str] = {}
-    for name, module in names.items():
-        first.setdefault(id(module), name)
-    return list(dict.fromkeys(first[id(names[name])] for name in chosen))
+    first = first_names(names)
+    return list(dict.fromkeys(first[name] for name in chosen))
 
 
 def _run(

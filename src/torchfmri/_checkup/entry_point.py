@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfmri._arguments import check_callable, check_number, require
-from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside
-from torchfmri._checkup.originals import untouched
+from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside, untouched
 from torchfmri._checkup.run import Checkup
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
 from torchfmri._model import spared_grad, switched_off, unchanged, unwrap

@@ -44,7 +44,7 @@ from torchfmri._model import (
     refuse_meta,
 )
 from torchfmri._monitor import Monitor
-from torchfmri._records import Finding, History
+from torchfmri._records import Finding, History, alarm
 from torchfmri.exceptions import InspectionError
 
 _END = object()
@@ -214,11 +214,8 @@ class Checkup:
             )
         if found is None and updated:
             found = self._bad_update(number)
-        self._origin = found or Finding(
-            problem="nonfinite_loss",
-            severity="alarm",
-            layers=(),
-            phase="loss",
+        self._origin = found or alarm(
+            "nonfinite_loss",
             step=number,
             text=f"The loss or a gradient of step {number} was not finite, but was when the step "
             "ran again: it depends on something that changes from run to run.",
@@ -234,11 +231,9 @@ class Checkup:
             if not bool(torch.isfinite(each.detach()).all())
         ]
         layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
-        return Finding(
-            problem="nonfinite_update",
-            severity="alarm",
+        return alarm(
+            "nonfinite_update",
             layers=layers,
-            phase="optimizer",
             step=number + 1,
             text=f"Loss and gradients of step {number} were finite, and {bad[0]!r} was not after "
             "optimizer.step(): the optimizer made it.",

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchfmri._checkup.activations import function_behind, function_of_module
 from torchfmri._checkup.gradient_watch import GradientWatch
-from torchfmri._checkup.norm_log import NormLog, normalises_one
+from torchfmri._checkup.layer_logs import NormLog, UnitLog, normalises_one
 from torchfmri._checkup.operations import OperationWatch
-from torchfmri._checkup.unit_log import UnitLog
 from torchfmri._checkup.weights import growth_in_time, relative_spread, rms, spread
 from torchfmri._diagnosis import MATRIX_LAYERS, NORM_LAYERS, Notes, Structure, parameters_of
-from torchfmri._model import named_layers
-from torchfmri._torch import flatten, is_transformed
+from torchfmri._model import each_once, named_layers
+from torchfmri._torch import flatten, hooked, is_transformed
 
 _MOST_NODES = 4
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
@@ -46,7 +46,6 @@ class Watcher:
         self._model, self._optimizers, self._structure = model, optimizers, structure
         self._layers = named_layers(model)
         self._stack: list[str] = []
-        self._handles: list[Any] = []
         self.step = 0
         self.detailed: OperationWatch | None = None
         self.inputs: dict[int, Tensor] = {}
@@ -74,19 +73,14 @@ class Watcher:
     @contextmanager
     def attached(self) -> Iterator[Watcher]:
         """With the hooks on."""
-        try:
-            seen: set[int] = set()
-            for name, module in self._layers.items():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    self._hook_module(name, module)
-            parameters = parameters_of(self._model)
-            self._handles += self.gradients.attach(parameters, self._optimizers)
+        with hooked(self._put_on()):
             yield self
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+
+    def _put_on(self) -> Iterator[RemovableHandle]:
+        """Register the hooks, and yield the handle of each."""
+        for name, module in each_once(self._layers).items():
+            yield from self._hook_module(name, module)
+        yield from self.gradients.attach(parameters_of(self._model), self._optimizers)
 
     @contextmanager
     def observing(self, step: int, detailed: bool, batch: Any) -> Iterator[None]:
@@ -132,7 +126,7 @@ class Watcher:
         """The innermost layer that is running; "" outside of the model."""
         return self._stack[-1] if self._stack else ""
 
-    def _hook_module(self, name: str, module: nn.Module) -> None:
+    def _hook_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         guard = self._notes.guard(f"Layer {name!r}" if name else "The model")
 
         def enter(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -150,8 +144,8 @@ class Watcher:
             with guard:
                 self._leave(name, module, arguments, output)
 
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(leave))
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave)
 
     # -- forward -----------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm, finding_of
 from torchfmri._diagnosis.profiles import (
     SECOND_RATIO,
     STEADY,
@@ -17,7 +16,7 @@ from torchfmri._diagnosis.profiles import (
     signal_sizes,
 )
 from torchfmri._diagnosis.signals import SMALL_GAIN, gains, is_stuck, median
-from torchfmri._records import Finding, Severity
+from torchfmri._records import Finding, Severity, alarm, finding_of
 
 
 def vanishing_gradients(seen: Observation) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.problems import alarm, finding_of
 from torchfmri._diagnosis.rates import rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
@@ -22,7 +21,7 @@ from torchfmri._diagnosis.signals import (
     update_ratios,
 )
 from torchfmri._diagnosis.trace import RunTrace
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of
 from torchfmri._text import listed, percent
 
 _WINDOW = 5

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.signals import is_stuck
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
 _LEAST_SAMPLES, _LEAST_CLASSES = 64, 3

@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm
 from torchfmri._diagnosis.signals import first_nonfinite
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 
 _ADVICE = (
     'Have the step traced back to its operation: Monitor(model, on_nonfinite="raise"), or '

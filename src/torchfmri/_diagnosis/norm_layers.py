@@ -9,8 +9,7 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.facts import NormFacts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import warn
-from torchfmri._records import Finding
+from torchfmri._records import Finding, warn
 from torchfmri._text import listed
 
 _LEAST_CALLS = 3

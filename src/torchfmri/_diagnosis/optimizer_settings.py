@@ -8,10 +8,9 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.problems import warn
 from torchfmri._diagnosis.rates import low_groups, rate_fell, rate_in_words
 from torchfmri._diagnosis.signals import LEAST_STEPS, has_gradients, median, update_ratios
-from torchfmri._records import Finding
+from torchfmri._records import Finding, warn
 from torchfmri._text import listed, percent
 
 _BEGAN = 100

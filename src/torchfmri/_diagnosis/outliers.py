@@ -10,14 +10,13 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.problems import finding_of
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,
     median,
     update_ratios,
 )
-from torchfmri._records import Finding
+from torchfmri._records import Finding, finding_of
 from torchfmri._text import listed, percent
 
 _BEFORE = 3

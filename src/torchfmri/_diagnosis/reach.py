@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm, warn
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, warn
 from torchfmri._text import listed, plural
 
 _LEAST_STEPS = 8

@@ -10,10 +10,9 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.outliers import odd_data
-from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
-from torchfmri._records import Finding, Severity
+from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
 _LARGEST_HALF = 65504.0

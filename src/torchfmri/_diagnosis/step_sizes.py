@@ -11,7 +11,6 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.jumps import update_jump
 from torchfmri._diagnosis.observation import Floats, Observation
-from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
@@ -22,7 +21,7 @@ from torchfmri._diagnosis.signals import (
     median,
     update_ratios,
 )
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
 _SUSTAINED = 3

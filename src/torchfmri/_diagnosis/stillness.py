@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm
 from torchfmri._diagnosis.signals import LEAST_STEPS, gradient_norms, median
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._text import listed
 
 _WINDOW = 5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._model import named_layers, unwrap
+from torchfmri._model import each_once, named_layers, named_parameters, unwrap
 
 MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
 NORM_LAYERS = (
@@ -90,24 +90,15 @@ class Structure:
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by their full names, each once, wrappers left out of the names."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for layer, module in named_layers(model).items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{layer}.{name}" if layer else name
-                found.setdefault(id(parameter), (full, parameter))
-    return dict(found.values())
+    return each_once(named_parameters(named_layers(model)))
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> Structure:
     """The structure of a model as it is now."""
     layers = named_layers(model)
     owned: dict[int, list[tuple[str, str, Tensor]]] = {}
-    for layer, module in layers.items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{layer}.{name}" if layer else name
-                owned.setdefault(id(parameter), []).append((layer, full, parameter))
+    for full, parameter in named_parameters(layers).items():
+        owned.setdefault(id(parameter), []).append((full.rpartition(".")[0], full, parameter))
     held = _held(optimizers)
     facts = {}
     aliases = {}

@@ -9,7 +9,6 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import HeadActivity, Observation, UnitActivity
-from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.signals import (
     dead_shares,
     experts_in_use,
@@ -19,7 +18,7 @@ from torchfmri._diagnosis.signals import (
     learns,
     median,
 )
-from torchfmri._records import Finding, Severity
+from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import how_many, percent, plural
 
 _LEAST_STEPS = 5

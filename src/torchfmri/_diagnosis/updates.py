@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm
 from torchfmri._diagnosis.rates import low_groups
 from torchfmri._diagnosis.signals import (
     clip_factors,
@@ -18,7 +17,7 @@ from torchfmri._diagnosis.signals import (
     median,
     trained_matrices,
 )
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._text import how_many, listed, percent
 
 _SUSTAINED = 3

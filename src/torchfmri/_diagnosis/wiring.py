@@ -9,10 +9,9 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._diagnosis.problems import alarm, finding_of, warn
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order, stale_steps
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import how_many, listed, percent
 
 _ADAPTERS = 0.5

@@ -21,9 +21,9 @@ from torchfmri._incidents.agreement import any_is_bad, any_is_true
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
-from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
+from torchfmri._incidents.sentinel import are_finite, gradients_of, total_size
 from torchfmri._model import kept_whole
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import NonFiniteWarning
 
@@ -129,7 +129,7 @@ class Hold:
         # A fused optimizer that divides by the scale itself also leaves such a step out itself.
         leaves_out = getattr(optimizer, "grad_scale", None) is not None
         gradients = [] if leaves_out else gradients_of(optimizer)
-        number = alarm(seen.known_losses, gradients)
+        number = total_size(seen.known_losses, gradients)
         if self.action == "continue" and number is not None and number.is_cuda:
             seen.release_graphs()
             self._pending.append(_PendingStep(self._number, seen, Deferred([number])))
@@ -244,11 +244,8 @@ def _found_inf(optimizer: Optimizer) -> bool:
 def _late_finding(number: int, seen: SeenStep) -> Finding:
     of_loss = not are_finite(seen.known_losses)
     what = "The loss" if of_loss else "A gradient"
-    return Finding(
-        problem="nonfinite_loss" if of_loss else "nonfinite_backward",
-        severity="alarm",
-        layers=(),
-        phase="loss" if of_loss else "backward",
+    return alarm(
+        "nonfinite_loss" if of_loss else "nonfinite_backward",
         step=number,
         text=f"{what} of step {number} was not finite. It was noticed after the update, so its "
         "origin is not known.",

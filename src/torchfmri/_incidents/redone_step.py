@@ -14,7 +14,7 @@ from torchfmri._incidents.model_call import ModelCall
 from torchfmri._incidents.origin import find_origin
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
 from torchfmri._model import loss_in
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._torch import flatten, nodes_behind
 
 _MOST_NAMES = 4
@@ -142,14 +142,10 @@ def why_not(model: nn.Module) -> str:
 
 def plain_finding(number: int) -> Finding:
     """What is known of a step of which nothing else is."""
-    text = f"The loss or a gradient of step {number} is not finite."
-    return Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    return alarm(
+        "nonfinite_backward",
         step=number,
-        text=text,
+        text=f"The loss or a gradient of step {number} is not finite.",
         advice=_advice(),
     )
 
@@ -174,11 +170,8 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
         operations = _operations_before(bad[0])
         named = f" The operations before it are {', '.join(operations)}." if operations else ""
         text = f"The loss of step {step.number} is {float(bad[0].detach())}.{remark}{named}"
-        return Finding(
-            problem="nonfinite_loss",
-            severity="alarm",
-            layers=(),
-            phase="loss",
+        return alarm(
+            "nonfinite_loss",
             step=step.number,
             text=text,
             advice=OVERWRITTEN if written is not None else _advice(step, is_written, operations),
@@ -189,11 +182,9 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
     listed = ", ".join(map(repr, names[-_MOST_NAMES:][::-1]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
-    return Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
+    return alarm(
+        "nonfinite_backward",
         layers=layers[:1],
-        phase="backward",
         step=step.number,
         text=text,
         advice=OVERWRITTEN if written is not None else _advice(step, is_written),

@@ -19,7 +19,7 @@ from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_ba
 from torchfmri._incidents.stored_data import omissions
 from torchfmri._incidents.stored_incident import read_part
 from torchfmri._model import TARGET_NAMES, Subject, device_of, loss_in, needs_target, unwrap
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
 
@@ -258,9 +258,8 @@ def _not_reproduced(part: IncidentPart, ran_loss: bool) -> Finding:
             "Check that model, weights, loss and device are those of the incident; operations "
             "that are not deterministic may also differ."
         )
-    return Finding(
-        problem="nonfinite_not_reproduced",
-        severity="alarm",
+    return alarm(
+        "nonfinite_not_reproduced",
         layers=part.finding.layers,
         phase=part.finding.phase,
         step=part.step,

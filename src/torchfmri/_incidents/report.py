@@ -11,7 +11,7 @@ from torchfmri._explain import SourceLine
 from torchfmri._incidents.causes import cause_of
 from torchfmri._incidents.content import Content
 from torchfmri._incidents.event import PRODUCTS, Event, Lineage
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._text import layer_label
 from torchfmri._torch import flatten
 
@@ -81,11 +81,9 @@ def report(lineage: Lineage, context: Context) -> Finding:
     if rows:
         text += f" It is in {_in_words(rows)} of the batch."
     layer = root.place.layer
-    return Finding(
-        problem=f"nonfinite_{root.place.phase}",
-        severity="alarm",
+    return alarm(
+        f"nonfinite_{root.place.phase}",
         layers=(layer,) if layer else (),
-        phase=root.place.phase,
         step=step,
         text=text,
         advice=cause.advice,
@@ -110,11 +108,8 @@ def _about_data(root: Event, step: int | None) -> Finding:
             f"A tensor that the step did not make, of shape {content.shape}, holds "
             f"{content.value}{_at(step)}: {bad:,} of {content.count:,} values{first}."
         )
-    return Finding(
-        problem="nonfinite_data",
-        severity="alarm",
-        layers=(),
-        phase="data",
+    return alarm(
+        "nonfinite_data",
         step=step,
         text=text,
         advice=_BAD_DATA,
@@ -139,9 +134,8 @@ def _about_weights(root: Event, context: Context) -> Finding:
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
     evidence = {**_evidence(root, ()), "parameter": root.name, "parameters": list(names)}
     what = "The buffer" if is_buffer else "The weights"
-    found = Finding(
-        problem="nonfinite_weights",
-        severity="alarm",
+    found = alarm(
+        "nonfinite_weights",
         layers=layers,
         phase="forward" if is_buffer else "optimizer",
         step=step,

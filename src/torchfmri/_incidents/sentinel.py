@@ -30,7 +30,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
-def alarm(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
+def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
     """One number, still on its device, that is finite only if all of these are; None if none.
 
     It may be infinite though all are finite, where a norm overflows.

@@ -30,19 +30,11 @@ from torchfmri._torch import (
     sequence_number,
 )
 
-_UNINITIALISED = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "resize_as_",
-        "set_",
-    }
+_EMPTY = (
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided "
+    "resize_ resize_as_ set_"
 )
+_UNINITIALISED = frozenset(_EMPTY.split())
 _FRESH = frozenset({"lift", "lift_fresh", "lift_fresh_copy"})
 """What a tensor goes through that the code writes as numbers."""
 

@@ -1,4 +1,4 @@
-"""The problems that a diagnosis can find, and how a finding of one is made.
+"""The problems that can be found, and how a finding of one is made.
 
 A problem always begins in the same part of a training step, with very few exceptions, so its phase
 is looked up here instead of being repeated at every finding.
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchfmri._records import Finding, Phase, Severity
+from torchfmri._records.finding import Finding, Phase, Severity
 
 _PROBLEMS: dict[Phase, str] = {
-    "data": "constant_targets contradictory_labels duplicate_samples outlier_batch "
+    "data": "constant_targets contradictory_labels duplicate_samples nonfinite_data outlier_batch "
     "unscaled_inputs unscaled_targets unshuffled_data",
     "forward": "activation_growth attention_collapse batch_norm_of_few batch_norm_statistics "
     "dead_units evaluation_mode excessive_dropout half_headroom init_too_large loss_spike "
@@ -28,7 +28,8 @@ _PROBLEMS: dict[Phase, str] = {
     "exploding_gradients frozen_layer graph_cut half_underflow nonfinite_backward "
     "stale_gradients vanishing_gradients",
     "optimizer": "cleared_gradients diverging_loss learning_rate_too_high learning_rate_too_low "
-    "learning_rate_zero missing_from_optimizer momentum_too_high nonfinite_weights "
+    "learning_rate_zero missing_from_optimizer momentum_too_high nonfinite_update "
+    "nonfinite_weights "
     "optimizer_never_steps step_before_backward stopped_training unregistered_parameters "
     "updates_lost updates_undone weight_decay_too_strong weights_changed_outside",
 }

@@ -189,22 +189,16 @@ def _draw_apart(
     else:
         panel.set_xticks([])
     words = [value if isinstance(value, str) else "" for value in apart]
-    start = 0
-    for index in range(1, len(words) + 1):
-        if index < len(words) and words[index] == words[start] and index not in layout.groups:
-            continue
-        if words[start]:
-            many = f" ({index - start} layers)" if index - start > 1 else ""
-            panel.annotate(
-                escape(words[start] + many),
-                (0.5, float(layout.places[start] + layout.places[index - 1]) / 2),
-                xycoords=("axes fraction", "data"),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=GREY,
-            )
-        start = index
+    for text, first, last in layout.runs(words):
+        panel.annotate(
+            escape(text),
+            (0.5, float(layout.places[first] + layout.places[last]) / 2),
+            xycoords=("axes fraction", "data"),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=GREY,
+        )
     panel.tick_params(axis="y", left=False, labelleft=False)
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="x", color="0.5", alpha=0.25, linewidth=0.6)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchfmri._arguments import require
 from torchfmri._files import new_file
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: told apart by all common kinds of colour vision.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7f7f7f"
+# The palette of lines: without the yellow, which is too pale for a line.
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", "-.", ":")
+MOST_LINES = len(LINE_COLOURS) * len(DASHES)
+WIDE = 30
+"""Values of which the largest is so many times the smallest are drawn on a logarithmic scale."""
 MEANING = {
     "activations": "value of the output",
     "inputs": "value of the input",
@@ -109,6 +115,53 @@ def split_right(ax: Axes, share: float) -> Axes:
     ax.set_position((box.x0, box.y0, box.width * (1 - share - 0.05), box.height))
     bounds = (box.x1 - box.width * share, box.y0, box.width * share, box.height)
     return figure.add_axes(bounds, sharey=ax)
+
+
+def panels(
+    count: int, most: int, inches: tuple[float, float], **options: Any
+) -> tuple[Figure, list[Any]]:
+    """Return a new figure and `count` axes on it, at most so many side by side.
+
+    Args:
+        count: How many.
+        most: How many side by side at most.
+        inches: The width and height of each.
+        **options: Of `Figure.subplots`.
+    """
+    columns = min(most, count)
+    rows = -(-count // columns)
+    figure = new_figure(inches[0] * columns + 0.6, inches[1] * rows + 0.6)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for ax in axes[count:]:
+        ax.set_axis_off()
+    return figure, axes[:count]
+
+
+def draw_grid(ax: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
+    """Draw faint lines behind the data, and no frame above and at the right."""
+    ax.grid(axis=axis, color="#e8e8e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_legend(ax: Axes, size: float = 8) -> None:
+    """Draw the legend at the right of the axes."""
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=size)
+
+
+def draw_colour_bar(ax: Axes, image: Any, label: str = "", **options: Any) -> Any:
+    """Draw the colour bar of an image in small letters, and return it.
+
+    Args:
+        ax: The axes that it stands beside.
+        image: What it explains.
+        label: What the colours mean.
+        **options: Of `Figure.colorbar`.
+    """
+    bar = ax.figure.colorbar(image, ax=ax, **options)
+    bar.set_label(escape(label), fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return bar
 
 
 def scale_values(ax: Axes, ends: Iterable[tuple[float, float]]) -> None:

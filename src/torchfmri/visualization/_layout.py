@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -47,6 +47,17 @@ class LayerLayout(NamedTuple):
     def spans(self) -> list[tuple[int, int]]:
         """Where each group begins and ends in `layers`."""
         return list(zip(self.groups, [*self.groups[1:], len(self.layers)], strict=True))
+
+    def runs(self, words: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+        """Yield text, first and last layer of each run of equal words; not of those without."""
+        start = 0
+        for index in range(1, len(words) + 1):
+            if index < len(words) and words[index] == words[start] and index not in self.groups:
+                continue
+            if words[start]:
+                many = f" ({index - start} layers)" if index - start > 1 else ""
+                yield words[start] + many, start, index - 1
+            start = index
 
     @property
     def end(self) -> float:
@@ -112,26 +123,19 @@ def label_layer(name: str, inspection: Inspection) -> str:
 
 def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics], what: str) -> None:
     """Words in the margin at layers that are not as usual, one for neighbours that share them."""
-    words = [state_in_words(each, what) for each in statistics]
-    start = 0
-    for index in range(1, len(words) + 1):
-        if index < len(words) and words[index] == words[start] and index not in layout.groups:
-            continue
-        if words[start]:
-            top = float(layout.places[start] - layout.heights[start] / 2)
-            end = float(layout.places[index - 1] + layout.heights[index - 1] / 2)
-            ax.axhspan(top, end, color=ORANGE, alpha=0.12, linewidth=0, zorder=0)
-            many = f" ({index - start} layers)" if index - start > 1 else ""
-            ax.annotate(
-                words[start] + many,
-                (1.01, (top + end) / 2),
-                xycoords=("axes fraction", "data"),
-                verticalalignment="center",
-                fontsize=8,
-                color=ORANGE,
-                fontweight="bold",
-            )
-        start = index
+    for text, first, last in layout.runs([state_in_words(each, what) for each in statistics]):
+        top = float(layout.places[first] - layout.heights[first] / 2)
+        end = float(layout.places[last] + layout.heights[last] / 2)
+        ax.axhspan(top, end, color=ORANGE, alpha=0.12, linewidth=0, zorder=0)
+        ax.annotate(
+            text,
+            (1.01, (top + end) / 2),
+            xycoords=("axes fraction", "data"),
+            verticalalignment="center",
+            fontsize=8,
+            color=ORANGE,
+            fontweight="bold",
+        )
 
 
 def state_in_words(statistics: Statistics, what: str) -> str:

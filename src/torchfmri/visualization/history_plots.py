@@ -11,20 +11,25 @@ from torchfmri._model import match_names, not_found
 from torchfmri._records import COUNTS, NO_STEPS, UPDATES, Floats, History
 from torchfmri._text import layer_label, plural, shorten
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import GREY, MEANING, axes_or_new, escape
+from torchfmri.visualization._figure import (
+    DASHES,
+    GREY,
+    LINE_COLOURS,
+    MEANING,
+    MOST_LINES,
+    WIDE,
+    axes_or_new,
+    draw_grid,
+    draw_legend,
+    escape,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette without the yellow, which is too pale for a line.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_DASHES = ("-", "--", "-.", ":")
 _ALARM, _ABSENT = "#D55E00", "#e4e4e4"
 _SIGNED = frozenset({"mean", "min", "max"})
-_WIDE = 30
-"""Values of which the largest is so many times the smallest are drawn on a logarithmic scale."""
 _MOST_NAMES = 56
-_MOST_LINES = len(_COLOURS) * len(_DASHES)
 
 
 def plot_history(
@@ -187,12 +192,12 @@ def _norm(values: Floats, field: str) -> tuple[Any, str]:
         top = float(np.abs(finite).max()) or 1.0
         sizes = np.abs(finite[finite != 0])
         near = float(np.quantile(sizes, 0.1)) if len(sizes) else top
-        if top / near < _WIDE:
+        if top / near < WIDE:
             return Normalize(-top, top), "PuOr_r"
         return SymLogNorm(max(near, top * 1e-6), vmin=-top, vmax=top), "PuOr_r"
     low, high = float(finite.min()), float(finite.max())
     positive = finite[finite > 0]
-    if field not in COUNTS and len(positive) and high / float(positive.min()) > _WIDE:
+    if field not in COUNTS and len(positive) and high / float(positive.min()) > WIDE:
         return LogNorm(max(float(positive.min()), high * 1e-12), high, clip=True), "viridis"
     if field in COUNTS:
         low = 0.0
@@ -211,16 +216,16 @@ def _draw_lines(
     ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str
 ) -> None:
     """One line per layer, told apart by colour and dashes; NaN and Inf as triangles."""
-    if len(names) > _MOST_LINES:
+    if len(names) > MOST_LINES:
         raise InspectionError(
-            f"{len(names)} lines cannot be told apart: choose at most {_MOST_LINES} layers, or "
+            f"{len(names)} lines cannot be told apart: choose at most {MOST_LINES} layers, or "
             "leave out layers= for a heat map."
         )
     marker = "o" if len(steps) <= 30 else ""
     finite = np.where(np.isfinite(values), values, np.nan)
     for index, name in enumerate(names):
-        colour = _COLOURS[index % len(_COLOURS)]
-        dashes = _DASHES[index // len(_COLOURS)]
+        colour = LINE_COLOURS[index % len(LINE_COLOURS)]
+        dashes = DASHES[index // len(LINE_COLOURS)]
         label = escape(shorten(layer_label(name), 36))
         ax.plot(
             steps, finite[index], color=colour, linestyle=dashes, linewidth=1.4, marker=marker,
@@ -237,17 +242,15 @@ def _draw_lines(
         ax.plot([], [], "v", color=GREY, label="NaN or Inf")
     _scale_lines(ax, finite)
     ax.set_ylabel(field)
-    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    draw_grid(ax)
     ax.margins(x=0.01)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    draw_legend(ax)
 
 
 def _scale_lines(ax: Axes, values: Floats) -> None:
     finite = values[np.isfinite(values)]
     sizes = np.abs(finite[finite != 0])
-    if not len(sizes) or sizes.max() / sizes.min() <= _WIDE:
+    if not len(sizes) or sizes.max() / sizes.min() <= WIDE:
         return
     if (finite > 0).all():
         ax.set_yscale("log")
@@ -294,7 +297,7 @@ def _draw_loss(ax: Axes, history: History) -> None:
             color=_ALARM,
         )  # fmt: skip
     positive = loss[finite & (loss > 0)]
-    if len(positive) == int(finite.sum()) and positive.max() / positive.min() > _WIDE:
+    if len(positive) == int(finite.sum()) and positive.max() / positive.min() > WIDE:
         below.set_yscale("log")
 
 

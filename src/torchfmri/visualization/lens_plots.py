@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchfmri._arguments import require
-from torchfmri.visualization._figure import BLUE, GREY, ORANGE, axes_or_new, escape
+from torchfmri.visualization._figure import BLUE, GREY, ORANGE, axes_or_new, draw_colour_bar, escape
 from torchfmri.visualization._fonts import fonts_for
 from torchfmri.visualization._token_track import token_label
 
@@ -83,8 +83,7 @@ def plot_lens(
     ax.set_xlabel(f"what was read; the cells say what would {about}", fontsize=8, color=GREY)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.015)
-    bar.ax.tick_params(labelsize=7)
+    draw_colour_bar(ax, image, shrink=0.7, pad=0.015)
     label = _LABELS.get(metric, metric)
     label = label if ahead else label.replace("that came next", "that stands there")
     ax.set_title(f"colour: {label}", fontsize=8, loc="left", color=GREY)
@@ -128,9 +127,7 @@ def plot_logit_attribution(
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     _write_title(ax, title)
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.02)
-    bar.set_label("adds to the logit", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    draw_colour_bar(ax, image, "adds to the logit", shrink=0.7, pad=0.02)
     return ax
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,29 +53,16 @@ def find_origin(
         `count`, `element` (index of the first one) and, where they are known, `rows` (of the
         batch), `parameter`, `dtype`.
     """
-    traced = trace_step(run, model, batch if data is None else data, backward)
-    if traced.trouble is None:
+    trouble, bad = _trace_step(run, model, batch if data is None else data, backward)
+    if trouble is None:
         return None
-    context = Context(batch, step, after_update, traced.bad_parameters)
-    return report(trace_back(traced.trouble), context)
+    return report(trace_back(trouble), Context(batch, step, after_update, tuple(bad)))
 
 
-class TracedStep(NamedTuple):
-    """A step that was run operation by operation.
-
-    Attributes:
-        trouble: The event that reached the loss, a gradient or the output; None if none did.
-        bad_parameters: The parameters that were not finite to begin with.
-    """
-
-    trouble: Event | None
-    bad_parameters: tuple[str, ...]
-
-
-def trace_step(
-    run: Callable[[], Any], model: nn.Module, batch: Any = None, backward: bool = True
-) -> TracedStep:
-    """Return what `find_origin` returns, and the event itself."""
+def _trace_step(
+    run: Callable[[], Any], model: nn.Module, batch: Any, backward: bool
+) -> tuple[Event | None, list[str]]:
+    """Return the event that reached the loss or a gradient, and the parameters bad before."""
     outputs: list[Tensor] = []
 
     def returned(output: object) -> None:
@@ -100,7 +87,7 @@ def trace_step(
                 trouble = trace.latest
         if trouble is None and arrived:
             trouble = arrived[0]
-    return TracedStep(trouble, tuple(trace.bad_parameters))
+    return trouble, trace.bad_parameters
 
 
 def _call(run: Callable[[], Any]) -> Any:

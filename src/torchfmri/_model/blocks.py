@@ -224,19 +224,19 @@ def find_stacks(layers: Mapping[str, nn.Module]) -> dict[str, list[Block]]:
 
 def width_in(module: nn.Module) -> int | None:
     """How many units the input of a projection has; None where that is not known."""
-    weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and weight is not None:
-        return int(weight.shape[0])
-    size = getattr(module, "in_features", None)
-    return size if isinstance(size, int) else None
+    return _width(module, 0, "in_features")
 
 
 def width_out(module: nn.Module) -> int | None:
     """How many units the output of a projection has; None where that is not known."""
+    return _width(module, 1, "out_features")
+
+
+def _width(module: nn.Module, axis: int, attribute: str) -> int | None:
     weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and weight is not None:
-        return int(weight.shape[1])
-    size = getattr(module, "out_features", None)
+    if type(module).__name__ == "Conv1D" and weight is not None:  # its weight is (in, out)
+        return int(weight.shape[axis])
+    size = getattr(module, attribute, None)
     return size if isinstance(size, int) else None
 
 

@@ -102,19 +102,18 @@ def find_layers(
         InspectionError: A pattern is neither a string nor a module type.
     """
     resolve = whole_layers if whole else layers_at
+
+    def matching(single: str | type[nn.Module]) -> list[str]:
+        found = _match(layers, single)
+        return resolve(layers, single) if not found and isinstance(single, str) else found
+
     chosen: set[str] = set()
     for single in check_pattern(pattern):
-        found = _match(layers, single)
-        if not found and isinstance(single, str):
-            found = resolve(layers, single)
-        if not found:
+        if not (found := matching(single)):
             raise _not_found(layers, single, hint)
         chosen.update(found)
     for single in check_pattern(exclude) if exclude is not None else ():
-        found = _match(layers, single)
-        if not found and isinstance(single, str):
-            found = resolve(layers, single)
-        chosen.difference_update(found)
+        chosen.difference_update(matching(single))
     if not chosen:
         raise InspectionError(
             f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}. "

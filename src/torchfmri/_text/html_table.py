@@ -14,11 +14,12 @@ from torchfmri._text.rows import (
     describe_bad,
     describe_positions,
     describe_state,
-    group_reasons,
     lost_rows,
     make_lines,
     number_text,
     plural,
+    say_note,
+    say_reasons,
     shape_text,
     share_text,
 )
@@ -70,9 +71,11 @@ def html_table(
         missing: Layer -> why it, or something of it, is not there.
         notes: Reservation -> the layers it holds for.
     """
+    reasons = say_reasons(lost_rows(rows, missing), _code, escape)
+    remarks = [say_note(*note, _code, escape) for note in notes.items()]
     around = [
-        _list_of("not captured", _reasons(lost_rows(rows, missing)), open_if_few=True),
-        _list_of("notes", [*map(escape, describe_positions(rows)), *_remarks(notes)]),
+        _list_of("not captured", reasons, open_if_few=True),
+        _list_of("notes", [*map(escape, describe_positions(rows)), *remarks]),
     ]
     heading = f"<p><strong>{escape(title)}</strong><br>{_verdict(rows)}</p>"
     head = f'{STYLE}<div class="torchfmri">{heading}'
@@ -116,7 +119,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     bad = [row for row in rows if row.statistics is not None and describe_bad(row.statistics)]
     if not bad:
         return "no NaN or Inf"
-    where = f"{bad[0].what} of <code>{escape(layer_label(bad[0].layer))}</code>"
+    where = f"{bad[0].what} of {_code(bad[0].layer)}"
     return f"<b>NaN or Inf in {len(bad)} of {plural(len(rows), 'row')}</b>, first: {where}"
 
 
@@ -182,22 +185,8 @@ def _sparkline(statistics: Statistics) -> str:
     )
 
 
-def _reasons(missing: Mapping[str, str]) -> list[str]:
-    return [
-        f"<code>{escape(layer_label(layer))}</code>"
-        + (f" ({number} layers)" if number > 1 else "")
-        + f": {escape(reason)}"
-        for layer, number, reason in group_reasons(missing)
-    ]
-
-
-def _remarks(notes: Mapping[str, Sequence[str]]) -> list[str]:
-    remarks = []
-    for text, layers in notes.items():
-        named = [f"<code>{escape(layer_label(layer))}</code>" for layer in layers if layer]
-        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-        remarks.append(escape(text) + (": " if named else "") + ", ".join(named[:3]) + more)
-    return remarks
+def _code(layer: str) -> str:
+    return f"<code>{escape(layer_label(layer))}</code>"
 
 
 def _list_of(heading: str, items: Sequence[str], *, open_if_few: bool = False) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchfmri._text.labels import layer_label
 from torchfmri.statistics import Statistics, merge_statistics
 
 MEANING = {
@@ -94,6 +95,36 @@ def group_reasons(missing: Mapping[str, str]) -> list[tuple[str, int, str]]:
         (*members[0][:1], 1, members[0][1]) if len(members) == 1 else (key[0], len(members), key[1])
         for key, members in groups.items()
     ]
+
+
+def say_reasons(
+    missing: Mapping[str, str],
+    mark: Callable[[str], str] = layer_label,
+    plain: Callable[[str], str] = str,
+) -> list[str]:
+    """Return `layer: reason` of what is missing, one for names that differ only in numbers.
+
+    Args:
+        missing: Layer -> the reason.
+        mark: Writes the name of a layer.
+        plain: Writes the rest.
+    """
+    return [
+        mark(layer) + (f" ({number} layers)" if number > 1 else "") + f": {plain(reason)}"
+        for layer, number, reason in group_reasons(missing)
+    ]
+
+
+def say_note(
+    text: str,
+    layers: Sequence[str],
+    mark: Callable[[str], str] = layer_label,
+    plain: Callable[[str], str] = str,
+) -> str:
+    """Return a reservation with the first layers that it holds for; see `say_reasons`."""
+    named = [mark(layer) for layer in layers if layer]
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return plain(text) + (f": {', '.join(named[:3])}{more}" if named else "")
 
 
 def lost_rows(rows: Sequence[Row], missing: Mapping[str, str]) -> dict[str, str]:

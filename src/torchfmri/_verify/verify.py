@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,25 +117,12 @@ class _Report:
     wrong: dict[str, nn.Module] = field(default_factory=dict)
 
     def add(self, call: ModuleCall, verdict: LayerVerdict) -> None:
-        layer, kind = call.layer, _kind(call)
-        for found in verdict.findings:
-            status = found.status
-            if status == WRONG:
+        layer = call.layer
+        for check in verdict.checks:
+            if check.status == WRONG:
                 self.wrong[layer] = call.module
-                status = EXPECTED if layer in self.expected else WRONG
-            self.checks.append(
-                GradientCheck(
-                    layer=layer,
-                    kind=kind,
-                    of=found.of,
-                    status=status,
-                    deviation=found.deviation,
-                    allowed=found.allowed,
-                    reason=found.reason,
-                    call=call.index,
-                    order=found.order,
-                )
-            )
+                check = replace(check, status=EXPECTED if layer in self.expected else WRONG)
+            self.checks.append(replace(check, kind=_kind(call)))
         if verdict.problem:
             self.missing[layer] = verdict.problem
         for note in verdict.notes:

@@ -68,7 +68,7 @@ class Position(Attached):
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """The backward pass of `loss`, which this block runs."""
+        """Follow the backward pass of `loss` while this block runs it."""
         with self.paused():
             self._hook_nodes([loss.grad_fn])
         self.phase = BACKWARD
@@ -81,7 +81,7 @@ class Position(Attached):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Work of our own, in this block, that is not part of the pass."""
+        """Do not count what runs in this block: it is ours and not part of the pass."""
         phase, self.phase = self.phase, PAUSED
         self._move(self.layer)
         try:
@@ -119,7 +119,7 @@ class Position(Attached):
             self._moved()
 
     def _note_start(self) -> None:
-        """The nodes that autograd makes from now on, in this thread, belong to this layer."""
+        """Note that the next nodes which autograd makes in this thread belong to this layer."""
         numbers, layers = self._made.setdefault(threading.get_ident(), ([], []))
         numbers.append(sequence_number())
         layers.append(self.layer)

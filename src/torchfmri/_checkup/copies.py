@@ -62,7 +62,7 @@ def copy_all(
     loss: Any,
     own_step: OwnStep | None,
 ) -> Copies:
-    """Copies of everything; the optimizers' copies hold the parameters of the model's copy.
+    """Return copies of everything; the copied optimizers train the copied model.
 
     Raises:
         InspectionError: The model or an optimizer cannot be copied.
@@ -116,7 +116,7 @@ def _share_memory(memory: dict[int, Any]) -> None:
 
 
 def shared_outside(model: nn.Module) -> list[str]:
-    """The parameters whose memory is also that of a tensor which the model does not have."""
+    """Return the parameters whose memory is also that of a tensor which the model does not have."""
     names = {id(each): name for name, each in model.named_parameters()}
     held = _by_memory([*model.parameters(), *model.buffers(), *_attributes(model)])
     return [
@@ -129,7 +129,7 @@ def shared_outside(model: nn.Module) -> list[str]:
 
 
 def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups that share their memory, each once."""
+    """Return the tensors in groups that share their memory, each once."""
     groups: dict[int, dict[int, Tensor]] = defaultdict(dict)
     for each in tensors:
         if place := memory_of(each):
@@ -138,7 +138,7 @@ def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _attributes(model: nn.Module) -> list[Tensor]:
-    """The tensors that modules hold as plain attributes."""
+    """Return the tensors that modules hold as plain attributes."""
     values = [value for module in model.modules() for value in vars(module).values()]
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -168,7 +168,7 @@ class Split:
 
 
 def split_batch(batch: Any, loss: Any) -> Split:
-    """Which part of a batch goes into the model and which into the loss.
+    """Decide which part of a batch goes into the model and which into the loss.
 
     (x, y) and (x1, x2, y) as a DataLoader yields them; a dict for a model that returns its own
     loss, or with its target under "labels", "target" or "y"; a tensor alone, which is its own
@@ -201,7 +201,7 @@ def split_batch(batch: Any, loss: Any) -> Split:
 
 
 def loss_of(output: Any, target: Any, loss: Any) -> Tensor:
-    """The number to differentiate.
+    """Return the number to differentiate.
 
     Raises:
         InspectionError: There is none.
@@ -268,7 +268,7 @@ def untouched(
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups say, apart from their parameters."""
+    """Return the settings of the groups, without their parameters."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -276,7 +276,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _schedulers(step: Any) -> list[LRScheduler]:
-    """The schedulers that a function refers to."""
+    """Return the schedulers that a function refers to."""
     if not isfunction(step):
         return []
     found = getclosurevars(step)

@@ -29,7 +29,7 @@ def diagnose(
     step: OwnStep | None = None,
     show: bool = True,
 ) -> Diagnosis:
-    """What is wrong with a training setup: trains copies of it for some steps and looks inside.
+    """Find what is wrong with a training setup, by training copies of it for some steps.
 
     The model, the optimizer and its state, gradients, random state and data stay as they are.
     Training stops early where numbers stop being finite, and that step is traced back to the
@@ -108,7 +108,7 @@ def diagnose(
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, again and again where they can be had again."""
+    """Yield the batches, and start over when they end, if they can be iterated again."""
     found = False
     while True:
         again = False

@@ -207,7 +207,7 @@ def _real(values: Tensor) -> Tensor:
 
 
 def _clip_factor(before: float, after: float) -> float:
-    """By what the gradients were multiplied; 1 where that is the unscaling of a GradScaler."""
+    """Return the factor on the gradients; 1 if a GradScaler only unscaled them."""
     if before <= 0 or after <= 0:
         return math.nan
     factor = after / before

@@ -74,7 +74,7 @@ class UnitLog:
             self._flat[step], self._samples[step] = share, samples
 
     def activity(self) -> UnitActivity | None:
-        """What it comes to; None where nothing was seen."""
+        """Return what the units did over the run; None if nothing was seen."""
         steps = sorted(self._on)
         if not steps:
             return None
@@ -100,7 +100,7 @@ class UnitLog:
         )
 
     def _window(self, steps: list[int]) -> list[int]:
-        """The last steps that make enough samples."""
+        """Return the last steps that make enough samples."""
         samples = 0
         for count, step in enumerate(reversed(steps), 1):
             samples += self._samples[step]
@@ -109,7 +109,7 @@ class UnitLog:
         return steps
 
     def _first_silent(self, steps: list[int], silent: np.ndarray) -> int | None:
-        """From which step on those units that are silent now have been (nearly all of them)."""
+        """Return the step since which (nearly) all units that are silent now have been silent."""
         if not silent.any():
             return None
         first = steps[-1]
@@ -140,7 +140,7 @@ class NormLog:
         self._calls[self.module.training, values.shape[0], per_channel] += 1
 
     def facts(self) -> NormFacts:
-        """What most of its calls were like, and what it will use in evaluation."""
+        """Return what most of its calls were like, and what it will use in evaluation."""
         training, samples, values = self._calls.most_common(1)[0][0]
         mean, variance = self.module.running_mean, self.module.running_var
         untouched = (

@@ -47,7 +47,7 @@ class Leaves:
             self._strange = {key: each for key, each in self._strange.items() if key in leaves}
 
     def unregistered(self) -> tuple[str, ...]:
-        """Those that stayed, in words; of a single step only what is a parameter."""
+        """Describe the leaves that stayed from step to step; after one step only parameters."""
         return tuple(
             f"a tensor of shape {tuple(each.shape)}"
             for each in (self._strange or {}).values()

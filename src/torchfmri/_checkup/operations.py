@@ -186,7 +186,7 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def logits_of_fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The masked logits that a fused attention never writes down; None where there are few keys."""
+    """Return the masked logits inside a fused attention; None if there are few keys."""
     q, k = args[0], args[1]
     if q.ndim != 4 or k.shape[-2] < LEAST_KEYS:
         return None
@@ -203,7 +203,7 @@ def logits_of_fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor 
 def head_activity(
     layer: str, step: int, logits: Tensor, probabilities: Tensor
 ) -> HeadActivity | None:
-    """Of logits (b, heads, s, s) or (b * heads, s, s); None where no query has enough keys."""
+    """Return the entropy and logits of each head; None if no query has enough keys."""
     if logits.ndim == 3:
         logits, probabilities = logits[None], probabilities[None]
     hidden = torch.finfo(torch.float16).min / 2  # as -inf, and as the smallest number
@@ -226,7 +226,7 @@ def head_activity(
 
 
 def _open_future(open_keys: Tensor) -> float:
-    """The share of keys after their query that it may read; nan where they are not one text."""
+    """Return the share of later keys that queries may read; nan if they are not one text."""
     queries, keys = open_keys.shape[-2:]
     if queries != keys:
         return math.nan

@@ -88,7 +88,7 @@ class Checkup:
 
     @property
     def history(self) -> History:
-        """The statistics of all of them."""
+        """The statistics of all steps."""
         return self._monitor.history
 
     def observe(self, batches: Iterator[Any], check: Callable[[], None]) -> Observation:
@@ -224,7 +224,7 @@ class Checkup:
         )
 
     def _bad_update(self, number: int) -> Finding:
-        """Weights that the optimizer made, and that the next forward pass does not even read."""
+        """Return the finding about weights that only the update made non-finite."""
         bad = [
             name
             for name, each in parameters_of(self._copies.model).items()
@@ -268,7 +268,7 @@ class Checkup:
     # -- the end -----------------------------------------------------------------------------
 
     def _mixed(self) -> float:
-        """How much samples influence each other, told by the model as it is after the run."""
+        """Return how much samples influence each other in the model after the run."""
         call = self._watcher.last_call
         if call is None or self._origin is not None or not self._batches.varies:
             return math.nan

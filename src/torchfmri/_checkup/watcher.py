@@ -72,7 +72,7 @@ class Watcher:
 
     @contextmanager
     def attached(self) -> Iterator[Watcher]:
-        """With the hooks on."""
+        """Keep the hooks on while the block runs."""
         with hooked(self._put_on()):
             yield self
 
@@ -84,7 +84,7 @@ class Watcher:
 
     @contextmanager
     def observing(self, step: int, detailed: bool, batch: Any) -> Iterator[None]:
-        """Around one step."""
+        """Observe one step, which the block runs."""
         self.step = step
         self.gradients.begin_step()
         self.trains = None
@@ -111,7 +111,7 @@ class Watcher:
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def idle_parameters(self) -> tuple[str, ...]:
-        """The parameters of the optimizers that never stepped."""
+        """Return the parameters of the optimizers that never stepped."""
         names = {id(each): name for name, each in parameters_of(self._model).items()}
         return tuple(
             names[id(each)]
@@ -123,7 +123,7 @@ class Watcher:
         )
 
     def here(self) -> str:
-        """The innermost layer that is running; "" outside of the model."""
+        """Return the innermost layer that is running; "" outside of the model."""
         return self._stack[-1] if self._stack else ""
 
     def _hook_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
@@ -230,7 +230,7 @@ class Watcher:
         return False
 
     def _maker(self, node: Any) -> str:
-        """The layer that made what a node reads, seen through shifts, scales and sums."""
+        """Return the layer whose output a node reads, looking through shifts, scales and sums."""
         nodes = [node]
         for _ in range(_MOST_NODES):
             found = [each for each in nodes if each in self._nodes]
@@ -251,13 +251,13 @@ class Watcher:
 
 
 def _fed_by(node: Any) -> list[Any]:
-    """The nodes before one that leaves a layer's output recognisable; none before others."""
+    """Return the nodes before one that leaves a layer's output recognisable; else none."""
     before = [each for each, _ in node.next_functions if each is not None]
     return before if len(before) == 1 or node.name() in _SUMS else []
 
 
 def _samples(batch: Any) -> int:
-    """How many samples a batch has; 0 where another axis of it is as long, or nobody can tell."""
+    """Return how many samples a batch has; 0 if another axis is as long or it is unknown."""
     shapes = [tuple(each.tensor.shape) for each in flatten(batch)]
     if not shapes or not shapes[0] or shapes[0][0] < 2:
         return 0

@@ -20,7 +20,7 @@ from torchfmri._records import Finding, Severity, alarm, finding_of
 
 
 def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that get smaller layer by layer on their way to the input."""
+    """Find gradients that get smaller layer by layer on their way to the input."""
     profile = gradient_profile(seen)
     if profile is None or not profile.vanishes:
         return
@@ -48,7 +48,7 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def _against_vanishing(seen: Observation) -> str:
-    """What to do about vanishing gradients, of what the model does not have yet."""
+    """Return advice against vanishing gradients: what the model does not have yet."""
     absent = _absent(seen)
     kinds = {kind.lower() for kind in seen.structure.kinds.values()}
     kinds |= {each.function for each in seen.units}
@@ -63,7 +63,7 @@ def _against_vanishing(seen: Observation) -> str:
 
 
 def _absent(seen: Observation) -> list[str]:
-    """What keeps sizes along the depth and is not there; a Monitor does not see all of it."""
+    """Return what would keep sizes along the depth but is absent, as far as can be seen."""
     found = []
     if not any("Norm" in kind for kind in seen.structure.kinds.values()):
         found.append("normalisation")
@@ -75,7 +75,7 @@ def _absent(seen: Observation) -> list[str]:
 
 
 def exploding_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that get larger layer by layer on their way to the input."""
+    """Find gradients that get larger layer by layer on their way to the input."""
     profile = gradient_profile(seen)
     if profile is None or profile.trend > -cuts.DEPTH_TREND.value:
         return
@@ -97,7 +97,7 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def activation_growth(seen: Observation) -> Iterator[Finding]:
-    """Outputs that grow from one alike layer to the next."""
+    """Find outputs that grow from one alike layer to the next."""
     worst = None
     for growth in growths(seen):
         if growth.trend < STEADY or not growth.factor > cuts.GROWTH_WARN.value:
@@ -132,7 +132,7 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
 
 
 def recurrent_growth(seen: Observation) -> Iterator[Finding]:
-    """Outputs of a recurrent layer that grow along the sequence."""
+    """Find outputs of a recurrent layer that grow along the sequence."""
     growth = {} if seen.steps is None else seen.steps.growth
     large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN.value}
     if not large:
@@ -153,7 +153,7 @@ def recurrent_growth(seen: Observation) -> Iterator[Finding]:
 
 
 def signal_shrinks(seen: Observation) -> Iterator[Finding]:
-    """Differences between samples that get lost layer by layer, so that nothing is learnt."""
+    """Find differences between samples that get lost layer by layer, so that nothing is learnt."""
     left = signal_left(seen)
     if not left < cuts.SIGNAL_LEFT.value or not is_stuck(seen):
         return

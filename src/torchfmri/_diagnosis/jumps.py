@@ -86,7 +86,7 @@ def growth_outside(trace: RunTrace) -> WeightGrowth:
 
 
 def update_jump(seen: Observation) -> Iterator[Finding]:
-    """The first update that replaces the weights by itself, and harms.
+    """Find the first update that replaces the weights by itself, and harms.
 
     The weights are large afterwards, so that later updates are small beside them: their size says
     nothing about the learning rate.
@@ -122,7 +122,7 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
 
 
 def changed_outside(seen: Observation) -> Iterator[Finding]:
-    """Weights that something else than the updates changed: far at once, or often and one way."""
+    """Find weights that something other than the optimizer changed: far at once, or often."""
     found = growth_outside(seen.trace)
     grown, shrunk = found.beyond > 1, found.beyond < 1
     at_once = found.beyond > cuts.OUTSIDE_GROWTH.value
@@ -192,7 +192,7 @@ def _watched(unwatched: int) -> str:
 
 
 def _last_update(trace: RunTrace, place: int) -> int:
-    """The last step before a place at which an optimizer stepped."""
+    """Return the last step before a place at which an optimizer stepped."""
     stepped = np.flatnonzero(np.isfinite(trace.weights[:place]).any(1))
     return int(trace.steps[stepped[-1]])
 

@@ -47,7 +47,7 @@ class LiveDiagnosis:
             self._look()
 
     def findings(self, origins: Sequence[Finding] = ()) -> list[Finding]:
-        """All findings so far, the worst first.
+        """Return all findings so far, the worst first.
 
         Args:
             origins: What is known better than from statistics: steps that were traced back.
@@ -60,11 +60,11 @@ class LiveDiagnosis:
         return fold([*found, *_once_each(origins)])
 
     def known(self) -> list[Finding]:
-        """The findings made so far, in the order in which they were made; looks at nothing."""
+        """Return the findings made so far, oldest first, without looking again."""
         return list(self._known.values())
 
     def take_fresh(self, held: Collection[int] = ()) -> list[Finding]:
-        """The findings that were made since this was last asked.
+        """Return the findings that were made since this was last asked.
 
         Args:
             held: Steps that were held as not finite: what says so has been said.
@@ -91,7 +91,7 @@ class LiveDiagnosis:
 
 
 def _once_each(origins: Sequence[Finding]) -> list[Finding]:
-    """Each of these once, with a remark on later steps where it was the same again.
+    """Return each finding once, with a remark on later steps where it came again.
 
     It is the same where the same weights are not finite, or where the same layers are and nobody
     looked for the origin.

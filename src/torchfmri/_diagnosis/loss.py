@@ -16,7 +16,7 @@ _LEAST_BATCH, _LEAST_PASSES = 8, 3
 
 
 def misread_output(seen: Observation) -> Iterator[Finding]:
-    """A loss that takes the output for something it is not."""
+    """Find a loss that takes the output for something it is not."""
     loss = seen.loss
     if loss is None or loss.misread is None:
         return
@@ -47,7 +47,7 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
 
 
 def loss_broadcast(seen: Observation) -> Iterator[Finding]:
-    """A comparison of output and target that pairs every sample with every other."""
+    """Find a comparison of output and target that pairs every sample with every other."""
     if seen.loss is None or seen.loss.broadcast is None:
         return
     one, other, result = seen.loss.broadcast
@@ -61,7 +61,7 @@ def loss_broadcast(seen: Observation) -> Iterator[Finding]:
 
 
 def inverted_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss with the wrong sign: it is made larger."""
+    """Find a loss with the wrong sign: it is made larger."""
     loss = seen.loss
     if loss is not None and loss.score is not None:
         yield from _score_minimised(seen, *loss.score)
@@ -91,7 +91,7 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[Finding]:
-    """A score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
+    """Find a score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
     maximized = any(group.get("maximize") for group in seen.structure.groups)
     if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
         return
@@ -105,7 +105,7 @@ def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[
 
 
 def unreachable_targets(seen: Observation) -> Iterator[Finding]:
-    """Targets that the last function of the model cannot return."""
+    """Find targets that the last function of the model cannot return."""
     loss = seen.loss
     if loss is None:
         return
@@ -143,7 +143,7 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
 
 
 def softmax_dimension(seen: Observation) -> Iterator[Finding]:
-    """A softmax that does not run over what its result is used for."""
+    """Find a softmax that does not run over what its result is used for."""
     found = list(seen.softmaxes)
     if not found or (seen.loss is not None and (seen.loss.misread or ("", ""))[0] == "logits"):
         return  # that it should not be there at all is told elsewhere
@@ -168,7 +168,7 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
 
 
 def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
-    """A causal model that is to predict the token it is given."""
+    """Find a causal model that is to predict the token it is given."""
     if seen.loss is None or seen.loss.targets != "inputs":
         return
     causal = [each for each in seen.heads if each.future == 0]
@@ -184,7 +184,7 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
 
 
 def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
-    """Attention that reads the very token that is to be predicted."""
+    """Find attention that reads the very token that is to be predicted."""
     if seen.loss is None or seen.loss.targets != "next inputs" or seen.origin is not None:
         return
     layers = tuple(
@@ -202,7 +202,7 @@ def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
 
 
 def constant_targets(seen: Observation) -> Iterator[Finding]:
-    """Class numbers that are all the same, of a model that tells several classes apart."""
+    """Find class numbers that are all the same, of a model that tells several classes apart."""
     data, loss = seen.data, seen.loss
     if data is None or loss is None or data.classes_seen != 1 or data.samples < _LEAST_SAMPLES:
         return
@@ -219,7 +219,7 @@ def constant_targets(seen: Observation) -> Iterator[Finding]:
 
 
 def loss_divided_again(seen: Observation) -> Iterator[Finding]:
-    """A mean that is divided once more by what it was taken over, or gradients summed unscaled."""
+    """Find a mean that is divided twice, and accumulated gradients that are not scaled."""
     loss, passes = seen.loss, 0 if seen.steps is None else seen.steps.passes
     weights = set() if loss is None else {round(weight, 9) for weight, _ in loss.weights}
     if loss is None or len(weights) != 1 or passes < 1:
@@ -252,7 +252,7 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
 
 
 def logits_left(seen: Observation) -> float:
-    """Largest logit that the loss is given / largest output of the last layer, at first."""
+    """Return the largest logit that the loss is given / the largest output of the last layer."""
     if seen.loss is None or not seen.loss.output_layer or not len(seen.trace):
         return math.nan
     largest = float(seen.trace.column(seen.loss.output_layer, "activations", "abs_max")[0])
@@ -260,7 +260,7 @@ def logits_left(seen: Observation) -> float:
 
 
 def logits_too_small(seen: Observation) -> Iterator[Finding]:
-    """Logits that are divided by so much that every class is as likely as the others."""
+    """Find logits that are divided by so much that every class is as likely as the others."""
     left = logits_left(seen)
     loss = seen.loss
     if loss is None or not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):

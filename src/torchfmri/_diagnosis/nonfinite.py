@@ -21,13 +21,13 @@ _ADVICE = (
 
 
 def origin(seen: Observation) -> Iterator[Finding]:
-    """Where the first number that is not finite came from, as a replay of the step tells."""
+    """Find where the first number that is not finite came from, as a replay of the step tells."""
     if seen.origin is not None:
         yield with_epsilon(seen.origin, seen)
 
 
 def with_epsilon(finding: Finding, seen: Observation) -> Finding:
-    """The finding, with its cause where an optimizer divides by an eps that is 0."""
+    """Return the finding, with its cause where an optimizer divides by an eps that is 0."""
     lost = next((each["eps_lost"] for each in seen.structure.groups if each["eps_lost"]), "")
     if finding.problem not in ("nonfinite_update", "nonfinite_weights") or not lost:
         return finding
@@ -41,7 +41,7 @@ def with_epsilon(finding: Finding, seen: Observation) -> Finding:
 
 
 def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
-    """The first layer with NaN or infinity, if they reach a gradient, a weight or the loss."""
+    """Find the first layer with NaN or infinity, if they reach a gradient, a weight or the loss."""
     trace = seen.trace
     if seen.origin is not None or not len(trace):
         return
@@ -62,7 +62,7 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
 
 
 def _in_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss that is not finite while gradients are: something stops them on their way."""
+    """Find a loss that is not finite while gradients are: something stops them on their way."""
     bad = np.flatnonzero(seen.trace.bad_loss)
     if not len(bad):
         return
@@ -94,7 +94,7 @@ def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
 
 
 def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
-    """The first layer in the order of execution; -inf counts only where there is no other."""
+    """Find the first layer that ran with NaN or +inf; -inf counts only if there is no other."""
     known = seen.trace.names("activations")
     place_of = {layer: index for index, layer in enumerate(seen.order)}
     layers = sorted(known, key=lambda layer: place_of.get(layer, len(place_of)))
@@ -116,7 +116,7 @@ def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
 
 
 def _in_backward(seen: Observation, place: int, step: int) -> Finding | None:
-    """The last layer whose gradient is not finite: backward begins at the end."""
+    """Find the last layer with a non-finite gradient, because backward begins at the end."""
     counts = np.nan_to_num(seen.trace.matrix("gradients", "nonfinite"))
     if not counts.size or not counts[place].any():
         return None

@@ -16,7 +16,7 @@ _LEAST_CALLS = 3
 
 
 def evaluation_mode(seen: Observation) -> Iterator[Finding]:
-    """Dropout and batch norms in evaluation mode while the model is trained."""
+    """Find dropout and batch norms in evaluation mode while the model is trained."""
     modes = seen.structure.modes
     called = modes if seen.reach is None else [each for each in modes if each in seen.reach.called]
     judged = [layer for layer in modes if layer in called]
@@ -35,7 +35,7 @@ def evaluation_mode(seen: Observation) -> Iterator[Finding]:
 
 
 def _evaluated_since(seen: Observation, layers: list[str]) -> int | None:
-    """The step since which everything is in evaluation mode; None if something is not."""
+    """Return the step since which everything is in evaluation mode; None if something is not."""
     if seen.steps is None or not len(seen.steps.evaluated):
         modes = seen.structure.modes
         trains = seen.structure.trains or any(modes[layer] for layer in layers)
@@ -48,7 +48,7 @@ def _evaluated_since(seen: Observation, layers: list[str]) -> int | None:
 
 
 def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
-    """Batch norms in training whose statistics are those of one sample, or of a few numbers."""
+    """Find batch norms whose statistics in training come from one sample or a few numbers."""
     few = [
         each
         for each in _judged(seen)
@@ -70,7 +70,7 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
 
 
 def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
-    """Running statistics that no data ever set, or that only the last batches set."""
+    """Find running statistics that no data ever set, or that only the last batches set."""
     judged = _judged(seen)
     unset = [each for each in judged if each.untouched and each.calls >= _LEAST_CALLS]
     if unset:
@@ -104,7 +104,7 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
 
 
 def _judged(seen: Observation) -> list[NormFacts]:
-    """The batch norms of a model that is trained as one: of evaluation mode is told elsewhere."""
+    """Return the batch norms to judge; none if the run ends in evaluation mode."""
     if seen.steps is not None and len(seen.steps.evaluated) and seen.steps.evaluated[-1]:
         return []
     return [each for each in seen.norms if each.calls >= 1]

@@ -18,7 +18,7 @@ _BEGAN = 100
 
 
 def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
-    """Updates so small that nothing will come of them."""
+    """Find updates so small that nothing will come of them."""
     ratios = update_ratios(seen)
     typical = _too_low(seen, ratios)
     if typical is None or rate_fell(seen) is not None:
@@ -35,7 +35,7 @@ def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
 
 
 def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
-    """One group that next to nothing is done to, beside others that learn."""
+    """Find a group of parameters that hardly changes, beside others that learn."""
     groups = low_groups(seen)
     if groups and _too_low(seen, update_ratios(seen)) is not None:
         return  # it is no matter of one group
@@ -65,7 +65,7 @@ def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
 
 
 def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
-    """A schedule that brings the learning rate to next to nothing long before the end."""
+    """Find a schedule that brings the learning rate to next to nothing long before the end."""
     place = rate_fell(seen)
     if place is None or seen.steps is None or len(seen.steps.learning_rate) < LEAST_STEPS:
         return
@@ -86,7 +86,7 @@ def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
 
 
 def momentum_too_high(seen: Observation) -> Iterator[Finding]:
-    """A momentum that forgets nothing."""
+    """Find a momentum that forgets nothing."""
     for group in seen.structure.groups:
         if not group.get("momentum", 0.0) > cuts.MOMENTUM.value:
             continue
@@ -102,7 +102,7 @@ def momentum_too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def _too_low(seen: Observation, ratios: Floats) -> float | None:
-    """The typical update / weight where that is far too small, and not about to rise."""
+    """Return the typical update / weight if it is far too small and not rising; else None."""
     known = ratios[np.isfinite(ratios) & has_gradients(seen)]
     if len(known) < LEAST_STEPS or not (known > 0).any():
         return None

@@ -16,7 +16,7 @@ _LEAST_STEPS = 8
 
 
 def graph_cut(seen: Observation) -> Iterator[Finding]:
-    """Layers that run and are in the optimizer, and that no gradient ever reaches."""
+    """Find layers that run and are in the optimizer, and that no gradient ever reaches."""
     reach = seen.reach
     if reach is None:
         yield from _cut_in_trace(seen)
@@ -100,7 +100,7 @@ def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
 
 
 def unused_layer(seen: Observation) -> Iterator[Finding]:
-    """Layers in the optimizer that never run, or whose output nobody reads."""
+    """Find layers in the optimizer that never run, or whose output nobody reads."""
     reach = seen.reach
     if reach is None or not len(seen.trace) or not reach.loss_has_graph:
         return
@@ -157,7 +157,7 @@ def _is_passed_by(seen: Observation, each: ParameterFacts) -> bool:
 
 
 def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
-    """Tensors that the loss depends on and that the model does not know as its own."""
+    """Find tensors that the loss depends on and that the model does not know as its own."""
     if seen.reach is None or not seen.reach.unregistered:
         return
     found = seen.reach.unregistered

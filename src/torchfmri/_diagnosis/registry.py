@@ -165,7 +165,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
 def find(
     seen: Observation, diagnoses: Sequence[Diagnose] = DIAGNOSES, notes: Notes | None = None
 ) -> list[Finding]:
-    """All findings, consequences folded under their causes, the worst first.
+    """Return all findings, consequences folded under their causes, the worst first.
 
     Args:
         seen: What was observed.
@@ -180,7 +180,7 @@ def find(
 
 
 def fold(findings: Sequence[Finding]) -> list[Finding]:
-    """Each cause with what follows from it, the worst first.
+    """Return each cause with what follows from it, the worst first.
 
     What follows from something that itself follows from a cause is folded under that cause too.
     """
@@ -201,7 +201,7 @@ def fold(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _with_consequences(cause: Finding, following: Sequence[Finding]) -> Finding:
-    """The cause of these; with what is not finite among them it is an alarm, whatever it is."""
+    """Return a cause with its consequences; an alarm if numbers become non-finite."""
     ends = any(each.problem in _NONFINITE and each.severity == "alarm" for each in following)
     return replace(
         cause,
@@ -211,7 +211,7 @@ def _with_consequences(cause: Finding, following: Sequence[Finding]) -> Finding:
 
 
 def _parent(place: int, findings: Sequence[Finding]) -> int | None:
-    """The earliest finding that this one follows from."""
+    """Return the earliest finding that this one follows from."""
     effect = findings[place]
     causes = [
         other
@@ -233,6 +233,6 @@ def _order(finding: Finding) -> tuple[int, int, int]:
 
 
 def _rank(finding: Finding) -> tuple[int, int, int]:
-    """The worst first, then the earliest, then in the order of a step."""
+    """Return the worst first, then the earliest, then in the order of a step."""
     step = -1 if finding.step is None else finding.step
     return SEVERITIES.index(finding.severity), step, PHASES.index(finding.phase)

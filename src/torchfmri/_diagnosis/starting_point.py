@@ -22,7 +22,7 @@ _LARGEST_HALF = 65504.0
 
 
 def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
-    """Inputs far larger than initialisations assume, with no norm layer to read them."""
+    """Find inputs far larger than initialisations assume, with no norm layer to read them."""
     data = seen.data
     if data is None:
         return
@@ -47,7 +47,7 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
 
 
 def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Finding]:
-    """The same inside of the model: numbers that it makes of the data before the first layer."""
+    """Find large numbers that the model makes from the data before its first layer."""
     if any(odd.step == 0 for odd in odd_data(seen)):  # they are those of the first batch
         return
     large = {layer: rms for layer, rms in given.items() if np.inf > rms > cuts.INPUT_SIZE.value}
@@ -66,7 +66,7 @@ def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Find
 
 
 def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Finding]:
-    """Inputs so small that biases are all that the next layers see, where nothing is learnt."""
+    """Find inputs so small that later layers see only biases, if nothing is learnt."""
     if not is_stuck(seen):
         return
     yield warn(
@@ -82,7 +82,7 @@ def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Findin
 
 
 def unscaled_targets(seen: Observation) -> Iterator[Finding]:
-    """Targets that are so far away that the loss does not move."""
+    """Find targets that are so far away that the loss does not move."""
     data, loss = seen.data, seen.trace.loss
     if data is None or not data.target_rms > cuts.TARGET_SIZE.value or len(loss) < 10:
         return
@@ -100,7 +100,7 @@ def unscaled_targets(seen: Observation) -> Iterator[Finding]:
 
 
 def duplicate_samples(seen: Observation) -> Iterator[Finding]:
-    """Batches that consist of copies, or copies that have different targets."""
+    """Find batches that consist of copies, or copies that have different targets."""
     data = seen.data
     if data is None:
         return
@@ -132,7 +132,7 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
 
 
 def unshuffled_data(seen: Observation) -> Iterator[Finding]:
-    """Batches of a single class each, although there are several."""
+    """Find batches of a single class each, although there are several."""
     data = seen.data
     if data is None or data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
         return
@@ -146,7 +146,7 @@ def unshuffled_data(seen: Observation) -> Iterator[Finding]:
 
 
 def padding_in_loss(seen: Observation) -> Iterator[Finding]:
-    """Targets after the end of a text that count in the loss."""
+    """Find targets after the end of a text that count in the loss."""
     data = seen.data
     if data is None or data.padding <= cuts.PADDING.value:
         return
@@ -160,7 +160,7 @@ def padding_in_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def padding_row(seen: Observation) -> Iterator[Finding]:
-    """An embedding whose padding row is not 0 and, by its nature, never learns."""
+    """Find an embedding whose padding row is not 0 and, by its nature, never learns."""
     if seen.data is None or not seen.data.padding_rows:
         return
     rows = seen.data.padding_rows
@@ -179,7 +179,7 @@ def padding_row(seen: Observation) -> Iterator[Finding]:
 
 
 def init_too_large(seen: Observation) -> Iterator[Finding]:
-    """Matrices that multiply sizes, where that is seen to do harm."""
+    """Find matrices that multiply sizes, where that is seen to do harm."""
     large = {name: gain for name, gain in gains(seen).items() if gain > cuts.GAIN.value}
     if not large:
         return
@@ -209,7 +209,7 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
 
 
 def initial_loss(seen: Observation) -> Iterator[Finding]:
-    """A first cross entropy far above that of guessing."""
+    """Find a first cross entropy far above that of guessing."""
     ratio = initial_loss_ratio(seen)
     loss = seen.loss
     if loss is None or not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
@@ -230,7 +230,7 @@ def initial_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def half_headroom(seen: Observation) -> Iterator[Finding]:
-    """float16 values about to overflow."""
+    """Find float16 values about to overflow."""
     trace = seen.trace
     worst: tuple[float, str, int] = (0.0, "", 0)
     for series, dtype in trace.dtypes.items():
@@ -260,7 +260,7 @@ def half_headroom(seen: Observation) -> Iterator[Finding]:
 
 
 def half_underflow(seen: Observation) -> Iterator[Finding]:
-    """float16 gradients too small to be numbers."""
+    """Find float16 gradients too small to be numbers."""
     if seen.steps is None or not (seen.steps.half_gradients or seen.steps.flushed):
         return
     shares = seen.steps.half_gradients

@@ -32,7 +32,7 @@ _MILLIONFOLD = 1e4
 
 
 def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
-    """Updates that replace the weights: one of them, all while the loss is high, or of a group."""
+    """Find updates that replace the weights: a single one, all of them, or those of a group."""
     found = next(chain(update_jump(seen), _too_high(seen)), None)
     if found is not None:
         yield found
@@ -41,7 +41,7 @@ def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def _group_too_high(seen: Observation) -> Iterator[Finding]:
-    """One group whose weights are replaced, beside others that are changed with care."""
+    """Find one group whose weights are replaced, beside others that are changed with care."""
     facts = seen.structure.parameters
     for group in far_groups(seen):
         weights = [name for name in group.parameters if _is_weight(name)]
@@ -128,7 +128,7 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def diverging_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss that grows tenfold and stays there, whatever the updates look like."""
+    """Find a loss that grows tenfold and stays there, whatever the updates look like."""
     loss = seen.trace.loss
     known = np.flatnonzero(np.isfinite(loss))
     if len(known) < _LEAST_STEPS or (loss[known] <= 0).any():
@@ -150,7 +150,7 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def loss_spike(seen: Observation) -> Iterator[Finding]:
-    """A sudden loss and gradient far above the usual, with the layer that moved first."""
+    """Find a sudden loss and gradient far above the usual, with the layer that moved first."""
     trace = seen.trace
     if len(trace) < 2 * _LEAST_STEPS:
         return
@@ -193,7 +193,7 @@ def _is_usual(before: Floats, value: float, typical: float) -> bool:
 
 
 def _first_mover(seen: Observation, place: int) -> tuple[str, float, int]:
-    """The layer whose output left its usual size first, in the last steps before a spike."""
+    """Return the layer whose output left its usual size first, in the last steps before a spike."""
     rms = seen.trace.matrix("activations", "rms")
     names = seen.trace.names("activations")
     if not names:
@@ -218,13 +218,13 @@ def _is_better(first: float, after: float) -> bool:
 
 
 def _cannot_be_right(ratios: Floats, place: int, ratio: float) -> bool:
-    """What needs no loss to be judged: weights replaced at each step, or a sudden jump."""
+    """Whether updates are wrong whatever the loss: weights replaced each step, or a jump."""
     usual = median(ratios[:place]) if place >= _WINDOW else math.inf
     return ratio > cuts.UPDATE_REPLACED.value or ratio > cuts.UPDATE_JUMP.value * usual
 
 
 def _factor(ratio: float) -> str:
-    """By what to divide a learning rate for updates of about 1 %, in tens."""
+    """Return by which power of ten to divide a learning rate for updates of about 1 %."""
     if ratio >= _MILLIONFOLD:
         return "a million or more"
     return f"{10 ** max(1, math.ceil(math.log10(ratio / 1e-2))):,}"

@@ -23,7 +23,7 @@ _SETTLED = 1e-3
 
 
 def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
-    """Steps that go on after the learning rate has become 0 for good."""
+    """Find steps that go on after the learning rate has become 0 for good."""
     if seen.steps is None:
         yield from _updates_ended(seen)
         return
@@ -114,7 +114,7 @@ def _never_moved(seen: Observation) -> Iterator[Finding]:
 
 
 def stopped_training(seen: Observation) -> Iterator[Finding]:
-    """Layers whose weights moved at every step and then no more, while others go on."""
+    """Find layers whose weights moved at every step and then no more, while others go on."""
     trace = seen.trace
     if len(trace) < _WINDOW + _STOPPED or not trace.parameters:
         return
@@ -148,7 +148,7 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
 
 
 def _stop(moved: NDArray[np.bool_], others: NDArray[np.bool_]) -> int | None:
-    """The place from which on something that always moved does not; None if there is none."""
+    """Return the place since which something that always moved stands still; or None."""
     if moved[-1] or not moved.any():
         return None
     last = int(np.flatnonzero(moved)[-1])

@@ -115,7 +115,7 @@ class RunTrace:
     # -- statistics of layers and parameters -------------------------------------------------
 
     def names(self, what: str) -> list[str]:
-        """The layers or parameters with `what`."""
+        """Return the layers or parameters with `what`."""
         return list(self._places.get(what, ()))
 
     def matrix(self, what: str, field: str) -> Floats:
@@ -137,7 +137,7 @@ class RunTrace:
         return self._stacks[what]
 
     def column(self, layer: str, what: str, field: str) -> Floats:
-        """One series over the steps; all nan where it was never seen."""
+        """Return one series over the steps; all nan where it was never seen."""
         place = self._places.get(what, {}).get(layer)
         if place is None:
             return np.full(len(self), math.nan)
@@ -196,7 +196,7 @@ class RunTrace:
 
 
 def trace_of(history: History) -> RunTrace:
-    """The whole of a history as a trace."""
+    """Return the whole of a history as a trace."""
     trace = RunTrace(max(1, len(history)))
     for step in history:
         trace.add(step, history.series)

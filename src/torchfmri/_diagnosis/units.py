@@ -26,7 +26,7 @@ _LEAST_VALUES = 1024
 
 
 def excessive_dropout(seen: Observation) -> Iterator[Finding]:
-    """Dropout that leaves next to nothing."""
+    """Find dropout that leaves next to nothing."""
     large = {
         layer: share
         for layer, share in seen.structure.dropouts.items()
@@ -48,7 +48,7 @@ def excessive_dropout(seen: Observation) -> Iterator[Finding]:
 
 
 def dead_units(seen: Observation) -> Iterator[Finding]:
-    """Units behind a rectifier that were off for every sample of a window."""
+    """Find units behind a rectifier that were off for every sample of a window."""
     shares = dead_shares(seen)
     dead = [
         each
@@ -85,7 +85,7 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
 
 
 def dead_layer(seen: Observation) -> Iterator[Finding]:
-    """A whole layer that returns nothing but 0, seen by a Monitor."""
+    """Find a whole layer that returns nothing but 0, seen by a Monitor."""
     if seen.units or not len(seen.trace):
         return
     zero = seen.trace.matrix("activations", "zero_share")
@@ -109,7 +109,7 @@ def dead_layer(seen: Observation) -> Iterator[Finding]:
 
 
 def saturated_units(seen: Observation) -> Iterator[Finding]:
-    """Hidden squashing functions that sit on their flat ends."""
+    """Find hidden squashing functions that sit on their flat ends."""
     shares = flat_shares(seen)
     flat = [
         each
@@ -151,7 +151,7 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
 
 
 def attention_collapse(seen: Observation) -> Iterator[Finding]:
-    """Attention whose logits have run away, so that each query sees a single key."""
+    """Find attention whose logits have run away, so that each query sees a single key."""
     by_layer: dict[str, list[HeadActivity]] = {}
     for each in seen.heads:
         by_layer.setdefault(each.layer, []).append(each)
@@ -186,7 +186,7 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
 
 
 def constant_layer(seen: Observation) -> Iterator[Finding]:
-    """A softmax or a norm over one number, which returns the same whatever it is given."""
+    """Find a softmax or a norm over one number, which returns the same whatever it is given."""
     last = "" if seen.loss is None else seen.loss.output_layer
     for each in seen.constants:
         layer = each.layer or last
@@ -208,7 +208,7 @@ def constant_layer(seen: Observation) -> Iterator[Finding]:
 
 
 def representation_collapse(seen: Observation) -> Iterator[Finding]:
-    """A last representation in which all samples are the same."""
+    """Find a last representation in which all samples are the same."""
     if seen.steps is None or seen.loss is None or not seen.loss.output_layer:
         return
     spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
@@ -227,7 +227,7 @@ def representation_collapse(seen: Observation) -> Iterator[Finding]:
 
 
 def routing_collapse(seen: Observation) -> Iterator[Finding]:
-    """A router that sends everything to one expert."""
+    """Find a router that sends everything to one expert."""
     for router in seen.routers:
         if len(router.experts) < 3 or len(router.load) < _LEAST_STEPS:
             continue

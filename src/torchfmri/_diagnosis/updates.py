@@ -29,7 +29,7 @@ _POWER = 1e-2
 
 
 def updates_lost(seen: Observation) -> Iterator[Finding]:
-    """Weights that stay bit for bit although they have gradients and an optimizer."""
+    """Find weights that stay bit for bit although they have gradients and an optimizer."""
     if seen.steps is None or int(seen.steps.stepped.sum()) < _SUSTAINED:
         return
     if seen.steps.cleared.mean() > 0.5:  # there was nothing to update with
@@ -73,7 +73,7 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
 
 
 def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
-    """A decay that shrinks the weights faster than gradients can build them."""
+    """Find a decay that shrinks the weights faster than gradients can build them."""
     for group in seen.structure.groups:
         rate = group["lr"] * group["weight_decay"]
         if not rate >= cuts.DECAY.value:
@@ -93,7 +93,7 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
 
 
 def _size_left(seen: Observation, name: str) -> float:
-    """The size of a parameter at the end / at the start; nan where it is not known."""
+    """Return the size of a parameter at the end / at the start; nan where it is not known."""
     if name in seen.weights:
         weight = seen.weights[name]
         return weight.last_rms / weight.rms if weight.rms > 0 else math.nan
@@ -103,7 +103,7 @@ def _size_left(seen: Observation, name: str) -> float:
 
 
 def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
-    """Clipping that makes every gradient a hundredth of itself or less."""
+    """Find clipping that makes every gradient a hundredth of itself or less."""
     factors = clip_factors(seen)
     known = np.isfinite(factors)
     if int(known.sum()) < _WINDOW:
@@ -156,7 +156,7 @@ def _clipped_scaled(step: int, factor: float, left: float, share: float) -> Find
 
 
 def _why_so_little(seen: Observation, left: float) -> tuple[str, str]:
-    """What leaves so small a norm, and what to do: a low limit, or a scale that nobody told of."""
+    """Return why so small a norm is left, and advice: a low limit or an unknown scale."""
     lower = "Clip at 0.1 to 10 (1 is usual), and at a norm rather than at a value."
     if math.isfinite(median(seen.trace.scalar("gradient_scale"))):
         return "it is the limit that is too low", lower
@@ -188,7 +188,7 @@ def _is_clipped_scaled(seen: Observation, left: float) -> bool:
 
 
 def step_before_backward(seen: Observation) -> Iterator[Finding]:
-    """An optimizer that steps before there is a gradient, and backward only then."""
+    """Find an optimizer that steps before there is a gradient, and backward only then."""
     early = np.zeros(0, bool) if seen.steps is None else seen.steps.early
     if int(early.sum()) < _SUSTAINED or early.mean() <= 0.5:
         return
@@ -203,7 +203,7 @@ def step_before_backward(seen: Observation) -> Iterator[Finding]:
 
 
 def cleared_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that arrive, and are gone when the optimizer comes for them."""
+    """Find gradients that arrive, and are gone when the optimizer comes for them."""
     if seen.steps is None:
         yield from _nothing_moves(seen)
         return
@@ -247,7 +247,7 @@ def _nothing_moves(seen: Observation) -> Iterator[Finding]:
 
 
 def updates_undone(seen: Observation) -> Iterator[Finding]:
-    """Weights that every step changes, and that are back when the next one begins."""
+    """Find weights that every step changes, and that are back when the next one begins."""
     trace = seen.trace
     sizes = trace.matrix("parameters", "rms")
     if len(trace) < _WINDOW or not sizes.size:
@@ -270,7 +270,7 @@ def updates_undone(seen: Observation) -> Iterator[Finding]:
 
 
 def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
-    """Backward passes that no optimizer step follows."""
+    """Find backward passes that no optimizer step follows."""
     if seen.steps is None or len(seen.steps.stepped) < _WINDOW:
         return
     if seen.steps.stepped.any():
@@ -286,7 +286,7 @@ def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
 
 
 def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding]:
-    """One of several optimizers that nobody calls."""
+    """Find one of several optimizers that nobody calls."""
     facts = seen.structure.parameters
     layers = tuple(dict.fromkeys(facts[name].layer for name in idle if name in facts))
     if not layers:

@@ -19,7 +19,7 @@ _ADAPTERS = 0.5
 
 
 def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
-    """Parameters that ask for gradients, get them, and that no optimizer has."""
+    """Find parameters that ask for gradients, get them, and that no optimizer has."""
     everything = seen.structure.parameters.values()
     missing = [
         each
@@ -51,7 +51,7 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
 
 
 def frozen_layer(seen: Observation) -> Iterator[Finding]:
-    """Frozen matrices between layers that are trained, unless that looks like a plan."""
+    """Find frozen matrices between layers that are trained, unless that looks like a plan."""
     everything = in_order(seen, list(seen.structure.parameters.values()))
     matrices = [each for each in everything if each.is_matrix]
     frozen = [each for each in matrices if not each.trainable]
@@ -105,7 +105,7 @@ def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
 
 
 def stale_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that are added to those of the step before."""
+    """Find gradients that are added to those of the step before."""
     if seen.steps is not None:
         stale, steps = seen.steps.stale, np.arange(len(seen.steps.stale))
     else:
@@ -124,7 +124,7 @@ def stale_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def shared_module(seen: Observation) -> Iterator[Finding]:
-    """One module under several numbers of a list: copies were meant."""
+    """Find one module under several numbers of a list: copies were meant."""
     groups: dict[tuple[str, ...], int] = {}
     for owners in seen.structure.aliases.values():
         parents = {owner.rpartition(".")[0] for owner in owners}
@@ -150,7 +150,7 @@ def shared_module(seen: Observation) -> Iterator[Finding]:
 
 
 def symmetric_init(seen: Observation) -> Iterator[Finding]:
-    """Matrices whose units began equal and are still equal: nothing tells them apart."""
+    """Find matrices whose units began equal and are still equal: nothing tells them apart."""
     if len(seen.trace) < 2:
         return
     equal = [
@@ -178,7 +178,7 @@ def symmetric_init(seen: Observation) -> Iterator[Finding]:
 
 
 def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
-    """Linear layers in a row with nothing between them, which are one Linear layer."""
+    """Find linear layers in a row with nothing between them, which are one Linear layer."""
     pairs = () if seen.reach is None else seen.reach.linear_pairs
     follows = dict(pairs)
     chains = [(first, second, follows[second]) for first, second in pairs if second in follows]
@@ -197,7 +197,7 @@ def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
 
 
 def samples_mixed(seen: Observation) -> Iterator[Finding]:
-    """A model whose answer about one sample depends on the others, also in evaluation mode."""
+    """Find a model whose answer about one sample depends on the others, also in evaluation mode."""
     if seen.data is None or not seen.data.mixed > cuts.MIXED.value or seen.softmaxes:
         return
     recurrent = [
@@ -218,7 +218,7 @@ def samples_mixed(seen: Observation) -> Iterator[Finding]:
 
 
 def untied_weights(seen: Observation) -> Iterator[Finding]:
-    """An embedding and an output layer that began as copies and are two parameters."""
+    """Find an embedding and an output layer that began as copies and are two parameters."""
     pairs = seen.copied_tables
     if not pairs:
         return
@@ -235,7 +235,7 @@ def untied_weights(seen: Observation) -> Iterator[Finding]:
 
 
 def _list_of(layer: str) -> str:
-    """The part of a name before its last number: the list it is a member of."""
+    """Return the part of a name before its last number: the list it is a member of."""
     parts = layer.split(".")
     for place in range(len(parts) - 1, -1, -1):
         if parts[place].isdigit():

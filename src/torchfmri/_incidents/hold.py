@@ -81,7 +81,7 @@ class Hold:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Do not take calls of the model in this block for those of the step."""
+        """Ignore calls of the model in this block: they are not those of the step."""
         self._watch.is_resting = True
         try:
             yield
@@ -89,22 +89,22 @@ class Hold:
             self._watch.is_resting = False
 
     def begin(self, number: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._restore()
         self._number, self._stepped, self._is_known = number, False, False
         self._watch.begin()
 
     def tell_loss(self, loss: Any) -> None:
-        """The user's word for the loss."""
+        """Take the loss that the user tells."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._watch.step.told_losses.append(loss)
 
     def tell_batch(self, batch: Any) -> None:
-        """The user's word for the batch."""
+        """Take the batch that the user tells."""
         self._watch.tell_batch(batch)
 
     def end(self) -> None:
-        """The step is over: where the optimizer has not stepped, the scaler has left it out.
+        """End the step; if the optimizer has not stepped, the scaler has left it out.
 
         Raises:
             NonFiniteError: As `check`.
@@ -113,7 +113,7 @@ class Hold:
             self._left_out_by_scaler()
 
     def after_update(self) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
         self._restore()
 
     # -- looking -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Hold:
                 self._watch.begin()
 
     def _left_out_by_scaler(self) -> None:
-        """A step that the GradScaler left out is ordinary, unless its loss is bad or it goes on."""
+        """Look at a step that the GradScaler left out; that is ordinary unless it goes on."""
         seen = self._watch.step
         bad = self._skips_again(True) or not are_finite(seen.known_losses)
         if bad if self.action == "continue" else any_is_true(bad):

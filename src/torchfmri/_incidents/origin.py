@@ -27,7 +27,7 @@ def find_origin(
     backward: bool = True,
     data: Any = None,
 ) -> Finding | None:
-    """What made the first non-finite value that reaches the loss or a gradient; None if none does.
+    """Find what made the first non-finite value in the loss or a gradient; None if none is.
 
     Runs one step operation by operation (tens of times slower than plain) and follows each
     NaN and infinity back to the operation that made it from finite numbers. Infinities that the
@@ -96,7 +96,7 @@ def _call(run: Callable[[], Any]) -> Any:
 
 
 def _trouble(trace: OperationTrace, loss: Tensor | None, outputs: list[Tensor]) -> Event | None:
-    """The event behind a non-finite loss; without a loss, behind a non-finite output."""
+    """Return the event behind a non-finite loss; without a loss, behind a non-finite output."""
     if loss is not None:
         return trace.event_of(loss)
     for tensor in outputs:

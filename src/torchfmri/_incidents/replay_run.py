@@ -43,7 +43,7 @@ class Replay:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The outcome as plain data, for JSON."""
+        """Return the outcome as plain data, for JSON."""
         return {
             "step": self.step,
             "rank": self.rank,
@@ -53,7 +53,7 @@ class Replay:
         }
 
     def text(self) -> str:
-        """The outcome in words."""
+        """Return the outcome in words."""
         how = "run again" if self.was_run else "as it was written down"
         code = self.finding.evidence.get("code")
         lines = [
@@ -68,7 +68,7 @@ class Replay:
 
 
 def replay(folder: str | Path, subject: Subject | None = None, rank: int | None = None) -> Replay:
-    """What is wrong with the step of an incident.
+    """Find what is wrong with the step of an incident, by running it again.
 
     Args:
         folder: Of the incident, or of several: then that of the highest step.
@@ -152,7 +152,7 @@ def _scale(part: IncidentPart) -> float:
 def _loss_for(
     subject: Subject, call: ModelCall, told: Any, notes: list[str]
 ) -> Callable[..., Any] | None:
-    """The loss to call after the model: with what it was called with then, where that is known."""
+    """Return the loss to call after the model, with its arguments of then if they are known."""
     loss = subject.loss
     if loss is None or call.loss_arguments is not None:
         return loss if callable(loss) else None
@@ -174,7 +174,7 @@ def _loss_for(
 
 
 def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
-    """The target in a batch by its name: the second of two, or what the model was not given."""
+    """Return the name and value of the target: the second of two, or what the model did not get."""
     if isinstance(told, Mapping):
         named = {str(key): value for key, value in told.items()}
     elif isinstance(told, (list, tuple)):

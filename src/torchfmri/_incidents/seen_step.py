@@ -98,7 +98,7 @@ class StepWatch:
         self.buffers = Buffers(unwrap(model))
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step = SeenStep()
         self.buffers.keep()
 
@@ -138,7 +138,7 @@ class StepWatch:
         return version is not None and scaler_went_on(self._scaler, version)
 
     def tell_batch(self, batch: Any) -> None:
-        """The user's word for the batch of the step."""
+        """Take the batch of the step that the user tells."""
         self.step.told_batch = batch
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
         keywords = dict(batch) if isinstance(batch, Mapping) else {}

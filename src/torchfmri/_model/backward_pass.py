@@ -51,7 +51,7 @@ def _run_spared(run: Callable[[], object], leaves: Iterable[Tensor]) -> None:
 
 
 def _explore(loss: Tensor) -> tuple[dict[int, Tensor], bool]:
-    """The leaves of the graph behind `loss`, and whether a reentrant checkpoint is among it."""
+    """Return the leaves of the graph behind `loss`, and whether it has a reentrant checkpoint."""
     leaves: dict[int, Tensor] = {}
     reentrant = False
     for node in nodes_behind([loss.grad_fn]):

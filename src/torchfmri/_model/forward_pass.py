@@ -27,7 +27,7 @@ Loss: TypeAlias = "Callable[..., Tensor] | str | None"
 
 
 def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to call the model with `data`.
+    """Return how to call the model with `data`.
 
     Raises:
         InspectionError: They do not fit, or have no values.
@@ -110,7 +110,7 @@ def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator
 
 
 def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | None:
-    """The scalar to differentiate; None where there is none and none is needed."""
+    """Return the scalar to differentiate; None where there is none and none is needed."""
     value = _loss_value(output, target, loss)
     if value is None:
         if backward:

@@ -21,7 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Listener(Protocol):
-    """What is told about a step of an optimizer, in this order."""
+    """Receives what happens in a step of an optimizer, in this order."""
 
     def before_update(self, concerns: Concerns) -> None:
         """The optimizer is about to step; gradients may still have to be computed."""
@@ -82,7 +82,7 @@ class OptimizerSteps:
     def _watched(
         self, closure: Callable[..., Any], concerns: Concerns, optimizer: Optimizer
     ) -> Callable[..., Any]:
-        """The closure, followed by a look at the gradients that its first run computed."""
+        """Return the closure, followed by a look at the gradients that its first run computed."""
         ran = False
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class OptimizerSteps:
         return not self._optimizers or _same(optimizer, self._optimizers[-1])
 
     def _concerns(self, optimizer: Optimizer) -> Concerns:
-        """Each parameter is looked at when its own optimizer steps, if none when the last does."""
+        """Return which parameters to look at when an optimizer steps: its own."""
         if len(self._optimizers) < 2:
             return lambda parameter: True
         own = _identities(optimizer)
@@ -136,7 +136,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers in a list.
+    """Return the optimizers in a list.
 
     Raises:
         InspectionError: One of them is not an optimizer.

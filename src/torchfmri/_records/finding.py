@@ -56,14 +56,14 @@ class Finding:
     consequences: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as plain data, for JSON."""
+        """Return the finding as plain data, for JSON."""
         plain = {"layers": list(self.layers), "evidence": dict(self.evidence)}
         consequences = [each.to_dict() for each in self.consequences]
         return {**vars(self), **plain, "consequences": consequences}
 
     @classmethod
     def from_dict(cls, data: Any) -> Finding:
-        """The finding that `to_dict` gave.
+        """Return the finding that `to_dict` gave.
 
         Raises:
             KeyError: A part of it is missing.

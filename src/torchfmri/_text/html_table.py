@@ -61,7 +61,7 @@ def html_table(
     missing: Mapping[str, str],
     notes: Mapping[str, Sequence[str]],
 ) -> str:
-    """The table as HTML: escaped, without scripts or anything from elsewhere, below 200 kB.
+    """Return the table as HTML: escaped, without scripts or anything from elsewhere, below 200 kB.
 
     Long tables show layers whose names differ only in their numbers as one row.
 
@@ -100,7 +100,7 @@ def html_table(
 
 
 def _cut(lines: Mapping[str, Sequence[TableLine]], shown: int, room: int) -> str:
-    """The tables with as many rows each as fit."""
+    """Return the tables with as many rows each as fit."""
     limit = shown
     while limit >= 1:
         body = _tables({what: group[:limit] for what, group in lines.items()}, shown)
@@ -166,7 +166,7 @@ def _row(line: TableLine) -> str:
 
 
 def _sparkline(statistics: Statistics) -> str:
-    """The distribution as bars, one path; in words for those who cannot see it."""
+    """Return the distribution as bars, one path; in words for those who cannot see it."""
     heights = bar_heights(statistics, _BARS)
     if not heights:
         return describe_state(statistics)

@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def bytes_text(value: float) -> str:
-    """Bytes in binary units.
+    """Return a number of bytes in binary units.
 
     >>> bytes_text(0), bytes_text(900), bytes_text(1536), bytes_text(3 * 2**30)
     ('0', '900 B', '1.5 KiB', '3 GiB')
@@ -19,7 +19,7 @@ def bytes_text(value: float) -> str:
 
 
 def flops_text(value: float) -> str:
-    """FLOPs (a count, not a rate) in decimal units.
+    """Return a number of FLOPs (a count, not a rate) in decimal units.
 
     >>> flops_text(0), flops_text(512), flops_text(9_437_184), flops_text(2.5e12)
     ('0', '512', '9.44 M', '2.5 T')
@@ -28,7 +28,7 @@ def flops_text(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Seconds, milliseconds or microseconds.
+    """Return a time in seconds, milliseconds or microseconds.
 
     >>> seconds_text(2.5), seconds_text(0.0123), seconds_text(4.2e-5), seconds_text(float("nan"))
     ('2.5 s', '12.3 ms', '42 µs', '-')
@@ -44,7 +44,7 @@ def seconds_text(value: float) -> str:
 
 
 def change_text(value: float, reference: float) -> str:
-    """How a value compares with a reference, in percent.
+    """Return how a value compares with a reference, in percent.
 
     >>> change_text(75, 100), change_text(100, 100), change_text(130, 100)
     ('-25 %', '0 %', '+30 %')
@@ -67,5 +67,5 @@ def _scaled(value: float, base: int) -> tuple[str, str]:
 
 
 def _short(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Return three significant digits, without an exponent."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

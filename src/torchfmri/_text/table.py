@@ -63,7 +63,7 @@ def text_table(
     width: int | None = None,
     fold: bool | None = None,
 ) -> str:
-    """A table for the terminal, one line per layer and thing watched.
+    """Return a table for the terminal, one line per layer and thing watched.
 
     It is as wide as the terminal. Colour appears only on a terminal and never with NO_COLOR;
     sparklines turn into ASCII where the output cannot encode blocks.
@@ -162,7 +162,7 @@ def _sparkline(line: TableLine, style: Style) -> str:
 
 
 def _trend(scales: Sequence[float], style: Style) -> str:
-    """The scale of the layers over depth, logarithmic, at most as long as a sparkline."""
+    """Return the scale of the layers over depth, logarithmic, at most as long as a sparkline."""
     if len(scales) < 2:
         return ""
     step = max(1.0, len(scales) / _SPARK_BINS)

@@ -155,7 +155,7 @@ class Verification:
         return "\n\n".join([title, *(["\n".join(["wrong", *listed])] if listed else []), *rest])
 
     def _wrong_in_words(self) -> list[str]:
-        """The wrong gradients, first to last."""
+        """Return the wrong gradients, first to last."""
         words = [str(check) for check in self.findings]
         more = [f"and {len(words) - _LISTED} more: see verification.findings"]
         return words[:_LISTED] + (more if len(words) > _LISTED else [])

@@ -53,7 +53,7 @@ def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> No
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches, which pyplot does not know of, except in a notebook.
+    """Return a figure of that size in inches, unknown to pyplot except in a notebook.
 
     There it is one of pyplot's, because only those are shown; the notebook closes it itself.
 
@@ -97,7 +97,7 @@ def check_picture(name: str, path: Path) -> None:
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
-    """`ax`, or the axes of a new figure of that size in inches."""
+    """Return `ax`, or the axes of a new figure of that size in inches."""
     if ax is None:
         return new_figure(width, height).add_subplot()
     require(hasattr(ax, "get_figure"), "ax", ax, "give matplotlib Axes, or None for a new figure")
@@ -105,7 +105,7 @@ def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
 
 
 def split_right(ax: Axes, share: float) -> Axes:
-    """New axes for the right `share` of the space that `ax` had, with the same y axis."""
+    """Return new axes for the right `share` of the space of `ax`, with the same y axis."""
     figure, spec = ax.figure, ax.get_subplotspec()
     if spec is not None:
         parts = spec.subgridspec(1, 2, width_ratios=[1 - share, share], wspace=0.06)
@@ -165,7 +165,7 @@ def draw_colour_bar(ax: Axes, image: Any, label: str = "", **options: Any) -> An
 
 
 def scale_values(ax: Axes, ends: Iterable[tuple[float, float]]) -> None:
-    """A linear x axis where layers are of one size, else one that is linear only around zero.
+    """Make the x axis linear only around zero if the sizes of layers differ widely.
 
     Args:
         ax: The axes to scale.
@@ -188,17 +188,17 @@ def scale_values(ax: Axes, ends: Iterable[tuple[float, float]]) -> None:
 
 
 def ink(ax: Axes) -> Any:
-    """The colour of the text, which fits the user's own style, dark ones too."""
+    """Return the colour of the text, which fits the user's own style, dark ones too."""
     return ax.xaxis.label.get_color()
 
 
 def behind_text(ax: Axes) -> dict[str, Any]:
-    """A box that lets a text be read on top of data."""
+    """Return a box that lets a text be read on top of data."""
     return {"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
 
 
 def escape(text: str) -> str:
-    """The text with nothing in it that matplotlib would read as mathematics."""
+    """Return the text with nothing in it that matplotlib would read as mathematics."""
     return text.replace("$", r"\$")
 
 

@@ -71,7 +71,7 @@ class LayerLayout(NamedTuple):
 
 
 def arrange(layers: Sequence[str]) -> LayerLayout:
-    """Layers in model order; too many to name are put together by kind, each kind by depth.
+    """Return where layers are drawn: in model order, or by kind if they are too many.
 
     `layers.0.mlp`, `layers.1.mlp`, ... make one group, named `layers.*.mlp`.
     """
@@ -100,7 +100,7 @@ def arrange(layers: Sequence[str]) -> LayerLayout:
 
 
 def draw_layers(ax: Axes, layout: LayerLayout, inspection: Inspection) -> None:
-    """The names of the layers, the input on top; with their type where they are only numbered."""
+    """Write the names of the layers, the input on top; with types if names are numbers."""
     ticks = [place for place, _ in layout.labels]
     names = [label_layer(name, inspection) for _, name in layout.labels]
     ax.set_yticks(ticks, names, fontsize=8, family="monospace")
@@ -115,14 +115,14 @@ def draw_layers(ax: Axes, layout: LayerLayout, inspection: Inspection) -> None:
 
 
 def label_layer(name: str, inspection: Inspection) -> str:
-    """A layer's name to write beside it, with its type where it is only a number."""
+    """Return a layer's name to write beside it, with its type where it is only a number."""
     text = shorten(layer_label(name), _LONGEST_LABEL)
     numbered = name in inspection and name.rpartition(".")[2].isdigit()
     return escape(f"{text} {inspection[name].kind}" if numbered else text)
 
 
 def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics], what: str) -> None:
-    """Words in the margin at layers that are not as usual, one for neighbours that share them."""
+    """Write words in the margin at unusual layers, once for neighbours that share them."""
     for text, first, last in layout.runs([state_in_words(each, what) for each in statistics]):
         top = float(layout.places[first] - layout.heights[first] / 2)
         end = float(layout.places[last] + layout.heights[last] / 2)
@@ -139,7 +139,7 @@ def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics],
 
 
 def state_in_words(statistics: Statistics, what: str) -> str:
-    """What a reader has to know of a layer that is not as usual; "" if it is."""
+    """Return what is unusual about a layer; "" if nothing is."""
     state = describe_state(statistics)
     bad = describe_bad(statistics)
     if bad and not state:
@@ -150,7 +150,7 @@ def state_in_words(statistics: Statistics, what: str) -> str:
 def layer_statistics(
     inspection: Inspection, what: str, layers: str | Sequence[str] = "*"
 ) -> tuple[dict[str, Statistics], list[str]]:
-    """The statistics of the layers that match, and the layers without any.
+    """Return the statistics of the layers that match, and the layers without any.
 
     The order is that of execution: a block comes after what it is made of.
 
@@ -188,5 +188,5 @@ def _first_finished(inspection: Inspection, layer: str) -> int:
 
 
 def quantiles(statistics: Sequence[Statistics], q: float) -> Floats:
-    """One quantile of every layer; nan where no value is finite."""
+    """Return one quantile of every layer; nan where no value is finite."""
     return np.array([each.quantile(q) for each in statistics])

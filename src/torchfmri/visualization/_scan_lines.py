@@ -86,7 +86,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
 
 
 def _write_depths(ax: Axes, lines: Sequence[Line]) -> None:
-    """The numbers of the blocks; what stands before and after them has its name there."""
+    """Write the numbers of the blocks, and the names of layers before and after them."""
     alone = {
         line.depths[0]: layer_label(line.label).rpartition(".")[2]
         for line in lines
@@ -106,7 +106,7 @@ def _write_depths(ax: Axes, lines: Sequence[Line]) -> None:
 
 
 def scale_wide(ax: Axes, lines: Sequence[Line]) -> None:
-    """A logarithmic y axis where all values are positive and some are many times others."""
+    """Make the y axis logarithmic if all values are positive over a wide range."""
     parts = [each for line in lines for each in (line.middle, line.low, line.high)]
     found = [part[np.isfinite(part)] for part in parts if part is not None]
     numbers = np.concatenate(found) if found else np.array([])

@@ -30,7 +30,7 @@ def plot_attention(
     heads: Sequence[int] | None = None,
     title: str = "",
 ) -> Figure:
-    """Attention patterns, one panel per head: queries down, keys across, brighter for more.
+    """Draw attention patterns, one panel per head: queries down, keys across.
 
     All panels share one scale, from 0 to the largest weight; it is not linear (square root), so
     that weights of a few per cent can be seen.
@@ -110,7 +110,7 @@ def _label(
 def plot_heads(
     scores: Any, layers: Sequence[str], *, title: str = "", label: str = "", ax: Axes | None = None
 ) -> Axes:
-    """One number per head: blocks down, heads across, with the number written in each cell.
+    """Draw one number per head: blocks down, heads across, the number in each cell.
 
     Args:
         scores: (layer, head); nan is left grey.

@@ -41,7 +41,7 @@ def plot_history(
     loss: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """A statistic over the steps: of all layers as a heat map, or of chosen layers as lines.
+    """Draw a statistic over the steps: all layers as a heat map, or chosen ones as lines.
 
     Steps in which a layer had NaN or Inf carry a triangle; those in which it was not seen are
     grey and hatched. Values over a wide range are on a logarithmic scale (signed ones: linear
@@ -114,7 +114,7 @@ def _choose(names: list[str], patterns: str | Sequence[str]) -> list[int]:
 
 
 def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str) -> None:
-    """Layers down, steps across."""
+    """Draw layers down and steps across."""
     import matplotlib as mpl
 
     norm, cmap = _norm(values, field)
@@ -149,7 +149,7 @@ def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, 
 
 
 def _label_layers(ax: Axes, names: list[str]) -> None:
-    """Names down the y axis, the input on top; of many only every n-th."""
+    """Write names down the y axis, the input on top; of many only every n-th."""
     every = -(-len(names) // _MOST_NAMES)
     places = range(0, len(names), every)
     labels = [escape(shorten(layer_label(names[place]), 36)) for place in places]
@@ -173,7 +173,7 @@ def _thin(rows: Any, columns: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def _edges(steps: Any) -> Floats:
-    """The borders of the columns; watched steps may lie apart."""
+    """Return the borders of the columns; watched steps may lie apart."""
     middles = np.asarray(steps, float)
     if len(middles) == 1:
         return np.array([middles[0] - 0.5, middles[0] + 0.5])
@@ -182,7 +182,7 @@ def _edges(steps: Any) -> Floats:
 
 
 def _norm(values: Floats, field: str) -> tuple[Any, str]:
-    """How values become colours: colour-blind safe, logarithmic over a wide range."""
+    """Return how values become colours: colour-blind safe, logarithmic over a wide range."""
     from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 
     finite = values[np.isfinite(values)]
@@ -215,7 +215,7 @@ def _scale_name(norm: Any) -> str:
 def _draw_lines(
     ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str
 ) -> None:
-    """One line per layer, told apart by colour and dashes; NaN and Inf as triangles."""
+    """Draw one line per layer, in its own colour and dashes; NaN and Inf as triangles."""
     if len(names) > MOST_LINES:
         raise InspectionError(
             f"{len(names)} lines cannot be told apart: choose at most {MOST_LINES} layers, or "
@@ -263,7 +263,7 @@ def _scale_lines(ax: Axes, values: Floats) -> None:
 
 
 def _draw_loss(ax: Axes, history: History) -> None:
-    """The loss beneath, with the same steps."""
+    """Draw the loss beneath, over the same steps."""
     below = _split_below(ax)
     ax.tick_params(axis="x", labelbottom=False)
     below.set_xlabel("step")
@@ -302,7 +302,7 @@ def _draw_loss(ax: Axes, history: History) -> None:
 
 
 def _split_below(ax: Axes) -> Axes:
-    """New axes for the lower part of the space that `ax` had, with the same x axis."""
+    """Return new axes for the lower part of the space of `ax`, with the same x axis."""
     figure, spec = ax.figure, ax.get_subplotspec()
     box = ax.get_position()
     height = max(box.height * figure.bbox.height / figure.dpi, 0.1)

@@ -37,7 +37,7 @@ def plot_lens(
     ahead: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layers up, tokens across; each cell has the likeliest next token written in it.
+    """Draw layers up and tokens across, with the likeliest next token in each cell.
 
     Args:
         values: (layer, s) what colours the cells.
@@ -96,7 +96,7 @@ def _is_dark(image: Any, value: float) -> bool:
 
 
 def _short(layer: str) -> str:
-    """The number of a block, for the axis; other names as they are."""
+    """Return the number of a block, for the axis; other names as they are."""
     above, _, last = layer.rpartition(".")
     return f"after {above.rpartition('.')[2]} {last}" if last.isdigit() else layer
 
@@ -104,7 +104,7 @@ def _short(layer: str) -> str:
 def plot_logit_attribution(
     heads: Any, mlps: Any, *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """What heads and MLPs add to a logit: blocks down, heads across, the MLP in the last column.
+    """Draw what heads and MLPs add to a logit: blocks down, heads across, MLPs last.
 
     Args:
         heads: (block, head); nan where heads could not be told apart.
@@ -134,7 +134,7 @@ def plot_logit_attribution(
 def plot_token_bars(
     values: Any, tokens: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """A bar per token, orange where it adds and blue where it takes away.
+    """Draw a bar per token, orange where it adds and blue where it takes away.
 
     Args:
         values: (s,).

@@ -73,7 +73,7 @@ class LesionPicture(NamedTuple):
         return self.blocks
 
     def cells(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """The values as (rows, columns); NaN where there is no lesion."""
+        """Return the values as (rows, columns); NaN where there is no lesion."""
         places = [self.column_of(each) for each in range(len(self.names))]
         table = np.full((int(self.rows.max()) + 1, max(places) + 1), np.nan)
         table[self.rows, places] = values

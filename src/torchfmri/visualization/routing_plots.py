@@ -53,7 +53,7 @@ class Mapped(Protocol):
 
 
 def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
-    """Every layer's prototypes on their two principal components: good, bad or inactive.
+    """Draw every layer's prototypes on a plane: good, bad or inactive.
 
     Args:
         maps: One per layer.
@@ -88,7 +88,7 @@ def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
 def plot_activation(
     histories: Mapping[str, Sequence[History]], what: str = "activation_rate"
 ) -> Figure:
-    """The share of active units over training by block: one panel per name, a band over seeds.
+    """Draw the share of active units over training: a panel per name, a band over seeds.
 
     Args:
         histories: Name -> the histories of its runs, with series "blocks.0.query" and so on.
@@ -139,14 +139,14 @@ def _by_block(runs: Sequence[History], what: str) -> dict[int, Floats]:
 
 
 def _block_of(layer: str) -> int:
-    """The first number in a layer's name."""
+    """Return the first number in a layer's name."""
     return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
 
 
 def plot_selectivity(
     rates: Mapping[str, Any], tasks: Sequence[str], *, ax: Axes | None = None
 ) -> Axes:
-    """How often every unit is on in every task: units sorted by the task they prefer.
+    """Draw how often every unit is on in every task, sorted by the task it prefers.
 
     Args:
         rates: Layer -> (task, o), the share of a task's tokens that reach each unit.
@@ -181,7 +181,7 @@ def plot_tradeoff(
     labels: tuple[str, str] = ("active units", "accuracy, longest"),
     ax: Axes | None = None,
 ) -> Axes:
-    """Two numbers of every run against each other, one colour per variant, its mean as a ring.
+    """Draw two numbers of every run against each other, with the mean as a ring.
 
     Args:
         points: Variant -> (x, y) of each seed.

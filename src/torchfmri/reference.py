@@ -335,7 +335,7 @@ def _apply(
     arguments: tuple[Any, ...],
     defaults: tuple[Any, ...],
 ) -> Any:
-    """What `apply` returns for tensors with an axis of heads and for all arguments.
+    """Run `apply` on tensors with an axis of heads, with all arguments filled in.
 
     One head needs no axis: (b, s, d) goes in as (b, 1, s, d), and the axis is taken out again.
     """
@@ -383,7 +383,7 @@ def _check_attention(
 def _normalised(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor | None, bool, float]:
-    """The mask as numbers with four axes, the last one as long as there are keys; the scale."""
+    """Return the mask as numbers with four axes, expanded over the keys, and the scale."""
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
@@ -393,7 +393,7 @@ def _normalised(
 
 
 def _split_heads(query: Tensor, key: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """The query as (b, g, r, s, d), and (g, r)."""
+    """Return the query as (b, g, r, s, d), and (g, r)."""
     heads, groups = query.shape[1], key.shape[1]
     if heads % groups:
         raise ValueError(f"{heads} query heads cannot share {groups} key heads: not a multiple.")

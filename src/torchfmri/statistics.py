@@ -69,7 +69,7 @@ KEYS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Statistics(FrozenDict):
-    """What is known about the values of one or many tensors; never changes, adds with `+`.
+    """The statistics of one or many tensors: a dict that never changes and adds with `+`.
 
     It is a dict, which `json.dumps` takes, with the keys count, mean, std, variance, min, max,
     abs_max, l2, nan, inf, pos_inf, neg_inf, zero, subnormal, quantiles, histogram. Each is an
@@ -122,7 +122,7 @@ class Statistics(FrozenDict):
 
     @classmethod
     def empty(cls) -> Statistics:
-        """The statistics of nothing; adding them changes nothing."""
+        """Return the statistics of no values; adding them changes nothing."""
         return cls()
 
     @property
@@ -170,7 +170,7 @@ class Statistics(FrozenDict):
         return _rank_error(self._pieces, self.finite)
 
     def variance(self, unbiased: bool = True) -> float:
-        """Variance of the finite values, divided by their number minus one unless told not to.
+        """Return the variance of the finite values, by default divided by their number minus one.
 
         The key `statistics["variance"]` is the square of `std`: divided by their number.
         """
@@ -178,7 +178,7 @@ class Statistics(FrozenDict):
         return self.squared_deviations / divisor if divisor > 0 else math.nan
 
     def quantile(self, q: float) -> float:
-        """The value below which the share `q` of the finite values lies.
+        """Return the value below which the share `q` of the finite values lies.
 
         The value is within 2**-6 (relative) of the exact one, its rank within `rank_error`.
 
@@ -194,7 +194,7 @@ class Statistics(FrozenDict):
         bins: int = 64,
         range: tuple[float, float] | None = None,  # noqa: A002 (NumPy's name)
     ) -> tuple[Floats, Floats]:
-        """Counts in `bins` equal bins from min to max (or over `range`), and the edges.
+        """Return counts in `bins` equal bins from min to max (or over `range`), and the edges.
 
         Read from the bit histogram, whose mass is spread evenly within a bin, so counts are not
         whole numbers.
@@ -210,7 +210,7 @@ class Statistics(FrozenDict):
         return linear_of(self._pieces, bins, range)
 
     def merge(self, other: Statistics) -> Statistics:
-        """The statistics of the values of both."""
+        """Return the statistics of the values of both."""
         meaning = "Statistics merge with Statistics, such as calculate_statistics(tensor)"
         require(isinstance(other, Statistics), "other", other, meaning)
         if not self.dtype or not other.dtype:
@@ -241,7 +241,7 @@ class Statistics(FrozenDict):
         )
 
     def scaled(self, factor: float) -> Statistics:
-        """The statistics of all values times a positive factor.
+        """Return the statistics of all values times a positive factor.
 
         The histogram is kept where the factor is a power of two, which only moves its bins.
         """
@@ -266,7 +266,7 @@ class Statistics(FrozenDict):
         return self.merge(other) if isinstance(other, Statistics) else NotImplemented
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON can hold it: lists for arrays, None for nan."""
+        """Return everything in a form that JSON can hold: lists for arrays, None for nan."""
         result: dict[str, Any] = {name: _to_json(value) for name, value in self._state().items()}
         result["rank_error"] = self.rank_error
         derived = ("std", "variance", "abs_max", "l2", "inf")
@@ -277,7 +277,7 @@ class Statistics(FrozenDict):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Statistics:
-        """The statistics that `to_dict` wrote; what is derived is derived anew."""
+        """Return the statistics that `to_dict` wrote; derived numbers are computed again."""
         known = isinstance(data, Mapping) and set(cls.__dataclass_fields__) <= set(data)
         require(known, "data", data, "give what Statistics.to_dict() returned")
         values = {name: data[name] for name in cls.__dataclass_fields__}
@@ -337,7 +337,7 @@ AnyStatistics = TypeVar("AnyStatistics", Statistics, ChannelStatistics)
 def calculate_statistics(
     tensor: Tensor, *, mask: Tensor | None = None, histogram: bool = True
 ) -> Statistics:
-    """The statistics of a tensor of any dtype, layout and device, which is only read.
+    """Return the statistics of a tensor of any dtype, layout and device.
 
     Args:
         tensor: The values.
@@ -361,7 +361,7 @@ def calculate_statistics(
 def calculate_channel_statistics(
     tensor: Tensor, axis: int, *, mask: Tensor | None = None
 ) -> ChannelStatistics:
-    """The statistics of every unit along `axis` (1 for conv channels, -1 for features).
+    """Return the statistics of every unit along `axis` (1 for conv channels, -1 for features).
 
     Args:
         tensor: The values, of any real or complex dtype.
@@ -397,7 +397,7 @@ def calculate_channel_statistics(
 
 
 def merge_statistics(parts: Iterable[AnyStatistics]) -> AnyStatistics:
-    """The statistics of all parts together; of none, `Statistics.empty()`."""
+    """Return the statistics of all parts together; of no parts, `Statistics.empty()`."""
     empty: Any = Statistics.empty()
     meaning = "give a list of Statistics, or of ChannelStatistics"
     require(isinstance(parts, Iterable), "parts", parts, meaning)
@@ -417,7 +417,7 @@ def statistics_of_reduction(
     positions: tuple[int, int] | None = None,
     note: str = "",
 ) -> Statistics:
-    """The statistics that a pass over a tensor found; for passes that run elsewhere."""
+    """Return the statistics that a pass over a tensor found, for passes that run elsewhere."""
     some = found.finite > 0
     return Statistics(
         count=found.count,
@@ -467,7 +467,7 @@ def _check_range(limits: Any) -> None:
 
 
 def _unreadable(tensor: Tensor, error: Exception) -> InspectionError:
-    """The error that says what torch said about a tensor that it cannot reduce."""
+    """Return the error for a tensor that torch cannot reduce, with what torch said."""
     if isinstance(error, InspectionError):
         return error
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -478,7 +478,7 @@ def _unreadable(tensor: Tensor, error: Exception) -> InspectionError:
 
 
 def _select(tensor: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None]:
-    """The counted positions of a tensor in one leading dimension, and (counted, seen)."""
+    """Return the counted positions of a tensor along one axis, and (counted, seen)."""
     if mask is None:
         return tensor, None
     check_tensor("mask", mask, _MASK)
@@ -503,7 +503,7 @@ def _reduce(
     dtype: str,
     shape: tuple[int, ...] | None,
 ) -> Statistics:
-    """The statistics of all values of a detached tensor."""
+    """Return the statistics of all values of a detached tensor."""
     values = read_values(tensor)
     found = _kernels.reduce_values(values.flat, histogram=histogram)
     if values.repeat > 1:
@@ -518,7 +518,7 @@ def _reduce(
 
 
 def _take_grid(flat: Tensor, found: Reduction, repeat: int) -> CodeGrid | None:
-    """A grid of the values where one bin of the histogram holds too much of the mass."""
+    """Return a grid of the values where one bin of the histogram holds too much of the mass."""
     if found.histogram is None or found.low >= found.high:
         return None
     if _largest_share(found) <= LARGEST_SHARE:
@@ -529,7 +529,7 @@ def _take_grid(flat: Tensor, found: Reduction, repeat: int) -> CodeGrid | None:
 
 
 def _largest_share(found: Reduction) -> float:
-    """The share of the values in the fullest bin that holds more than one value."""
+    """Return the share of the values in the fullest bin that holds more than one value."""
     assert found.histogram is not None
     codes, counts = found.histogram.codes, found.histogram.counts
     if isinstance(found.low, int):
@@ -542,13 +542,13 @@ def _largest_share(found: Reduction) -> float:
 
 
 def _rank_error(pieces: Pieces, finite: int) -> float:
-    """The largest share of the values in one piece that is wider than one value."""
+    """Return the largest share of the values in one piece that is wider than one value."""
     wide = pieces.counts[pieces.high > pieces.low]
     return int(wide.max()) / finite if len(wide) else 0.0
 
 
 def _zeros(count: int, like: Statistics) -> Statistics:
-    """The statistics of `count` zeros."""
+    """Return the statistics of `count` zeros."""
     zero = 0.0 if not isinstance(like.min, int) else 0
     histogram = None if like.histogram is None else Histogram.from_codes([0], [count])
     return Statistics(
@@ -566,7 +566,7 @@ def _zeros(count: int, like: Statistics) -> Statistics:
 
 
 def _merge_grids(filled: list[Statistics]) -> CodeGrid | None:
-    """The grid of all values, where every part has one or is a single value (which gives one)."""
+    """Return the grid of all values, if every part has one or is a single value."""
     if len(filled) < 2:
         return filled[0].grid if filled else None
     low, high = min(part.min for part in filled), max(part.max for part in filled)
@@ -578,7 +578,7 @@ def _merge_grids(filled: list[Statistics]) -> CodeGrid | None:
 
 
 def _grid_at(part: Statistics, exponent: int) -> CodeGrid | None:
-    """The grid of one part at a given width, where it can be known exactly."""
+    """Return the grid of one part at a given width, where it can be known exactly."""
     if part.grid is not None:
         return part.grid.coarsen(exponent)
     if part.min == part.max:
@@ -589,7 +589,7 @@ def _grid_at(part: Statistics, exponent: int) -> CodeGrid | None:
 def _add_positions(
     one: tuple[int, int] | None, two: tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    """Positions counted and seen in both; None where one of them was not masked."""
+    """Return the positions counted and seen in both; None if one was not masked."""
     return None if one is None or two is None else (one[0] + two[0], one[1] + two[1])
 
 
@@ -599,7 +599,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """A field as JSON can hold it."""
+    """Return a field as JSON can hold it."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, Histogram):

@@ -20,6 +20,7 @@ from benchmarks._cases import Blobs, LanguageModel, mlp, regression, texts, toke
 from torchfmri import Finding, InspectionError, Inspector, Monitor, diagnose
 from torchfmri._diagnosis.cuts import CUTS
 from torchfmri._diagnosis.registry import CAUSES, DIAGNOSES, LIVE, fold
+from torchfmri._records import PHASE_OF
 from torchfmri.cli import main
 
 BLOBS = Blobs()
@@ -262,6 +263,8 @@ def test_causes_and_cuts_are_complete() -> None:
     assert all(cut.reason and cut.signal for cut in CUTS.values())
     assert set(LIVE) <= set(DIAGNOSES)
     assert all(effects for effects in CAUSES.values())
+    named = {*CAUSES, *(effect for effects in CAUSES.values() for effect in effects)}
+    assert named <= set(PHASE_OF)
 
 
 # -- the report ----------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchfmri._checkup.attention import head_activity
 from torchfmri._checkup.copies import Split
 from torchfmri._checkup.loss_reading import what_targets_are
 from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.mixing import mixed_share
-from torchfmri._checkup.operations import OperationWatch
+from torchfmri._checkup.operations import OperationWatch, head_activity
 from torchfmri._checkup.softmaxes import class_axis, distribution_axes
 from torchfmri._diagnosis.notes import Notes
 

@@ -20,8 +20,8 @@ from benchmarks._faults_output import (
 from benchmarks._healthy_output import Equilibrium, few_patterns, margins_kept
 from benchmarks.diagnosis import examine, make
 from torchfmri import Finding, Monitor, diagnose
+from torchfmri._checkup.layer_logs import normalises_one
 from torchfmri._checkup.loss_reading import score_of
-from torchfmri._checkup.norm_log import normalises_one
 from torchfmri._diagnosis.structure import describe
 
 BLOBS = Blobs()

@@ -22,7 +22,7 @@ from torchfmri import (
 )
 from torchfmri._incidents import aftermath, hold, redone_step
 from torchfmri._incidents.replay_run import replay
-from torchfmri._incidents.sentinel import alarm, are_finite
+from torchfmri._incidents.sentinel import are_finite, total_size
 from torchfmri._incidents.stored_data import Omitted, load_data, omissions, save_data
 from torchfmri._incidents.stored_incident import read_part
 from torchfmri._model.factory import Subject
@@ -378,7 +378,7 @@ def test_our_own_failure_never_stops_training(action: str, monkeypatch: pytest.M
     def fail(*_: Any) -> None:
         raise TypeError("a mistake of ours")
 
-    monkeypatch.setattr(hold, "alarm", fail)
+    monkeypatch.setattr(hold, "total_size", fail)
     loop = Loop("adam", healthy=True, on_nonfinite=action)
     with pytest.warns(monitor_module.MonitorWarning, match="a mistake of ours") as told:
         loop.run()
@@ -391,7 +391,7 @@ def test_our_own_failure_is_raised_if_bad_steps_are_to_be(monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise TypeError("a mistake of ours")
 
-    monkeypatch.setattr(hold, "alarm", fail)
+    monkeypatch.setattr(hold, "total_size", fail)
     loop = Loop("adam", healthy=True, on_nonfinite="raise")
     with pytest.raises(GuardError, match="a mistake of ours"):
         loop.run()
@@ -706,17 +706,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_alarm_against_reading_every_value(dtype: torch.dtype, value: float) -> None:
     gradients = [torch.randn(7, 3, dtype=dtype), torch.randn(5, dtype=dtype)]
     gradients[1][2] = value
-    number = alarm([torch.tensor(1.0)], gradients)
+    number = total_size([torch.tensor(1.0)], gradients)
     assert number is not None
     assert bool(number.isfinite()) == math.isfinite(value) == are_finite(gradients)
-    loss = alarm([torch.tensor(value)], gradients[:1])
+    loss = total_size([torch.tensor(value)], gradients[:1])
     assert loss is not None
     assert bool(loss.isfinite()) == math.isfinite(value)
 
 
 def test_a_norm_that_overflows_is_no_incident() -> None:
     gradients = [torch.full((4,), 1e30)]
-    number = alarm([], gradients)
+    number = total_size([], gradients)
     assert number is not None
     assert not number.isfinite()
     assert are_finite(gradients)
@@ -730,7 +730,7 @@ def test_a_norm_that_overflows_is_no_incident() -> None:
 
 
 def test_alarm_of_nothing() -> None:
-    assert alarm([], []) is None
+    assert total_size([], []) is None
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def check_tensor(name: str, value: Any, meaning: str) -> None:
 
 
 def check_scalar(loss: Any) -> Tensor:
-    """The loss, which is a tensor that holds one real number.
+    """Return the loss, which is a tensor that holds one real number.
 
     Raises:
         InspectionError: It holds several, is complex, or is not a tensor.
@@ -97,7 +97,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_device(name: str, value: Any) -> torch.device:
-    """The device that an argument names, tried out.
+    """Return the device that an argument names, tried out.
 
     Raises:
         InspectionError: PyTorch knows no such device, or this machine has none.
@@ -116,7 +116,7 @@ def check_device(name: str, value: Any) -> torch.device:
 
 
 def check_path(name: str, value: Any) -> Path:
-    """The path that an argument is.
+    """Return the path that an argument is.
 
     Raises:
         InspectionError: It is none.
@@ -138,7 +138,7 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_target(name: str, value: Any) -> Path:
-    """The path of a file or folder that can be made, with the folders above it.
+    """Return the path of a file or folder that can be made, with the folders above it.
 
     Raises:
         InspectionError: It is not a path, or lies in something that is not a folder.
@@ -150,7 +150,7 @@ def check_target(name: str, value: Any) -> Path:
 
 
 def check_folder(name: str, value: Any) -> Path:
-    """The path of a folder that exists or can be made.
+    """Return the path of a folder that exists or can be made.
 
     Raises:
         InspectionError: It is none, or something else is there.
@@ -162,7 +162,7 @@ def check_folder(name: str, value: Any) -> Path:
 
 
 def check_file(name: str, value: Any) -> Path:
-    """The path of a file that can be written.
+    """Return the path of a file that can be written.
 
     Raises:
         InspectionError: It is none, a folder, or in a folder that does not exist.
@@ -175,7 +175,7 @@ def check_file(name: str, value: Any) -> Path:
 
 
 def check_each(name: str, value: Any, known: Sequence[str], meaning: str) -> tuple[str, ...]:
-    """The names that an argument lists, one or several, all of them known.
+    """Return the names that an argument lists, one or several, all of them known.
 
     Raises:
         InspectionError: It lists none, or others.
@@ -188,7 +188,7 @@ def check_each(name: str, value: Any, known: Sequence[str], meaning: str) -> tup
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it, in a few words."""
+    """Return a value as a message shows it, in a few words."""
     if isinstance(value, Tensor):
         return f"tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)

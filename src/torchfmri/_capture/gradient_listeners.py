@@ -107,7 +107,7 @@ class BaseOfView:
         return self._probe._version != self._version
 
     def part_of(self, gradient: Tensor) -> Tensor | None:
-        """The view's part of the base's gradient, with what has to be said about it."""
+        """Return the view's part of the base's gradient, with what has to be said about it."""
         if self.geometry is None:
             self._missed(NO_STRIDES)
             return None
@@ -129,7 +129,7 @@ class InputGradient:
         self._replaced: set[int] = set()
 
     def listener(self, slots: Slots) -> Callable[..., None]:
-        """A node hook that adds what arrives in these slots (slot, whether it is the base's)."""
+        """Return a node hook that adds what arrives in these slots (slot, is it the base's)."""
 
         def listen(gradients: tuple[Tensor | None, ...], _: object) -> None:
             for slot, at_base in slots:
@@ -138,7 +138,7 @@ class InputGradient:
         return listen
 
     def returned_view(self, base: BaseOfView) -> Callable[[Tensor | None], None]:
-        """A hook on the base of the input, where the call only returned a view of the input.
+        """Return a hook on the base of the input, where the call only returned a view of the input.
 
         Once somebody wrote into that view its node is bypassed: what reaches the view's place in
         the base is what reaches the input through the call.
@@ -191,7 +191,7 @@ class ReturnedInputGradient:
         self._before: dict[int, Tensor] = {}
 
     def listener(self, slots: Slots) -> Callable[..., None]:
-        """A node hook for a reader that ran before the call."""
+        """Return a node hook for a reader that ran before the call."""
 
         def listen(gradients: tuple[Tensor | None, ...], _: object) -> None:
             backward = self._backwards.current()
@@ -211,7 +211,7 @@ class ReturnedInputGradient:
         self._emit(gradient if before is None else gradient - before, backward)
 
     def returned_view(self, base: BaseOfView) -> Callable[[Tensor | None], None]:
-        """A hook on the base, for a view that somebody wrote into after the call."""
+        """Return a hook on the base, for a view that somebody wrote into after the call."""
 
         def listen(gradient: Tensor | None) -> None:
             if gradient is not None and base.was_written():

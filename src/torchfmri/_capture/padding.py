@@ -24,7 +24,7 @@ _TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
 
 
 class TokenMask(NamedTuple):
-    """True where a position is a token and not padding.
+    """Which positions are tokens (True) and which are padding.
 
     Attributes:
         kept: Of the sequence that the module runs on, (b, s); None where nothing is known of it.
@@ -98,7 +98,7 @@ class Padding:
         self._hooks = HookSet()
 
     def current(self) -> TokenMask | None:
-        """The padding that holds for the module running in this thread."""
+        """Return the padding that holds for the module running in this thread."""
         if not self.running.is_padded:
             return None
         stack = self.running[get_ident()]
@@ -186,7 +186,7 @@ class _Enter(Hook):
         outer: TokenMask | None,
         is_inside: bool,
     ) -> TokenMask | None:
-        """The padding inside this call, given that around it."""
+        """Return the padding inside this call, given that around it."""
         index, has_two_sequences = place
         if has_two_sequences:
             return None  # the mask belongs to the encoder, which is handed it by itself
@@ -226,7 +226,7 @@ def _kept(mask: Tensor, is_inside: bool) -> Tensor:
 
 
 def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> int:
-    """How many positions this call runs on; 0 where it cannot be told."""
+    """Return how many positions this call runs on; 0 where it cannot be told."""
     named = [keywords.get(name) for name in _TOKENS]
     for tokens in [*named, *(each.tensor for each in flatten_arguments(arguments, {}))]:
         if isinstance(tokens, Tensor) and tokens.ndim >= 2:
@@ -255,7 +255,7 @@ def _parameters(forward: Callable[..., object]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _mask_place(forward: Callable[..., object]) -> tuple[int, bool]:
-    """Which argument the mask is, if it has no keyword, and whether there are two sequences."""
+    """Return the place of the mask among the arguments, and whether there are two sequences."""
     names = _parameters(forward)
     known = "attention_mask" in names  # else somebody has replaced a forward that had it
     return names.index("attention_mask") if known else sys.maxsize, "decoder_input_ids" in names

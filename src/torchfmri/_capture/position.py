@@ -18,7 +18,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchfmri._model import each_once
-from torchfmri._torch import Attached, Hook, flatten, node_sequence_number, sequence_number
+from torchfmri._torch import (
+    Attached,
+    Hook,
+    flatten,
+    node_sequence_number,
+    nodes_behind,
+    sequence_number,
+)
 
 LOSS = "(loss)"
 """The loss, and whatever else runs outside the model."""
@@ -61,7 +68,7 @@ class Position(Attached):
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """The backward pass of `loss`, which this block runs."""
+        """Follow the backward pass of `loss` while this block runs it."""
         with self.paused():
             self._hook_nodes([loss.grad_fn])
         self.phase = BACKWARD
@@ -74,7 +81,7 @@ class Position(Attached):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Work of our own, in this block, that is not part of the pass."""
+        """Do not count what runs in this block: it is ours and not part of the pass."""
         phase, self.phase = self.phase, PAUSED
         self._move(self.layer)
         try:
@@ -112,7 +119,7 @@ class Position(Attached):
             self._moved()
 
     def _note_start(self) -> None:
-        """The nodes that autograd makes from now on, in this thread, belong to this layer."""
+        """Note that the next nodes which autograd makes in this thread belong to this layer."""
         numbers, layers = self._made.setdefault(threading.get_ident(), ([], []))
         numbers.append(sequence_number())
         layers.append(self.layer)
@@ -121,14 +128,9 @@ class Position(Attached):
         """Let each node behind these, made in this thread, say when it runs."""
         numbers, layers = self._made.get(threading.get_ident(), ([0], [LOSS]))
         # Nodes are not kept: a custom Function's node holds what its forward put on `ctx`.
-        seen: set[Any] = set()
-        waiting = [node for node in nodes if node is not None]
-        while waiting:
-            node = waiting.pop()
-            if node in seen or hasattr(node, "variable"):  # a leaf: autograd only collects there
+        for node in nodes_behind(nodes):
+            if hasattr(node, "variable"):  # a leaf: autograd only collects there
                 continue
-            seen.add(node)
             place = bisect_right(numbers, node_sequence_number(node)) - 1
             owner = layers[place] if place >= 0 else LOSS
             node.register_prehook(Hook(partial(self._move, owner)))
-            waiting.extend(following for following, _ in node.next_functions if following)

@@ -77,7 +77,7 @@ Called: TypeAlias = Callable[[CallKey, Arguments, Keywords, object], None]
 
 
 class Short(NamedTuple):
-    """The short way of some layers, for the common call: it returns one tensor, of its own.
+    """A fast path for layers whose calls return one tensor of their own, as most do.
 
     Attributes:
         modules: The layers.
@@ -170,7 +170,7 @@ class Taps(Attached):
         self._sink.failed("", InspectionError(_COMPILED), backward=True)
 
     def tap(self, target: Target) -> _Tap:
-        """The tap of a layer, which knows the long way."""
+        """Return the tap of a layer, which handles every kind of call."""
         tap = self._taps.get(target.layer)
         if tap is None:
             tap = _Tap(target, self._sink, self._backwards, self._wanted, self._called)
@@ -403,7 +403,7 @@ class _Tap:
             self._tap_inputs(module, call, frame, elements, inputs)
 
     def _readable(self, what: str, elements: list[Element]) -> list[Element]:
-        """The elements that can be read afterwards; the others are reported."""
+        """Return the elements that can be read afterwards; the others are reported."""
         for element in elements:
             if is_transformed(element.tensor):
                 reason = "ran inside torch.func (vmap, grad): its tensors end with it"
@@ -412,7 +412,7 @@ class _Tap:
         return elements
 
     def _replayed_call(self, elements: list[Element]) -> CallKey | None:
-        """The earlier call that a checkpoint recomputes, if that call ran without autograd."""
+        """Return the earlier call that a checkpoint recomputes, if it ran without autograd."""
         if not torch.is_grad_enabled():
             return None
         backward = self._backwards.current()
@@ -528,7 +528,7 @@ class _Tap:
 
 
 class _ShortHook(Hook):
-    """The forward hook of all layers with a short way.
+    """The forward hook of all layers that have a fast path.
 
     Everything is written out here: this runs at every call, and never in warm caches.
 
@@ -615,7 +615,7 @@ def _reshaped(
 
 
 def _nodes(elements: list[Element]) -> list[Any]:
-    """The nodes that made these tensors."""
+    """Return the nodes that made these tensors."""
     nodes = [each.tensor.grad_fn for each in elements if each.tensor.requires_grad]
     return [node for node in nodes if node is not None]
 
@@ -641,7 +641,7 @@ def _is_read_by_others(path: str, tensor: Tensor, outputs: list[Element]) -> boo
 
 
 def _kept_by(module: nn.Module) -> list[Element]:
-    """The tensors that a module and those below it keep as attributes (auxiliary losses)."""
+    """Return the tensors that a module and those below it keep as attributes (auxiliary losses)."""
     return [
         element
         for each in module.modules()
@@ -653,7 +653,7 @@ def _kept_by(module: nn.Module) -> list[Element]:
 
 
 def _fingerprint(elements: list[Element]) -> float:
-    """A number that tells calls with different outputs apart."""
+    """Return a number that tells calls with different outputs apart."""
     tensor = elements[0].tensor.detach()
     if tensor.is_nested or tensor.layout != torch.strided or not tensor.numel():
         return 0.0

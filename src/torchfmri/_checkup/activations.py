@@ -39,14 +39,14 @@ _POOLING = ("Mean", "AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", 
 
 
 def function_of_module(module: nn.Module) -> str:
-    """The name of the function of an activation layer; "" for other layers."""
+    """Return the name of the function of an activation layer; "" for other layers."""
     if isinstance(module, nn.RNN):
         return str(module.nonlinearity)
     return _MODULES.get(type(module), "")
 
 
 def function_behind(tensor: Tensor, most: int = 5) -> tuple[str, Any]:
-    """What function made a tensor, and the node before it; ("", the last node) if none did.
+    """Return what function made a tensor, and the node before it; ("", the last node) if none did.
 
     Pooling is looked through for relu, whose values are 0 after it only if all were.
     """
@@ -78,7 +78,7 @@ def _before(node: Any) -> Any:
 
 
 def flat_values(function: str, x: Tensor | None, y: Tensor) -> Tensor | None:
-    """Where the function is flat, as booleans of y's shape; None where that cannot be told."""
+    """Return where the function is flat, as booleans of y's shape; None if that is unknown."""
     if function == "relu":
         return y == 0
     if function == "relu6":
@@ -111,7 +111,7 @@ RANGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 def share_outside(function: str, target: Tensor) -> float:
-    """The share of the targets that a function cannot return."""
+    """Return the share of the targets that a function cannot return."""
     if function not in RANGES or not target.is_floating_point() or not target.numel():
         return 0.0
     return float(RANGES[function][1](target.detach()).to(torch.float32).mean())

@@ -28,7 +28,7 @@ _MOST_SAMPLES = 1 << 14
 
 @dataclass
 class BatchLog:
-    """Takes in batch after batch.
+    """Collects what the batches of a run have in common.
 
     Attributes:
         samples: How many there were.
@@ -135,7 +135,7 @@ class BatchLog:
             self._tokens[token] += 1
 
     def _sorted_share(self) -> float:
-        """The share of batches of a single class, above what chance gives with these classes."""
+        """Return the share of batches of a single class, beyond what chance gives."""
         if self._judged < 4:
             return 0.0
         seen = self._classes.total()
@@ -146,7 +146,7 @@ class BatchLog:
     def facts(
         self, model: nn.Module, reader: tuple[str, bool] | None, ignored: int | None
     ) -> DataFacts:
-        """What it comes to; targets equal to `ignored` do not count in the loss."""
+        """Return the facts about all batches; targets equal to `ignored` are not in the loss."""
         token = self._tokens.most_common(1)[0][0] if self._tokens else None
         padded = self._padded / self._positions if self._positions and token != ignored else 0.0
         return DataFacts(
@@ -168,7 +168,7 @@ class BatchLog:
 
 
 def _size(tensor: Tensor) -> float:
-    """Root mean square of the finite values, in float64: one of them may be huge; 0 of none."""
+    """Return the root mean square of the finite values in float64; 0 if there are none."""
     values = tensor.detach()[torch.isfinite(tensor.detach())].double()
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
 

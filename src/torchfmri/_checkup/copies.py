@@ -1,25 +1,35 @@
-"""Copies of a model, its optimizers and its loss, and one training step on them."""
+"""Copies of a model, its optimizers and its loss; and the originals, kept from the user's step."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import getclosurevars, isfunction
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from torchfmri._arguments import check_scalar
 from torchfmri._checkup.weights import memory_of
-from torchfmri._model import check_optimizers, runnable
+from torchfmri._diagnosis import Notes
+from torchfmri._model import (
+    TARGET_NAMES,
+    check_optimizers,
+    needs_closure,
+    needs_target,
+    own_loss,
+    runnable,
+)
 from torchfmri._torch import users_of_memory
 from torchfmri.exceptions import InspectionError
 
 OwnStep: TypeAlias = "Callable[[nn.Module, Any, Any], Any]"
-_TARGETS = ("target", "targets", "label", "labels", "y")
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ def copy_all(
     loss: Any,
     own_step: OwnStep | None,
 ) -> Copies:
-    """Copies of everything; the optimizers' copies hold the parameters of the model's copy.
+    """Return copies of everything; the copied optimizers train the copied model.
 
     Raises:
         InspectionError: The model or an optimizer cannot be copied.
@@ -80,7 +90,7 @@ def copy_all(
     if not optimizers:
         raise InspectionError("A diagnosis needs the optimizer (or a list of them).")
     for each in optimizers if own_step is None else ():
-        if _needs_closure(each):
+        if needs_closure(each):
             raise InspectionError(
                 f"{type(each).__name__}.step() needs a closure that computes the loss again. Hand "
                 "over your own step: diagnose(..., step=step), with optimizer.step(closure) in it."
@@ -106,7 +116,7 @@ def _share_memory(memory: dict[int, Any]) -> None:
 
 
 def shared_outside(model: nn.Module) -> list[str]:
-    """The parameters whose memory is also that of a tensor which the model does not have."""
+    """Return the parameters whose memory is also that of a tensor which the model does not have."""
     names = {id(each): name for name, each in model.named_parameters()}
     held = _by_memory([*model.parameters(), *model.buffers(), *_attributes(model)])
     return [
@@ -119,7 +129,7 @@ def shared_outside(model: nn.Module) -> list[str]:
 
 
 def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups that share their memory, each once."""
+    """Return the tensors in groups that share their memory, each once."""
     groups: dict[int, dict[int, Tensor]] = defaultdict(dict)
     for each in tensors:
         if place := memory_of(each):
@@ -128,7 +138,7 @@ def _by_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _attributes(model: nn.Module) -> list[Tensor]:
-    """The tensors that modules hold as plain attributes."""
+    """Return the tensors that modules hold as plain attributes."""
     values = [value for module in model.modules() for value in vars(module).values()]
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -140,12 +150,6 @@ def _complete(original: Optimizer, twin: Optimizer, memory: dict[int, Any]) -> N
         is_tensors = isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
         if not hasattr(twin, name) and (is_plain or is_tensors):
             setattr(twin, name, copy.deepcopy(value, memory))
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step()` cannot be called without an argument, as that of LBFGS."""
-    closure = signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -164,22 +168,22 @@ class Split:
 
 
 def split_batch(batch: Any, loss: Any) -> Split:
-    """Which part of a batch goes into the model and which into the loss.
+    """Decide which part of a batch goes into the model and which into the loss.
 
     (x, y) and (x1, x2, y) as a DataLoader yields them; a dict for a model that returns its own
     loss, or with its target under "labels", "target" or "y"; a tensor alone, which is its own
     target if the loss takes two arguments.
     """
-    pairs = loss is not None and _wants_target(loss)
+    pairs = loss is not None and needs_target(loss, unsure=True)
     if isinstance(batch, Mapping):
         keywords = dict(batch)
         if not pairs:
             return Split((), keywords)
-        name = next((name for name in _TARGETS if name in keywords), None)
+        name = next((name for name in TARGET_NAMES if name in keywords), None)
         if name is None:
             raise InspectionError(
                 f"The batch has {', '.join(map(repr, keywords))}, and none of "
-                f"{', '.join(map(repr, _TARGETS))} for the loss. Use step= for your own step."
+                f"{', '.join(map(repr, TARGET_NAMES))} for the loss. Use step= for your own step."
             )
         target = keywords.pop(name)
         return Split((), keywords, target)
@@ -197,30 +201,84 @@ def split_batch(batch: Any, loss: Any) -> Split:
 
 
 def loss_of(output: Any, target: Any, loss: Any) -> Tensor:
-    """The number to differentiate.
+    """Return the number to differentiate.
 
     Raises:
         InspectionError: There is none.
     """
     if loss is None:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        value = own if own is not None else output
-    else:
-        value = loss(output, target) if _wants_target(loss) else loss(output)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InspectionError(f"The loss must be one number, but it is {shape}. Take its mean().")
-    return value
+        own = own_loss(output)
+        return check_scalar(output if own is None else own)
+    pairs = needs_target(loss, unsure=True)
+    return check_scalar(loss(output, target) if pairs else loss(output))
 
 
-def _wants_target(loss: Any) -> bool:
-    """Whether a loss takes the output and something to compare it with."""
+@contextmanager
+def untouched(
+    model: nn.Module, optimizer: Any, step: Any, notes: Notes
+) -> Iterator[Callable[[], None]]:
+    """Put weights, optimizers and schedulers back if a user's step changed them.
+
+    Yields a function that raises if weights changed: such a step trains the original, and a run on
+    copies says nothing about it. Where only settings of the optimizer changed (by a scheduler that
+    was made outside of the step), they are put back at the end, with a note.
+    """
+    if step is None:
+        yield lambda: None
+        return
+    weights = [(name, each, each._version) for name, each in model.named_parameters()]
+    kept = [each.detach().to("cpu", copy=True) for _, each, _ in weights]
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    optimizers = [] if callable(given) else [each for each in given if isinstance(each, Optimizer)]
+    states = [copy.deepcopy(each.state_dict()) for each in optimizers]
+    schedulers = [(each, copy.deepcopy(each.state_dict())) for each in _schedulers(step)]
+    settings = [_settings(each) for each in optimizers]
+
+    def changed() -> list[str]:
+        return [name for name, each, version in weights if each._version != version]
+
+    def check() -> None:
+        if names := changed():
+            raise InspectionError(
+                f"step= changed your own model ({names[0]!r}), not the copy that it was given; the "
+                "weights were put back. Use the model and the optimizer that step(model, batch, "
+                "optimizer) gets as its arguments."
+            )
+
     try:
-        parameters = signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
-    except (TypeError, ValueError):
-        return True
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [each for each in parameters.values() if each.kind in kinds]
-    several = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters.values())
-    required = [each for each in positional if each.default is Parameter.empty]
-    return several or len(required) >= 2
+        yield check
+    finally:
+        for (_, each, version), before in zip(weights, kept, strict=True):
+            if each._version != version:
+                with torch.no_grad():
+                    each.copy_(before)
+        if [_settings(each) for each in optimizers] != settings:
+            notes.add(
+                "step= changed settings of your own optimizer (the learning rate, by a scheduler "
+                "that belongs to it?) and not of the copy that it was given. They were put back, "
+                "and this run had no schedule: make the scheduler of the optimizer that "
+                "step(model, batch, optimizer) gets, at its first call."
+            )
+        elif not changed():
+            schedulers, optimizers = [], []
+        for own, state in zip(optimizers, states, strict=False):
+            own.load_state_dict(state)
+        for scheduler, state in schedulers:
+            scheduler.load_state_dict(state)
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of the groups, without their parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _schedulers(step: Any) -> list[LRScheduler]:
+    """Return the schedulers that a function refers to."""
+    if not isfunction(step):
+        return []
+    found = getclosurevars(step)
+    names = {**found.globals, **found.nonlocals}
+    return [each for each in names.values() if isinstance(each, LRScheduler)]

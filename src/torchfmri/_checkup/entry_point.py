@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfmri._arguments import check_callable, check_number, require
-from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside
-from torchfmri._checkup.originals import untouched
+from torchfmri._checkup.copies import OwnStep, copy_all, shared_outside, untouched
 from torchfmri._checkup.run import Checkup
 from torchfmri._diagnosis import Diagnosis, Notes, Observation, find, median, update_ratios
 from torchfmri._model import spared_grad, switched_off, unchanged, unwrap
@@ -30,7 +29,7 @@ def diagnose(
     step: OwnStep | None = None,
     show: bool = True,
 ) -> Diagnosis:
-    """What is wrong with a training setup: trains copies of it for some steps and looks inside.
+    """Find what is wrong with a training setup, by training copies of it for some steps.
 
     The model, the optimizer and its state, gradients, random state and data stay as they are.
     Training stops early where numbers stop being finite, and that step is traced back to the
@@ -109,7 +108,7 @@ def diagnose(
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, again and again where they can be had again."""
+    """Yield the batches, and start over when they end, if they can be iterated again."""
     found = False
     while True:
         again = False

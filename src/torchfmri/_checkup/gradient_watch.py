@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchfmri._checkup.copies import Lost
 from torchfmri._diagnosis import Notes
@@ -66,18 +67,16 @@ class GradientWatch:
 
     def attach(
         self, parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
-    ) -> list[Any]:
-        """Put the hooks on; the handles that take them off."""
-        handles: list[Any] = []
+    ) -> Iterator[RemovableHandle]:
+        """Register the hooks, and yield the handle of each."""
         for name, parameter in parameters.items():
             if parameter.requires_grad:
-                handles += self._hook(name, parameter)
+                yield from self._hook(name, parameter)
         for optimizer in optimizers:
-            handles.append(optimizer.register_step_pre_hook(self._before_update))
-            handles.append(optimizer.register_step_post_hook(self._after_update))
-        return handles
+            yield optimizer.register_step_pre_hook(self._before_update)
+            yield optimizer.register_step_post_hook(self._after_update)
 
-    def _hook(self, name: str, parameter: Tensor) -> list[Any]:
+    def _hook(self, name: str, parameter: Tensor) -> Iterator[RemovableHandle]:
         guard = self._notes.guard(f"The gradient of {name!r}")
         self.kinds[name] = "none"
 
@@ -89,8 +88,8 @@ class GradientWatch:
             with guard:
                 self._arrived(name, parameter)
 
-        register = parameter.register_hook, parameter.register_post_accumulate_grad_hook
-        return [register[0](arrives), register[1](arrived)]  # type: ignore[no-untyped-call]
+        yield parameter.register_hook(arrives)  # type: ignore[no-untyped-call]
+        yield parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ def _real(values: Tensor) -> Tensor:
 
 
 def _clip_factor(before: float, after: float) -> float:
-    """By what the gradients were multiplied; 1 where that is the unscaling of a GradScaler."""
+    """Return the factor on the gradients; 1 if a GradScaler only unscaled them."""
     if before <= 0 or after <= 0:
         return math.nan
     factor = after / before

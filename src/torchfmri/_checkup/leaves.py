@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchfmri._checkup.copies import Copies
 from torchfmri._checkup.watcher import Watcher
+from torchfmri._torch import nodes_behind
 
 _BRANCH = 256
 """How many nodes a branch has at most."""
@@ -45,7 +47,7 @@ class Leaves:
             self._strange = {key: each for key, each in self._strange.items() if key in leaves}
 
     def unregistered(self) -> tuple[str, ...]:
-        """Those that stayed, in words; of a single step only what is a parameter."""
+        """Describe the leaves that stayed from step to step; after one step only parameters."""
         return tuple(
             f"a tensor of shape {tuple(each.shape)}"
             for each in (self._strange or {}).values()
@@ -60,19 +62,13 @@ class Leaves:
             known |= {id(each) for each in self._copies.loss.parameters()}
         inputs = set(self._watcher.inputs)
         found: dict[int, Tensor] = {}
-        seen, waiting = set(), [value.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind([value.grad_fn]):
+            self.has_residual = self.has_residual or _is_residual(node)
             leaf = getattr(node, "variable", None)
             if not isinstance(leaf, Tensor) or id(leaf) in known:
-                pass
-            elif leaf.untyped_storage().data_ptr() not in inputs:
+                continue
+            if leaf.untyped_storage().data_ptr() not in inputs:
                 found[id(leaf)] = leaf
-            waiting += [each for each, _ in node.next_functions]
-            self.has_residual = self.has_residual or _is_residual(node)
         return found
 
 
@@ -88,12 +84,4 @@ def _leads_to(start: Any, end: Any) -> bool:
     """Whether a node is among the nearest ones behind another; the end of a graph is not."""
     if not end.next_functions:
         return False
-    seen, waiting = {start}, [start]
-    while waiting and len(seen) < _BRANCH:
-        for each, _ in waiting.pop(0).next_functions:
-            if each is end:
-                return True
-            if each is not None and each not in seen:
-                seen.add(each)
-                waiting.append(each)
-    return False
+    return any(node is end for node in islice(nodes_behind([start]), 1, _BRANCH))

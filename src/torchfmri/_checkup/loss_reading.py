@@ -29,7 +29,7 @@ _LEAST_TEXT = 4
 def loss_facts(
     watcher: Watcher, parts: Split, target_is_known: bool, value: Any, matrices: Sequence[str]
 ) -> LossFacts:
-    """The facts about one loss.
+    """Return the facts about one loss.
 
     Args:
         watcher: What was seen of the step.
@@ -88,7 +88,7 @@ def _range_left(
 
 
 def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float, float] | None:
-    """What a loss makes of outputs that equal targets of 0 and 1, and of their opposite.
+    """Return what a loss makes of outputs that equal targets of 0 and 1, and of their opposite.
 
     None where targets are no such, or the loss is no number from 0 to 1 and so no score.
 
@@ -113,7 +113,7 @@ def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float
 
 
 def constant_layers(watcher: Watcher) -> list[ConstantLayer]:
-    """The norms over one number, and the softmaxes over one that make the output or the loss."""
+    """Return norms and softmaxes over a single number, which return a constant."""
     found = [ConstantLayer(layer, kind) for layer, kind in watcher.constants.items()]
     if watcher.last_detailed is None:
         return found
@@ -177,7 +177,7 @@ def _agree(targets: Tensor, ids: Tensor, seen: LossWatch) -> bool:
 
 
 def parts_of(batch: Any, split: Split | None) -> Split:
-    """A batch in its parts; of a user's own step the last of several is taken for the target."""
+    """Return the parts of a batch; in a user's own step the last of several is the target."""
     if split is not None:
         return split
     if isinstance(batch, (tuple, list)) and len(batch) > 1:

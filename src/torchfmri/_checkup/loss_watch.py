@@ -118,7 +118,7 @@ class LossWatch:
         self.cross_entropy = float(-chosen.mean())
 
     def _look_at_weight(self, args: tuple[Any, ...], place: int) -> None:
-        """By what a mean was multiplied on its way to the loss: its own gradient."""
+        """Note the factor between a mean and the loss, which is the gradient of the mean."""
         gradient, values = args[0], args[1]
         if gradient.numel() == 1 and len(args) > place and args[place] == _MEAN:
             self.weights.append((float(gradient.detach()), int(values.shape[0])))
@@ -142,7 +142,7 @@ class LossWatch:
                 self._look_at_divergence(difference[1], exponent[0], in_logs=True)
 
     def _look_at_divergence(self, found: Tensor, target: Tensor, in_logs: bool) -> None:
-        """What a KL divergence takes for log-probabilities, and for its target."""
+        """Note what a KL divergence takes as log-probabilities and as its target."""
         if found.ndim < 2 or self.misread is not None:
             return
         if in_logs and _are_probabilities(target):

@@ -17,7 +17,7 @@ LEAST_SAMPLES = 4
 
 
 def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> float:
-    """How much outputs move when another sample is exchanged, relative to how they differ.
+    """Return how much outputs move when another sample is exchanged, relative to how they differ.
 
     Three forward passes in evaluation mode, where batch norms and dropout leave samples alone. nan
     where that cannot be told: outputs that are not one row per sample or differ by themselves from
@@ -58,14 +58,14 @@ def mixed_share(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[
 
 
 def _exchanged(place: int, tensor: Tensor) -> Tensor:
-    """A tensor with another of its rows in place of the first."""
+    """Return a tensor with another of its rows in place of the first."""
     rows = tensor.detach().clone()
     rows[0] = rows[place]
     return rows
 
 
 def _rows(output: Any, count: int) -> Tensor | None:
-    """An output with one row of numbers per sample; None for any other."""
+    """Return an output with one row of numbers per sample; None for any other."""
     found = [each.tensor for each in flatten(output) if each.tensor.is_floating_point()]
     if not found or found[0].ndim > 2 or tuple(found[0].shape).count(count) != 1:
         return None
@@ -74,7 +74,7 @@ def _rows(output: Any, count: int) -> Tensor | None:
 
 
 def _other_row(values: Tensor) -> int | None:
-    """The place of a sample that is not like the first."""
+    """Return the place of a sample that is not like the first."""
     differs = (values != values[:1]).flatten(1).any(1).nonzero()
     return int(differs[0]) if len(differs) else None
 

@@ -6,70 +6,37 @@ for a few steps of a check-up only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchfmri._checkup.attention import LEAST_KEYS, head_activity, logits_of_fused
+from torchfmri._attention import masked_logits
 from torchfmri._checkup.loss_watch import LossWatch
 from torchfmri._checkup.softmaxes import Softmax, SoftmaxLog
 from torchfmri._diagnosis import HeadActivity, Notes
 from torchfmri._torch import DispatchMode
 
-_VIEWS = frozenset(
-    [
-        "detach",
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "alias",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "_reshape_alias",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "as_strided",
-    ]
+_VIEW_NAMES = (
+    "detach view _unsafe_view t transpose permute expand alias slice select unsqueeze squeeze "
+    "_reshape_alias split split_with_sizes unbind as_strided"
 )
-_KEEPS_LOGITS = frozenset(
-    [
-        "add",
-        "add_",
-        "sub",
-        "sub_",
-        "mul",
-        "mul_",
-        "div",
-        "div_",
-        "masked_fill",
-        "masked_fill_",
-        "where",
-        "view",
-        "_unsafe_view",
-        "expand",
-        "transpose",
-        "permute",
-        "clone",
-        "_to_copy",
-        "softcap",
-        "tanh",
-        "contiguous",
-    ]
+_VIEWS = frozenset(_VIEW_NAMES.split())
+_LOGIT_NAMES = (
+    "add add_ sub sub_ mul mul_ div div_ masked_fill masked_fill_ where view _unsafe_view "
+    "expand transpose permute clone _to_copy softcap tanh contiguous"
 )
+_KEEPS_LOGITS = frozenset(_LOGIT_NAMES.split())
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _NUMBER_BY_NUMBER = ("binary_cross_entropy", "mse_loss")
+LEAST_KEYS = 4
+"""Entropy over fewer keys says little."""
 _COPIES = frozenset(["clone", "_to_copy", "contiguous", "_unsafe_view"])
 
 
@@ -216,3 +183,52 @@ class OperationWatch(DispatchMode):  # type: ignore[no-untyped-call]
         found = head_activity(self._where(), self._step, logits, probabilities)
         if found is not None:
             self.heads.append(found)
+
+
+def logits_of_fused(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the masked logits inside a fused attention; None if there are few keys."""
+    q, k = args[0], args[1]
+    if q.ndim != 4 or k.shape[-2] < LEAST_KEYS:
+        return None
+    options = dict(kwargs)
+    scale = options.get("scale")
+    causal = options.get("is_causal", next((a for a in args[3:] if isinstance(a, bool)), False))
+    mask = options.get("attn_mask", options.get("attn_bias"))
+    if mask is None:
+        mask = next((a for a in args[3:] if isinstance(a, Tensor)), None)
+    mask = None if mask is None else mask.detach()
+    return masked_logits(q, k, mask, scale, bool(causal)).float()
+
+
+def head_activity(
+    layer: str, step: int, logits: Tensor, probabilities: Tensor
+) -> HeadActivity | None:
+    """Return the entropy and logits of each head; None if no query has enough keys."""
+    if logits.ndim == 3:
+        logits, probabilities = logits[None], probabilities[None]
+    hidden = torch.finfo(torch.float16).min / 2  # as -inf, and as the smallest number
+    open_keys = logits > hidden
+    keys = open_keys.sum(-1)
+    entropy = torch.special.entr(probabilities).sum(-1) / keys.clamp(min=2).log()
+    rows = keys >= LEAST_KEYS
+    if not bool(rows.any()):
+        return None
+    sums = (entropy * rows).sum(dim=(0, -1)) / rows.sum(dim=(0, -1)).clamp(min=1)
+    largest = logits.masked_fill(~open_keys, 0).abs().amax(dim=(0, -1, -2))
+    return HeadActivity(
+        layer=layer,
+        step=step,
+        entropy=tuple(sums.tolist()),
+        logit=tuple(largest.tolist()),
+        keys=logits.shape[-1],
+        future=_open_future(open_keys),
+    )
+
+
+def _open_future(open_keys: Tensor) -> float:
+    """Return the share of later keys that queries may read; nan if they are not one text."""
+    queries, keys = open_keys.shape[-2:]
+    if queries != keys:
+        return math.nan
+    after = torch.ones(queries, keys, dtype=torch.bool, device=open_keys.device).triu(1)
+    return float(open_keys[..., after].float().mean())

@@ -44,7 +44,7 @@ from torchfmri._model import (
     refuse_meta,
 )
 from torchfmri._monitor import Monitor
-from torchfmri._records import Finding, History
+from torchfmri._records import Finding, History, alarm
 from torchfmri.exceptions import InspectionError
 
 _END = object()
@@ -88,7 +88,7 @@ class Checkup:
 
     @property
     def history(self) -> History:
-        """The statistics of all of them."""
+        """The statistics of all steps."""
         return self._monitor.history
 
     def observe(self, batches: Iterator[Any], check: Callable[[], None]) -> Observation:
@@ -214,11 +214,8 @@ class Checkup:
             )
         if found is None and updated:
             found = self._bad_update(number)
-        self._origin = found or Finding(
-            problem="nonfinite_loss",
-            severity="alarm",
-            layers=(),
-            phase="loss",
+        self._origin = found or alarm(
+            "nonfinite_loss",
             step=number,
             text=f"The loss or a gradient of step {number} was not finite, but was when the step "
             "ran again: it depends on something that changes from run to run.",
@@ -227,18 +224,16 @@ class Checkup:
         )
 
     def _bad_update(self, number: int) -> Finding:
-        """Weights that the optimizer made, and that the next forward pass does not even read."""
+        """Return the finding about weights that only the update made non-finite."""
         bad = [
             name
             for name, each in parameters_of(self._copies.model).items()
             if not bool(torch.isfinite(each.detach()).all())
         ]
         layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
-        return Finding(
-            problem="nonfinite_update",
-            severity="alarm",
+        return alarm(
+            "nonfinite_update",
             layers=layers,
-            phase="optimizer",
             step=number + 1,
             text=f"Loss and gradients of step {number} were finite, and {bad[0]!r} was not after "
             "optimizer.step(): the optimizer made it.",
@@ -273,7 +268,7 @@ class Checkup:
     # -- the end -----------------------------------------------------------------------------
 
     def _mixed(self) -> float:
-        """How much samples influence each other, told by the model as it is after the run."""
+        """Return how much samples influence each other in the model after the run."""
         call = self._watcher.last_call
         if call is None or self._origin is not None or not self._batches.varies:
             return math.nan

@@ -69,7 +69,7 @@ class SoftmaxLog:
             self._kept.append(copy)
 
     def of(self, tensor: Tensor) -> Softmax | None:
-        """The softmax that made a tensor, or made what it is a view of."""
+        """Return the softmax that made a tensor, or made what it is a view of."""
         return self._of.get(_memory(tensor)) if tensor.layout == torch.strided else None
 
     def contracted(self, one: Tensor, other: Tensor) -> None:
@@ -98,7 +98,7 @@ class SoftmaxLog:
             self.above_one = float((sums > 1 + _COARSE).float().mean())
 
     def of_one(self, output: Tensor | None) -> list[Softmax]:
-        """Those over a single number that make the output, or what the loss reads.
+        """Return the softmaxes over a single number that make the output or what the loss reads.
 
         Inside of a model there may well be one key, one expert or one head.
         """
@@ -146,7 +146,7 @@ class SoftmaxLog:
 
 
 def class_axis(shape: Sequence[int], target: Tensor) -> int | None:
-    """Which axis of an output is that of the classes, as its targets tell; None if they do not.
+    """Return the axis of the classes in an output, told by its targets; None if they do not tell.
 
     Class numbers have the output's shape without it; distributions sum to 1 along it alone.
     """
@@ -164,7 +164,7 @@ def class_axis(shape: Sequence[int], target: Tensor) -> int | None:
 
 
 def distribution_axes(values: Tensor) -> list[int]:
-    """The axes along which every row is a distribution: in [0, 1], with sum 1."""
+    """Return the axes along which every row is a distribution: in [0, 1], with sum 1."""
     rows = values.detach().float()
     if rows.ndim == 0 or not rows.numel() or bool(((rows < 0) | (rows > 1)).any()):
         return []

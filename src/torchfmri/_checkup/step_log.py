@@ -14,7 +14,7 @@ from torchfmri._diagnosis import StepFacts
 
 
 class StepLog:
-    """Takes in step after step."""
+    """Collects what each step of a run did between backward and its end."""
 
     def __init__(self) -> None:
         self._numbers: list[tuple[float, float]] = []
@@ -34,7 +34,7 @@ class StepLog:
             self._passes.append(seen.passes)
 
     def facts(self, watcher: Watcher, samples: int) -> StepFacts:
-        """What it comes to.
+        """Return the facts about all steps.
 
         Args:
             watcher: What was seen of the layers.

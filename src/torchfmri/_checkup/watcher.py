@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchfmri._checkup.activations import function_behind, function_of_module
 from torchfmri._checkup.gradient_watch import GradientWatch
-from torchfmri._checkup.norm_log import NormLog, normalises_one
+from torchfmri._checkup.layer_logs import NormLog, UnitLog, normalises_one
 from torchfmri._checkup.operations import OperationWatch
-from torchfmri._checkup.unit_log import UnitLog
 from torchfmri._checkup.weights import growth_in_time, relative_spread, rms, spread
 from torchfmri._diagnosis import MATRIX_LAYERS, NORM_LAYERS, Notes, Structure, parameters_of
-from torchfmri._model import named_layers
-from torchfmri._torch import flatten, is_transformed
+from torchfmri._model import each_once, named_layers
+from torchfmri._torch import flatten, hooked, is_transformed
 
 _MOST_NODES = 4
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
@@ -46,7 +46,6 @@ class Watcher:
         self._model, self._optimizers, self._structure = model, optimizers, structure
         self._layers = named_layers(model)
         self._stack: list[str] = []
-        self._handles: list[Any] = []
         self.step = 0
         self.detailed: OperationWatch | None = None
         self.inputs: dict[int, Tensor] = {}
@@ -73,24 +72,19 @@ class Watcher:
 
     @contextmanager
     def attached(self) -> Iterator[Watcher]:
-        """With the hooks on."""
-        try:
-            seen: set[int] = set()
-            for name, module in self._layers.items():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    self._hook_module(name, module)
-            parameters = parameters_of(self._model)
-            self._handles += self.gradients.attach(parameters, self._optimizers)
+        """Keep the hooks on while the block runs."""
+        with hooked(self._put_on()):
             yield self
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+
+    def _put_on(self) -> Iterator[RemovableHandle]:
+        """Register the hooks, and yield the handle of each."""
+        for name, module in each_once(self._layers).items():
+            yield from self._hook_module(name, module)
+        yield from self.gradients.attach(parameters_of(self._model), self._optimizers)
 
     @contextmanager
     def observing(self, step: int, detailed: bool, batch: Any) -> Iterator[None]:
-        """Around one step."""
+        """Observe one step, which the block runs."""
         self.step = step
         self.gradients.begin_step()
         self.trains = None
@@ -117,7 +111,7 @@ class Watcher:
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def idle_parameters(self) -> tuple[str, ...]:
-        """The parameters of the optimizers that never stepped."""
+        """Return the parameters of the optimizers that never stepped."""
         names = {id(each): name for name, each in parameters_of(self._model).items()}
         return tuple(
             names[id(each)]
@@ -129,10 +123,10 @@ class Watcher:
         )
 
     def here(self) -> str:
-        """The innermost layer that is running; "" outside of the model."""
+        """Return the innermost layer that is running; "" outside of the model."""
         return self._stack[-1] if self._stack else ""
 
-    def _hook_module(self, name: str, module: nn.Module) -> None:
+    def _hook_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         guard = self._notes.guard(f"Layer {name!r}" if name else "The model")
 
         def enter(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -150,8 +144,8 @@ class Watcher:
             with guard:
                 self._leave(name, module, arguments, output)
 
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(leave))
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave)
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -236,7 +230,7 @@ class Watcher:
         return False
 
     def _maker(self, node: Any) -> str:
-        """The layer that made what a node reads, seen through shifts, scales and sums."""
+        """Return the layer whose output a node reads, looking through shifts, scales and sums."""
         nodes = [node]
         for _ in range(_MOST_NODES):
             found = [each for each in nodes if each in self._nodes]
@@ -257,13 +251,13 @@ class Watcher:
 
 
 def _fed_by(node: Any) -> list[Any]:
-    """The nodes before one that leaves a layer's output recognisable; none before others."""
+    """Return the nodes before one that leaves a layer's output recognisable; else none."""
     before = [each for each, _ in node.next_functions if each is not None]
     return before if len(before) == 1 or node.name() in _SUMS else []
 
 
 def _samples(batch: Any) -> int:
-    """How many samples a batch has; 0 where another axis of it is as long, or nobody can tell."""
+    """Return how many samples a batch has; 0 if another axis is as long or it is unknown."""
     shapes = [tuple(each.tensor.shape) for each in flatten(batch)]
     if not shapes or not shapes[0] or shapes[0][0] < 2:
         return 0

@@ -12,7 +12,7 @@ from torchfmri._model import named_layers
 
 
 def relative_size(output: Tensor, target: Any) -> float:
-    """Rms of the output / rms of the targets, where these are numbers of the same kind."""
+    """Return rms of the output / rms of the targets; nan if the targets are not such numbers."""
     if not isinstance(target, Tensor) or not target.is_floating_point() or not target.numel():
         return math.nan
     size = rms(target)
@@ -20,7 +20,7 @@ def relative_size(output: Tensor, target: Any) -> float:
 
 
 def copied_tables(model: nn.Module) -> list[tuple[str, str]]:
-    """Embeddings and output layers that are two parameters with the same random values."""
+    """Return embeddings and output layers that are two parameters with equal random values."""
     layers = named_layers(model)
     tables = [(name, each) for name, each in layers.items() if isinstance(each, nn.Embedding)]
     heads = [(name, each) for name, each in layers.items() if isinstance(each, nn.Linear)]
@@ -38,7 +38,7 @@ def copied_tables(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins that others may share; 0 where it has none."""
+    """Return the address of the memory that a tensor may share with others; 0 if it has none."""
     if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in _PLAIN:
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -48,13 +48,13 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def rms(parameter: Tensor) -> float:
-    """Root mean square; 0 of nothing."""
+    """Return the root mean square of a tensor; 0 if it is empty."""
     values = _real(parameter.detach()).float()
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
 def spread(values: Tensor) -> float:
-    """Root mean square of how rows (samples) differ from their mean; nan of fewer than four."""
+    """Return the rms of the rows (samples) around their mean; nan for fewer than four."""
     rows = values.detach().float()
     if rows.shape[0] < 4:
         return math.nan
@@ -62,13 +62,13 @@ def spread(values: Tensor) -> float:
 
 
 def relative_spread(values: Tensor) -> float:
-    """How much rows (samples) differ from each other, relative to their size."""
+    """Return how much rows (samples) differ from each other, relative to their size."""
     apart, size = spread(values), rms(values)
     return apart if math.isnan(apart) else apart / size if size > 0 else 0.0
 
 
 def growth_in_time(output: Tensor, batch_first: bool) -> float:
-    """Rms of a recurrent layer's last output / of its first."""
+    """Return rms of a recurrent layer's last output / rms of its first."""
     steps = output.detach() if not batch_first else output.detach().transpose(0, 1)
     first, last = rms(steps[0]), rms(steps[-1])
     return last / first if first > 0 else math.nan
@@ -101,5 +101,5 @@ def noise_scale(samples: list[Tensor], batch: float) -> float:
 
 
 def _real(values: Tensor) -> Tensor:
-    """Complex numbers as pairs."""
+    """Return complex numbers as pairs of real ones."""
     return torch.view_as_real(values) if values.is_complex() else values

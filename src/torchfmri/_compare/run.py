@@ -18,6 +18,7 @@ from torchfmri._model import (
     Loss,
     arguments_for,
     copy_of_data,
+    device_of,
     loss_of,
     named_layers,
     one_thread,
@@ -88,7 +89,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """That of the first parameter."""
-        return next((each.device for each in self.model.parameters()), torch.device("cpu"))
+        return device_of(self.model)
 
     def forward(self, data: Any) -> Any:
         """The output of the model."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from torchfmri._arguments import check_number
 from torchfmri._capture import BACKWARD, FORWARD, LOSS
 from torchfmri._cost.counted_step import CountedStep, count_step
-from torchfmri._cost.growth import Growth
-from torchfmri._cost.growth_run import measure_growth
+from torchfmri._cost.growth import Growth, fit_growth
+from torchfmri._cost.laws import Sample
 from torchfmri._cost.layer_cost import Cost, LayerCost, add_costs
 from torchfmri._cost.layer_times import LayerTimes, time_layers
 from torchfmri._cost.live_memory import Storages
 from torchfmri._cost.measured_step import MeasuredStep
-from torchfmri._cost.resizing import data_of_size
-from torchfmri._model import Loss, named_layers, unwrap
+from torchfmri._cost.resizing import Size, check_sizes, data_of_size, size_of
+from torchfmri._model import Loss, first_names, named_layers, unwrap
 from torchfmri._text import bytes_text, seconds_text
 
 
@@ -58,8 +60,40 @@ def cost(
     count_step(step)  # the first run loads libraries, chooses kernels and takes workspaces
     counted = count_step(step)
     times = time_layers(step, rounds) if rounds else None
-    growth = measure_growth(step, data, target, sizes) if sizes else None
+    growth = _measure_growth(step, data, target, sizes) if sizes else None
     return _result(step, counted, times, growth)
+
+
+def _measure_growth(
+    step: MeasuredStep, data: Any, target: Any, sizes: Mapping[str, Sequence[int]]
+) -> Growth:
+    """Count the step at every combination of `sizes`, and fit the laws behind the counts."""
+    axes = check_sizes(sizes)
+    samples = []
+    for values in product(*axes.values()):
+        asked = dict(zip(axes, values, strict=True))
+        given = data_of_size(data, target, sizes, asked)
+        counted = count_step(replace(step, data=given.data, target=given.target))
+        own = size_of(given.data)
+        size = Size(asked.get("batch", own.batch), asked.get("length", own.length))
+        samples.append(_sample(size, counted))
+    return fit_growth(samples)
+
+
+def _sample(size: Size, counted: CountedStep) -> Sample:
+    names = {layer for _, layer in counted.flops} | set(counted.saved_bytes)
+    order = [*counted.calls, *sorted(names - set(counted.calls))]
+    layers = {
+        name: (
+            counted.flops.get((FORWARD, name), 0),
+            counted.flops.get((BACKWARD, name), 0),
+            counted.saved_bytes[name],
+        )
+        for name in order
+        if name in names
+    }
+    steps = np.asarray(counted.steps, dtype=np.float64)
+    return Sample(size, counted.existing_bytes, steps, layers)
 
 
 def _result(
@@ -136,11 +170,9 @@ def _notes(
     step: MeasuredStep, counted: CountedStep, total: LayerCost, times: LayerTimes | None
 ) -> list[str]:
     notes = list(step.notes)
-    layers = named_layers(step.model)
-    first: dict[int, str] = {}
-    for name, module in layers.items():
-        if first.setdefault(id(module), name) != name:
-            notes.append(f"{name} is the same module as {first[id(module)]}: counted there")
+    for name, first in first_names(named_layers(step.model)).items():
+        if first != name:
+            notes.append(f"{name} is the same module as {first}: counted there")
     beyond = counted.retained_bytes - total.saved_bytes
     if beyond > 0 and total.backward_flops:
         notes.append(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from torchfmri._capture import Position
-from torchfmri._cost.live_memory import LiveMemory, Place, Storages, storage_of
+from torchfmri._cost.live_memory import LiveMemory, Place, SavedBytes, Storages, storage_of
 from torchfmri._cost.measured_step import MeasuredPass, MeasuredStep, resting_collector
-from torchfmri._cost.saved_bytes import SavedBytes
-from torchfmri._model import named_layers
-from torchfmri._torch import Hook, flatten
+from torchfmri._model import each_once, named_layers, named_parameters
+from torchfmri._torch import Hook, flatten, hooked
 
 
 @dataclass
@@ -102,25 +99,17 @@ def _run(
             run_backward()
 
 
-@contextmanager
-def _listening_to_parameters(layers: dict[str, nn.Module], counted: CountedStep) -> Iterator[None]:
+def _listening_to_parameters(
+    layers: dict[str, nn.Module], counted: CountedStep
+) -> AbstractContextManager[None]:
     """Record, by hooks, how large the gradients are that really arrive."""
-    handles: list[Any] = []
-    known = set()
 
     def arrived(layer: str, gradient: Tensor) -> None:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         counted.gradient_bytes[layer] += values.numel() * values.element_size()
 
-    try:
-        for layer, module in layers.items():
-            for parameter in module._parameters.values():
-                if parameter is None or id(parameter) in known or not parameter.requires_grad:
-                    continue
-                known.add(id(parameter))
-                hook = Hook(partial(arrived, layer))
-                handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(
+        parameter.register_hook(Hook(partial(arrived, name.rpartition(".")[0])))  # type: ignore[no-untyped-call]
+        for name, parameter in each_once(named_parameters(layers)).items()
+        if parameter.requires_grad
+    )

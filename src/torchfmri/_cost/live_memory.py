@@ -10,13 +10,14 @@ its blocks are larger than requested, by a different amount each time.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchfmri._capture import Position
+from torchfmri._capture import FORWARD, Position
 from torchfmri._cost.flops import flops_of, is_heavy, operation_name
 from torchfmri._torch import DispatchMode
 
@@ -76,6 +77,37 @@ class Storages:
     def sizes(self) -> list[tuple[Any, int]]:
         """Return label and bytes of every storage that is alive."""
         return [(label, size) for _, label, size in self._seen.values()]
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """The storages that autograd saves in its `with` block, each for the first who saved it.
+
+    If a view is saved, its whole storage counts, because all of it stays alive. Storages that
+    existed before (parameters, buffers, data) cost nothing to keep and do not count. Storages that
+    are freed before the forward pass ends do not count either.
+
+    Args:
+        position: Says which layer is running.
+        existing: Tensors that existed before.
+    """
+
+    def __init__(self, position: Position, existing: Iterable[Tensor]) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self._position = position
+        self._storages = Storages(existing)
+
+    def by_layer(self) -> Counter[str]:
+        """Return the bytes now saved by each layer: ask when the forward pass is over."""
+        result: Counter[str] = Counter()
+        for layer, size in self._storages.sizes():
+            result[layer] += size
+        return result
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self._position.phase == FORWARD:
+            self._storages.add(tensor, self._position.layer)
+        # Keeping the output itself would keep its own node alive for ever.
+        return tensor.detach()
 
 
 class LiveMemory(DispatchMode):  # type: ignore[no-untyped-call]

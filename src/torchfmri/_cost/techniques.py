@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchfmri._cost.resizing import size_of
-from torchfmri._model import Loss, named_layers
+from torchfmri._model import Loss, device_of, named_layers
 from torchfmri._torch import flatten, map_tensors
 
 _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -123,7 +123,7 @@ def _autocast_obstacle(setup: Setup) -> str | None:
     if torch.float32 not in kinds:
         named = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         return f"no float32 parameters to compute with in bf16 (they are {named})"
-    device = device_of(setup)
+    device = device_of(setup.model)
     if torch.is_autocast_enabled(device.type):
         return "autocast is already on here"
     if device.type == "cuda" and not torch.cuda.is_bf16_supported():
@@ -224,11 +224,6 @@ TECHNIQUES = (
     ACCUMULATION,
     Technique("accumulate 4", "pieces", partial(_pieces_obstacle, 4), partial(_pieces, 4)),
 )
-
-
-def device_of(setup: Setup) -> torch.device:
-    """Return the device of the model."""
-    return next((each.device for each in setup.model.parameters()), torch.device("cpu"))
 
 
 def parts_of(value: Any, pieces: int, batch: int) -> list[Any]:

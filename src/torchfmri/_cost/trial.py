@@ -6,7 +6,6 @@ import copy
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,17 @@ from torchfmri._cost.layer_times import make_clock
 from torchfmri._cost.live_memory import LiveMemory
 from torchfmri._cost.measured_step import resting_collector
 from torchfmri._cost.resizing import size_of
-from torchfmri._cost.techniques import Setup, Technique, device_of, parts_of
-from torchfmri._model import Loss, RandomState, arguments_for, copy_of_data, loss_of, runnable
+from torchfmri._cost.techniques import Setup, Technique, parts_of
+from torchfmri._model import (
+    Loss,
+    RandomState,
+    arguments_for,
+    copy_of_data,
+    device_of,
+    loss_of,
+    needs_closure,
+    runnable,
+)
 from torchfmri._torch import flatten
 from torchfmri.exceptions import InspectionError
 
@@ -44,7 +52,7 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
             f"optimizer={optimizer!r} is no optimizer, and no function of parameters that returns "
             "one. Write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)."
         )
-    if own is not None and _needs_closure(own):
+    if own is not None and needs_closure(own):
         raise InspectionError(
             f"{type(own).__name__} asks for a closure in each step, which advice does not know; "
             "leave the optimizer out."
@@ -52,11 +60,6 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
     arguments, keywords = arguments_for(model, data)
     copied = copy_of_data(dict(keywords)) if keywords else copy_of_data(arguments)
     return Setup(twin, own, copied, copy_of_data(target), loss)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
 
 
 class Trial:
@@ -74,7 +77,7 @@ class Trial:
         for technique in techniques:
             technique.apply(setup)
         self.setup = setup
-        self.device = device_of(setup)
+        self.device = device_of(setup.model)
         self.summed = False  # whether the sum of the output stood in for a loss
         self._average = average
 

@@ -16,11 +16,11 @@ from torchfmri._diagnosis.profiles import (
     signal_sizes,
 )
 from torchfmri._diagnosis.signals import SMALL_GAIN, gains, is_stuck, median
-from torchfmri._records import Finding, Severity
+from torchfmri._records import Finding, Severity, alarm, finding_of
 
 
 def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that get smaller layer by layer on their way to the input."""
+    """Find gradients that get smaller layer by layer on their way to the input."""
     profile = gradient_profile(seen)
     if profile is None or not profile.vanishes:
         return
@@ -35,11 +35,9 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
     why = ""
     if gain < SMALL_GAIN:
         why = f" The weights are small: outputs are {gain:.2g} times their inputs."
-    yield Finding(
-        problem="vanishing_gradients",
-        severity="alarm",
+    yield alarm(
+        "vanishing_gradients",
         layers=layers,
-        phase="backward",
         step=int(seen.trace.steps[0]),
         text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights shrink to {profile.ratio:.1g} of their size, by {per_layer:.2g} "
@@ -50,7 +48,7 @@ def vanishing_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def _against_vanishing(seen: Observation) -> str:
-    """What to do about vanishing gradients, of what the model does not have yet."""
+    """Return advice against vanishing gradients: what the model does not have yet."""
     absent = _absent(seen)
     kinds = {kind.lower() for kind in seen.structure.kinds.values()}
     kinds |= {each.function for each in seen.units}
@@ -65,7 +63,7 @@ def _against_vanishing(seen: Observation) -> str:
 
 
 def _absent(seen: Observation) -> list[str]:
-    """What keeps sizes along the depth and is not there; a Monitor does not see all of it."""
+    """Return what would keep sizes along the depth but is absent, as far as can be seen."""
     found = []
     if not any("Norm" in kind for kind in seen.structure.kinds.values()):
         found.append("normalisation")
@@ -77,7 +75,7 @@ def _absent(seen: Observation) -> list[str]:
 
 
 def exploding_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that get larger layer by layer on their way to the input."""
+    """Find gradients that get larger layer by layer on their way to the input."""
     profile = gradient_profile(seen)
     if profile is None or profile.trend > -cuts.DEPTH_TREND.value:
         return
@@ -85,11 +83,9 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
         return
     if profile.second_ratio >= SECOND_RATIO:
         return
-    yield Finding(
-        problem="exploding_gradients",
-        severity="alarm",
+    yield alarm(
+        "exploding_gradients",
         layers=tuple(dict.fromkeys(each.layer for each in profile.parameters[:3])),
-        phase="backward",
         step=int(seen.trace.steps[0]),
         text=f"From {profile.parameters[-1].layer!r} back to {profile.parameters[0].layer!r} the "
         f"gradients of the weights grow {1 / profile.ratio:.1g}-fold.",
@@ -101,7 +97,7 @@ def exploding_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def activation_growth(seen: Observation) -> Iterator[Finding]:
-    """Outputs that grow from one alike layer to the next."""
+    """Find outputs that grow from one alike layer to the next."""
     worst = None
     for growth in growths(seen):
         if growth.trend < STEADY or not growth.factor > cuts.GROWTH_WARN.value:
@@ -114,11 +110,10 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
     per_layer = worst.factor ** (1 / (len(worst.layers) - 1))
     adds = seen.reach is not None and seen.reach.has_residual
     lost = "what the first layers add is lost in the sum, and " if adds else ""
-    yield Finding(
-        problem="activation_growth",
+    yield finding_of(
+        "activation_growth",
         severity="alarm" if worst.factor > cuts.GROWTH_ALARM.value else "warn",
         layers=tuple(worst.layers),
-        phase="forward",
         step=worst.step,
         text=f"Outputs grow {worst.factor:,.0f}-fold from {worst.layers[0]!r} to "
         f"{worst.layers[-1]!r}, by {per_layer:.2g} per layer: {lost}the next doublings may "
@@ -137,18 +132,17 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
 
 
 def recurrent_growth(seen: Observation) -> Iterator[Finding]:
-    """Outputs of a recurrent layer that grow along the sequence."""
+    """Find outputs of a recurrent layer that grow along the sequence."""
     growth = {} if seen.steps is None else seen.steps.growth
     large = {layer: each for layer, each in growth.items() if each > cuts.GROWTH_WARN.value}
     if not large:
         return
     layer, factor = max(large.items(), key=lambda each: each[1])
     severity: Severity = "alarm" if factor > cuts.GROWTH_ALARM.value else "warn"
-    yield Finding(
-        problem="activation_growth",
+    yield finding_of(
+        "activation_growth",
         severity=severity,
         layers=tuple(large),
-        phase="forward",
         step=int(seen.trace.steps[0]),
         text=f"From the first to the last step of a sequence the outputs of {layer!r} grow "
         f"{factor:,.0f}-fold, and gradients with them on their way back.",
@@ -159,7 +153,7 @@ def recurrent_growth(seen: Observation) -> Iterator[Finding]:
 
 
 def signal_shrinks(seen: Observation) -> Iterator[Finding]:
-    """Differences between samples that get lost layer by layer, so that nothing is learnt."""
+    """Find differences between samples that get lost layer by layer, so that nothing is learnt."""
     left = signal_left(seen)
     if not left < cuts.SIGNAL_LEFT.value or not is_stuck(seen):
         return
@@ -169,12 +163,9 @@ def signal_shrinks(seen: Observation) -> Iterator[Finding]:
     layers, _ = signal_sizes(seen)
     per_layer = left ** (1 / (len(layers) - 1))
     gain = median(list(gains(seen).values()))
-    yield Finding(
-        problem="signal_shrinks",
-        severity="alarm",
+    yield alarm(
+        "signal_shrinks",
         layers=tuple(layers),
-        phase="forward",
-        step=0,
         text=f"From {layers[0]!r} to {layers[-1]!r} what differs between samples shrinks to "
         f"{left:.1g} of its size, by {per_layer:.2g} per layer (weights make outputs {gain:.2g} "
         "times their inputs): the output hardly depends on the input, and gradients shrink alike.",

@@ -138,7 +138,7 @@ class MisplacedSoftmax:
 
 @dataclass(frozen=True)
 class ConstantLayer:
-    """A layer that returns the same whatever it is given, for it compares one number with itself.
+    """A layer that always returns the same, because it compares one number with itself.
 
     Attributes:
         layer: Where it is; "" for what runs outside of layers.

@@ -18,7 +18,7 @@ _PARAMETERS = ("parameters", "parameter_gradients")
 
 
 def diagnose_inspection(inspection: Inspection, model: nn.Module) -> Diagnosis:
-    """What one inspection tells: what was not watched cannot be judged."""
+    """Return what one inspection tells; what was not watched cannot be judged."""
     found: dict[Series, Statistics] = {}
     for layer, record in inspection.items():
         for what in record.what:

@@ -4,26 +4,89 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchfmri._diagnosis import cuts
-from torchfmri._diagnosis.growth import WeightGrowth, growth_outside
-from torchfmri._diagnosis.losses_around import is_worse, loss_around
-from torchfmri._diagnosis.observation import Observation
+from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.rates import rate_in_words
-from torchfmri._diagnosis.signals import first_nonfinite, gradient_norms, median, update_ratios
+from torchfmri._diagnosis.signals import (
+    first_nonfinite,
+    gradient_norms,
+    is_worse,
+    loss_around,
+    median,
+    update_ratios,
+)
 from torchfmri._diagnosis.trace import RunTrace
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of
 from torchfmri._text import listed, percent
 
 _WINDOW = 5
 _OFTEN = 3
+_NOTICED = 1.02
+"""Growth beyond an update that is no matter of rounding."""
+
+
+class WeightGrowth(NamedTuple):
+    """(step, parameter) how the weights before an update compare with those before the last one.
+
+    Attributes:
+        size: Their norm / the norm at the last step that changed them; nan at the first.
+        beyond: The part of that growth, or shrinking, which the updates do not explain; else 1.
+        update: The last update / the weights before it.
+        unwatched: How many steps since then were not watched, so that their updates are not known.
+    """
+
+    size: Floats
+    beyond: Floats
+    update: Floats
+    unwatched: NDArray[np.int64]
+
+    def of(self, columns: NDArray[np.int64]) -> WeightGrowth:
+        """Return the growth of some of the parameters alone."""
+        return WeightGrowth(
+            size=self.size[:, columns],
+            beyond=self.beyond[:, columns],
+            update=self.update[:, columns],
+            unwatched=self.unwatched[:, columns],
+        )
+
+
+def growth_outside(trace: RunTrace) -> WeightGrowth:
+    """Compare each parameter with itself, and with the updates in between.
+
+    A norm grows and shrinks by no more than the norm of the update. Of a large parameter the same
+    sample is compared each time, so that it does not matter which rows an update concerns. Updates
+    of steps that were not watched are taken to be as large as the larger one of those around them.
+    """
+    shape = trace.weights.shape
+    size, beyond, update = np.full(shape, math.nan), np.ones(shape), np.full(shape, math.nan)
+    unwatched = np.zeros(shape, np.int64)
+    last = np.full(shape[1], math.nan)
+    ratio, gap = last.copy(), np.zeros(shape[1], np.int64)
+    steps = trace.steps
+    with np.errstate(all="ignore"):
+        for row, (weights, change) in enumerate(zip(trace.weights, trace.changes, strict=True)):
+            gap += steps[row] - steps[row - 1] - 1 if row else 0
+            known = weights > 0
+            now = np.where(known, change / weights, math.nan)
+            size[row] = np.where(known, weights / last, math.nan)
+            bound = np.where(gap > 0, np.fmax(ratio, now), ratio)
+            most, least = (1 + bound) ** (gap + 1), np.maximum(1 - bound, 0) ** (gap + 1)
+            grown, shrunk = size[row] / most, size[row] / least
+            beyond[row, grown > _NOTICED] = grown[grown > _NOTICED]
+            beyond[row, shrunk < 1 / _NOTICED] = shrunk[shrunk < 1 / _NOTICED]
+            update[row], unwatched[row] = ratio, gap
+            last, ratio = np.where(known, weights, last), np.where(known, now, ratio)
+            gap[known] = 0
+    return WeightGrowth(size=size, beyond=beyond, update=update, unwatched=unwatched)
 
 
 def update_jump(seen: Observation) -> Iterator[Finding]:
-    """The first update that replaces the weights by itself, and harms.
+    """Find the first update that replaces the weights by itself, and harms.
 
     The weights are large afterwards, so that later updates are small beside them: their size says
     nothing about the learning rate.
@@ -45,11 +108,8 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
         if not (lost or math.isinf(ratio) or is_worse(before, after)):
             continue
         step, spike = int(steps[place]), norms[place] / median(norms[:place])
-        yield Finding(
-            problem="learning_rate_too_high",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "learning_rate_too_high",
             step=step,
             text=f"The update of step {step} changed the weights {_by(ratio, usual)}"
             f"{_gradients(spike)}{_then(lost, before, after)}.",
@@ -62,7 +122,7 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
 
 
 def changed_outside(seen: Observation) -> Iterator[Finding]:
-    """Weights that something else than the updates changed: far at once, or often and one way."""
+    """Find weights that something other than the optimizer changed: far at once, or often."""
     found = growth_outside(seen.trace)
     grown, shrunk = found.beyond > 1, found.beyond < 1
     at_once = found.beyond > cuts.OUTSIDE_GROWTH.value
@@ -114,12 +174,11 @@ def _about_growth(
         advice = " Watch each step (every=1) to tell the two apart."
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
     in_all = abs(math.log(size) * times) if math.isfinite(size) else math.inf
-    alarm = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
-    return Finding(
-        problem="weights_changed_outside",
-        severity="alarm" if alarm else "warn",
+    severe = at_once or in_all > math.log(cuts.OUTSIDE_GROWTH.value)
+    return finding_of(
+        "weights_changed_outside",
+        severity="alarm" if severe else "warn",
         layers=layers,
-        phase="optimizer",
         step=step,
         text=f"{text}: {cause}.",
         advice="Look at what writes to the weights outside of optimizer.step(): load_state_dict, "
@@ -133,7 +192,7 @@ def _watched(unwatched: int) -> str:
 
 
 def _last_update(trace: RunTrace, place: int) -> int:
-    """The last step before a place at which an optimizer stepped."""
+    """Return the last step before a place at which an optimizer stepped."""
     stepped = np.flatnonzero(np.isfinite(trace.weights[:place]).any(1))
     return int(trace.steps[stepped[-1]])
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.registry import LIVE, find, fold
 from torchfmri._diagnosis.structure import Structure
@@ -18,6 +16,7 @@ WINDOW = 64
 """How many steps are looked at; enough for every diagnosis, and constant work."""
 EVERY = 8
 """How many steps pass between two looks, unless numbers stop being finite."""
+_OF_UPDATES = ("parameter_gradients", "parameters")
 
 
 class LiveDiagnosis:
@@ -42,11 +41,13 @@ class LiveDiagnosis:
             self._structure = self._describe()
         self._trace.add(step, series)
         self._waiting += 1
-        if self._waiting >= EVERY or (not self._nonfinite and self._has_just_turned()):
+        turned = not self._nonfinite and self._trace.ends_nonfinite(_OF_UPDATES)
+        self._nonfinite = self._nonfinite or turned
+        if self._waiting >= EVERY or turned:
             self._look()
 
     def findings(self, origins: Sequence[Finding] = ()) -> list[Finding]:
-        """All findings so far, the worst first.
+        """Return all findings so far, the worst first.
 
         Args:
             origins: What is known better than from statistics: steps that were traced back.
@@ -59,11 +60,11 @@ class LiveDiagnosis:
         return fold([*found, *_once_each(origins)])
 
     def known(self) -> list[Finding]:
-        """The findings made so far, in the order in which they were made; looks at nothing."""
+        """Return the findings made so far, oldest first, without looking again."""
         return list(self._known.values())
 
     def take_fresh(self, held: Collection[int] = ()) -> list[Finding]:
-        """The findings that were made since this was last asked.
+        """Return the findings that were made since this was last asked.
 
         Args:
             held: Steps that were held as not finite: what says so has been said.
@@ -74,15 +75,6 @@ class LiveDiagnosis:
             for each in fresh
             if not (each.problem.startswith("nonfinite") and each.step in held)
         ]
-
-    def _has_just_turned(self) -> bool:
-        """Whether the last step is the first with numbers that are not finite."""
-        for what in ("parameter_gradients", "parameters"):
-            counts = self._trace.matrix(what, "nonfinite")
-            if counts.size and np.nan_to_num(counts[-1]).any():
-                self._nonfinite = True
-                return True
-        return False
 
     def _look(self) -> None:
         self._waiting = 0
@@ -99,7 +91,7 @@ class LiveDiagnosis:
 
 
 def _once_each(origins: Sequence[Finding]) -> list[Finding]:
-    """Each of these once, with a remark on later steps where it was the same again.
+    """Return each finding once, with a remark on later steps where it came again.
 
     It is the same where the same weights are not finite, or where the same layers are and nobody
     looked for the origin.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import is_stuck
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
 _LEAST_SAMPLES, _LEAST_CLASSES = 64, 3
@@ -16,7 +16,7 @@ _LEAST_BATCH, _LEAST_PASSES = 8, 3
 
 
 def misread_output(seen: Observation) -> Iterator[Finding]:
-    """A loss that takes the output for something it is not."""
+    """Find a loss that takes the output for something it is not."""
     loss = seen.loss
     if loss is None or loss.misread is None:
         return
@@ -33,12 +33,9 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
         "hand over the logarithm of the targets.",
     }
     name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
-    yield Finding(
-        problem=name,
-        severity="alarm",
+    yield alarm(
+        name,
         layers=(loss.output_layer,) if loss.output_layer else (),
-        phase="loss",
-        step=0,
         text=f"The loss takes {expected}, but what it gets is {found}"
         + (
             ": softmax or sigmoid is applied twice, which flattens the gradient."
@@ -50,16 +47,12 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
 
 
 def loss_broadcast(seen: Observation) -> Iterator[Finding]:
-    """A comparison of output and target that pairs every sample with every other."""
+    """Find a comparison of output and target that pairs every sample with every other."""
     if seen.loss is None or seen.loss.broadcast is None:
         return
     one, other, result = seen.loss.broadcast
-    yield Finding(
-        problem="loss_broadcast",
-        severity="alarm",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield alarm(
+        "loss_broadcast",
         text=f"The loss compares {one} with {other}, which broadcasts to {result}: every output is "
         "compared with every target, and the best answer is their mean.",
         advice="Give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
@@ -68,7 +61,7 @@ def loss_broadcast(seen: Observation) -> Iterator[Finding]:
 
 
 def inverted_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss with the wrong sign: it is made larger."""
+    """Find a loss with the wrong sign: it is made larger."""
     loss = seen.loss
     if loss is not None and loss.score is not None:
         yield from _score_minimised(seen, *loss.score)
@@ -76,12 +69,8 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
         return
     if any(group.get("maximize") for group in seen.structure.groups):
         if math.isclose(loss.value, loss.inner, rel_tol=1e-4):
-            yield Finding(
-                problem="inverted_loss",
-                severity="alarm",
-                layers=(),
-                phase="loss",
-                step=0,
+            yield alarm(
+                "inverted_loss",
                 text=f"The optimizer has maximize=True, and the loss ({loss.value:.3g}) is an "
                 "error: training makes it larger.",
                 advice="Remove maximize=True.",
@@ -92,12 +81,8 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
         return
     if not math.isclose(loss.value, -loss.inner, rel_tol=1e-4):
         return
-    yield Finding(
-        problem="inverted_loss",
-        severity="alarm",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield alarm(
+        "inverted_loss",
         text=f"The loss is {loss.value:.3g}, minus the error ({loss.inner:.3g}): training makes "
         "the error larger.",
         advice="Remove the minus.",
@@ -106,16 +91,12 @@ def inverted_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[Finding]:
-    """A score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
+    """Find a score that is 1 for the right answer and 0 for its opposite, and is made smaller."""
     maximized = any(group.get("maximize") for group in seen.structure.groups)
     if maximized or not right > cuts.SCORE.value or not 0 <= wrong < 1 - cuts.SCORE.value:
         return
-    yield Finding(
-        problem="inverted_loss",
-        severity="warn",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield warn(
+        "inverted_loss",
         text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
         "their opposite: it is a score, and training makes it smaller.",
         advice="Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
@@ -124,19 +105,16 @@ def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[
 
 
 def unreachable_targets(seen: Observation) -> Iterator[Finding]:
-    """Targets that the last function of the model cannot return."""
+    """Find targets that the last function of the model cannot return."""
     loss = seen.loss
     if loss is None:
         return
     layers = (loss.output_layer,) if loss.output_layer else ()
     sums = loss.range.startswith("numbers")
     if loss.outside > cuts.OUTSIDE.value:
-        yield Finding(
-            problem="unreachable_targets",
-            severity="alarm",
+        yield alarm(
+            "unreachable_targets",
             layers=layers,
-            phase="loss",
-            step=0,
             text=f"The output goes through {loss.output_function}, which makes {loss.range}, but "
             f"{percent(loss.outside)} of the targets {'do not' if sums else 'lie outside'}.",
             advice="Use sigmoid (BCEWithLogitsLoss of the logits) where several labels may be on "
@@ -147,23 +125,17 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
             evidence={"outside_share": loss.outside},
         )
     elif loss.bounded and loss.classes is not None and loss.misread is None:
-        yield Finding(
-            problem="activation_before_loss",
-            severity="warn",
+        yield warn(
+            "activation_before_loss",
             layers=layers,
-            phase="loss",
-            step=0,
             text=f"The logits go through {loss.output_function} before the cross entropy and lie "
             f"within {loss.range}: no class can become much more likely than another.",
             advice="Remove the activation after the last layer.",
         )
     elif loss.output_function == "relu" and loss.classes is not None:
-        yield Finding(
-            problem="activation_before_loss",
-            severity="warn",
+        yield warn(
+            "activation_before_loss",
             layers=layers,
-            phase="loss",
-            step=0,
             text="The logits go through relu before the cross entropy: no class can be made less "
             "likely than one at 0, and units at 0 do not learn.",
             advice="Remove the activation after the last layer.",
@@ -171,7 +143,7 @@ def unreachable_targets(seen: Observation) -> Iterator[Finding]:
 
 
 def softmax_dimension(seen: Observation) -> Iterator[Finding]:
-    """A softmax that does not run over what its result is used for."""
+    """Find a softmax that does not run over what its result is used for."""
     found = list(seen.softmaxes)
     if not found or (seen.loss is not None and (seen.loss.misread or ("", ""))[0] == "logits"):
         return  # that it should not be there at all is told elsewhere
@@ -184,12 +156,10 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for each in found if each.layer or not each.in_loss))
     if not layers and seen.loss is not None and seen.loss.output_layer:
         layers = (seen.loss.output_layer,)
-    yield Finding(
-        problem="softmax_dimension",
-        severity="alarm",
+    yield alarm(
+        "softmax_dimension",
         layers=layers,
         phase="loss" if worst.in_loss else "forward",
-        step=0,
         text=f"A softmax {where}runs over {over}{wanted}.",
         advice="Give it the right dim: classes are the last axis of (batch, classes) and axis 1 of "
         "(batch, classes, ...), keys the last axis of attention scores.",
@@ -198,18 +168,14 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
 
 
 def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
-    """A causal model that is to predict the token it is given."""
+    """Find a causal model that is to predict the token it is given."""
     if seen.loss is None or seen.loss.targets != "inputs":
         return
     causal = [each for each in seen.heads if each.future == 0]
     if not causal:
         return
-    yield Finding(
-        problem="targets_not_shifted",
-        severity="alarm",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield alarm(
+        "targets_not_shifted",
         text=f"The targets are the inputs themselves, place by place, and attention "
         f"({causal[0].layer!r}) is causal: the model only learns to copy the token it reads.",
         advice="Compare the output at each place with the next token: logits[:, :-1] with ids[:, "
@@ -218,7 +184,7 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
 
 
 def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
-    """Attention that reads the very token that is to be predicted."""
+    """Find attention that reads the very token that is to be predicted."""
     if seen.loss is None or seen.loss.targets != "next inputs" or seen.origin is not None:
         return
     layers = tuple(
@@ -226,12 +192,9 @@ def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
     )
     if not layers:
         return
-    yield Finding(
-        problem="missing_causal_mask",
-        severity="warn",
+    yield warn(
+        "missing_causal_mask",
         layers=layers,
-        phase="forward",
-        step=0,
         text=f"The targets are the next tokens of the input, and {listed(layers)} may read them: "
         "every query sees the keys after it.",
         advice="Use is_causal=True, or a mask that hides what comes after.",
@@ -239,18 +202,14 @@ def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
 
 
 def constant_targets(seen: Observation) -> Iterator[Finding]:
-    """Class numbers that are all the same, of a model that tells several classes apart."""
+    """Find class numbers that are all the same, of a model that tells several classes apart."""
     data, loss = seen.data, seen.loss
     if data is None or loss is None or data.classes_seen != 1 or data.samples < _LEAST_SAMPLES:
         return
     if loss.classes is None or loss.classes < _LEAST_CLASSES:
         return  # one of two classes may be rare
-    yield Finding(
-        problem="constant_targets",
-        severity="warn",
-        layers=(),
-        phase="data",
-        step=0,
+    yield warn(
+        "constant_targets",
         text=f"All targets of {data.samples} samples are one class, and the model tells "
         f"{loss.classes} apart: nothing is to be learnt but a constant.",
         advice="Look at how the dataset makes its labels, and shuffle: sorted data begins with one "
@@ -260,7 +219,7 @@ def constant_targets(seen: Observation) -> Iterator[Finding]:
 
 
 def loss_divided_again(seen: Observation) -> Iterator[Finding]:
-    """A mean that is divided once more by what it was taken over, or gradients summed unscaled."""
+    """Find a mean that is divided twice, and accumulated gradients that are not scaled."""
     loss, passes = seen.loss, 0 if seen.steps is None else seen.steps.passes
     weights = set() if loss is None else {round(weight, 9) for weight, _ in loss.weights}
     if loss is None or len(weights) != 1 or passes < 1:
@@ -273,12 +232,8 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
     }
     by = next((each for each in again if math.isclose(weight, 1 / each, rel_tol=1e-5)), None)
     if by is not None:
-        yield Finding(
-            problem="loss_divided_again",
-            severity="warn",
-            layers=(),
-            phase="loss",
-            step=0,
+        yield warn(
+            "loss_divided_again",
             text=f"The loss is a mean over {samples} samples and is then divided by {by} "
             f"({again[by]}): gradients are that much smaller, and a learning rate means less.",
             advice="Divide once: reduction='mean' needs no division, and n accumulated passes need "
@@ -286,12 +241,9 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
             evidence={"weight": weight, "samples": samples, "passes": passes},
         )
     elif passes >= _LEAST_PASSES and math.isclose(weight, 1.0, rel_tol=1e-5):
-        yield Finding(
-            problem="accumulation_not_scaled",
+        yield finding_of(
+            "accumulation_not_scaled",
             severity="inform",
-            layers=(),
-            phase="loss",
-            step=0,
             text=f"An update adds up the gradients of {passes} backward passes, each of a mean of "
             "its own: it is as large as with a learning rate that many times as high.",
             advice=f"Divide each loss by {passes} if they are parts of one batch.",
@@ -300,7 +252,7 @@ def loss_divided_again(seen: Observation) -> Iterator[Finding]:
 
 
 def logits_left(seen: Observation) -> float:
-    """Largest logit that the loss is given / largest output of the last layer, at first."""
+    """Return the largest logit that the loss is given / the largest output of the last layer."""
     if seen.loss is None or not seen.loss.output_layer or not len(seen.trace):
         return math.nan
     largest = float(seen.trace.column(seen.loss.output_layer, "activations", "abs_max")[0])
@@ -308,17 +260,14 @@ def logits_left(seen: Observation) -> float:
 
 
 def logits_too_small(seen: Observation) -> Iterator[Finding]:
-    """Logits that are divided by so much that every class is as likely as the others."""
+    """Find logits that are divided by so much that every class is as likely as the others."""
     left = logits_left(seen)
     loss = seen.loss
     if loss is None or not left < cuts.LOGITS_LEFT.value or loss.misread or not is_stuck(seen):
         return
-    yield Finding(
-        problem="logits_too_small",
-        severity="warn",
+    yield warn(
+        "logits_too_small",
         layers=(loss.output_layer,),
-        phase="loss",
-        step=0,
         text=f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at "
         f"most {loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does "
         "not fall.",

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import first_nonfinite
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 
 _ADVICE = (
     'Have the step traced back to its operation: Monitor(model, on_nonfinite="raise"), or '
@@ -21,13 +21,13 @@ _ADVICE = (
 
 
 def origin(seen: Observation) -> Iterator[Finding]:
-    """Where the first number that is not finite came from, as a replay of the step tells."""
+    """Find where the first number that is not finite came from, as a replay of the step tells."""
     if seen.origin is not None:
         yield with_epsilon(seen.origin, seen)
 
 
 def with_epsilon(finding: Finding, seen: Observation) -> Finding:
-    """The finding, with its cause where an optimizer divides by an eps that is 0."""
+    """Return the finding, with its cause where an optimizer divides by an eps that is 0."""
     lost = next((each["eps_lost"] for each in seen.structure.groups if each["eps_lost"]), "")
     if finding.problem not in ("nonfinite_update", "nonfinite_weights") or not lost:
         return finding
@@ -41,7 +41,7 @@ def with_epsilon(finding: Finding, seen: Observation) -> Finding:
 
 
 def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
-    """The first layer with NaN or infinity, if they reach a gradient, a weight or the loss."""
+    """Find the first layer with NaN or infinity, if they reach a gradient, a weight or the loss."""
     trace = seen.trace
     if seen.origin is not None or not len(trace):
         return
@@ -50,11 +50,8 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
         yield from _in_loss(seen)
         return
     step = int(trace.steps[place])
-    unknown = Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    unknown = alarm(
+        "nonfinite_backward",
         step=step,
         text=f"Gradients of step {step} are not finite.",
         advice=_ADVICE,
@@ -65,17 +62,14 @@ def nonfinite_in_trace(seen: Observation) -> Iterator[Finding]:
 
 
 def _in_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss that is not finite while gradients are: something stops them on their way."""
+    """Find a loss that is not finite while gradients are: something stops them on their way."""
     bad = np.flatnonzero(seen.trace.bad_loss)
     if not len(bad):
         return
     step = int(seen.trace.steps[bad[0]])
     value = "NaN" if np.isnan(seen.trace.loss[bad[0]]) else "infinite"
-    yield Finding(
-        problem="nonfinite_loss",
-        severity="alarm",
-        layers=(),
-        phase="loss",
+    yield alarm(
+        "nonfinite_loss",
         step=step,
         text=f"The loss of step {step} is {value} (of {len(bad)} of {len(seen.trace)} steps it is "
         "not finite), while gradients are finite: log or division of something that is 0.",
@@ -89,11 +83,9 @@ def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
     if not weights.size or not weights[place].any():
         return None
     name = seen.trace.names("parameters")[int(np.flatnonzero(weights[place])[0])]
-    return Finding(
-        problem="nonfinite_weights",
-        severity="alarm",
+    return alarm(
+        "nonfinite_weights",
         layers=(name.rpartition(".")[0],),
-        phase="optimizer",
         step=step,
         text=f"Weights were not finite when step {step} began, {name!r} among them.",
         advice=_ADVICE,
@@ -102,7 +94,7 @@ def _in_weights(seen: Observation, place: int, step: int) -> Finding | None:
 
 
 def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
-    """The first layer in the order of execution; -inf counts only where there is no other."""
+    """Find the first layer that ran with NaN or +inf; -inf counts only if there is no other."""
     known = seen.trace.names("activations")
     place_of = {layer: index for index, layer in enumerate(seen.order)}
     layers = sorted(known, key=lambda layer: place_of.get(layer, len(place_of)))
@@ -111,11 +103,9 @@ def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
             count = seen.trace.column(layer, "activations", field)[place]
             if count > 0:
                 total = seen.trace.column(layer, "activations", "count")[place]
-                return Finding(
-                    problem="nonfinite_forward",
-                    severity="alarm",
+                return alarm(
+                    "nonfinite_forward",
                     layers=(layer,),
-                    phase="forward",
                     step=step,
                     text=f"At step {step} {layer!r} returned {count:,.0f} values of {total:,.0f} "
                     "that are not finite, and no layer before it did.",
@@ -126,28 +116,23 @@ def _in_forward(seen: Observation, place: int, step: int) -> Finding | None:
 
 
 def _in_backward(seen: Observation, place: int, step: int) -> Finding | None:
-    """The last layer whose gradient is not finite: backward begins at the end."""
+    """Find the last layer with a non-finite gradient, because backward begins at the end."""
     counts = np.nan_to_num(seen.trace.matrix("gradients", "nonfinite"))
     if not counts.size or not counts[place].any():
         return None
     layers = seen.trace.names("gradients")
     first = layers[int(np.flatnonzero(counts[place])[-1])]
     if first == layers[-1]:
-        return Finding(
-            problem="nonfinite_loss",
-            severity="alarm",
-            layers=(),
-            phase="loss",
+        return alarm(
+            "nonfinite_loss",
             step=step,
             text=f"At step {step} the outputs of all layers were finite, and the gradient that "
             "came out of the loss was not.",
             advice=_ADVICE,
         )
-    return Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
+    return alarm(
+        "nonfinite_backward",
         layers=(first,),
-        phase="backward",
         step=step,
         text=f"At step {step} the gradient at {first!r} is not finite, those of later layers are.",
         advice=_ADVICE,

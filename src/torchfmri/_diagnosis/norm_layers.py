@@ -9,14 +9,14 @@ import numpy as np
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.facts import NormFacts
 from torchfmri._diagnosis.observation import Observation
-from torchfmri._records import Finding
+from torchfmri._records import Finding, warn
 from torchfmri._text import listed
 
 _LEAST_CALLS = 3
 
 
 def evaluation_mode(seen: Observation) -> Iterator[Finding]:
-    """Dropout and batch norms in evaluation mode while the model is trained."""
+    """Find dropout and batch norms in evaluation mode while the model is trained."""
     modes = seen.structure.modes
     called = modes if seen.reach is None else [each for each in modes if each in seen.reach.called]
     judged = [layer for layer in modes if layer in called]
@@ -24,11 +24,9 @@ def evaluation_mode(seen: Observation) -> Iterator[Finding]:
     if not judged or first is None:
         return
     since = f" from step {first} on" if first else ""
-    yield Finding(
-        problem="evaluation_mode",
-        severity="warn",
+    yield warn(
+        "evaluation_mode",
         layers=tuple(judged),
-        phase="forward",
         step=first,
         text=f"The model is trained in evaluation mode{since}: what dropout and batch norms do in "
         f"training is switched off in {listed(judged)}.",
@@ -37,7 +35,7 @@ def evaluation_mode(seen: Observation) -> Iterator[Finding]:
 
 
 def _evaluated_since(seen: Observation, layers: list[str]) -> int | None:
-    """The step since which everything is in evaluation mode; None if something is not."""
+    """Return the step since which everything is in evaluation mode; None if something is not."""
     if seen.steps is None or not len(seen.steps.evaluated):
         modes = seen.structure.modes
         trains = seen.structure.trains or any(modes[layer] for layer in layers)
@@ -50,7 +48,7 @@ def _evaluated_since(seen: Observation, layers: list[str]) -> int | None:
 
 
 def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
-    """Batch norms in training whose statistics are those of one sample, or of a few numbers."""
+    """Find batch norms whose statistics in training come from one sample or a few numbers."""
     few = [
         each
         for each in _judged(seen)
@@ -59,12 +57,9 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
     if not few:
         return
     worst = min(few, key=lambda each: each.values)
-    yield Finding(
-        problem="batch_norm_of_few",
-        severity="warn",
+    yield warn(
+        "batch_norm_of_few",
         layers=tuple(each.layer for each in few),
-        phase="forward",
-        step=0,
         text=f"{worst.layer!r} takes its mean and variance from {worst.samples} "
         f"sample{'s' if worst.samples > 1 else ''} ({worst.values} numbers of a channel): what "
         "tells samples apart is divided away, and evaluation does something else.",
@@ -75,17 +70,14 @@ def batch_norm_of_few(seen: Observation) -> Iterator[Finding]:
 
 
 def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
-    """Running statistics that no data ever set, or that only the last batches set."""
+    """Find running statistics that no data ever set, or that only the last batches set."""
     judged = _judged(seen)
     unset = [each for each in judged if each.untouched and each.calls >= _LEAST_CALLS]
     if unset:
         trains = any(each.training for each in unset)
-        yield Finding(
-            problem="batch_norm_statistics",
-            severity="warn",
+        yield warn(
+            "batch_norm_statistics",
             layers=tuple(each.layer for each in unset),
-            phase="forward",
-            step=0,
             text=f"The running statistics of {listed([each.layer for each in unset])} are still "
             "the 0 and 1 that they were made with: "
             + (
@@ -100,12 +92,9 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
     hasty = [each for each in judged if each.training and each.momentum > cuts.NORM_MOMENTUM.value]
     if hasty:
         momentum = max(each.momentum for each in hasty)
-        yield Finding(
-            problem="batch_norm_statistics",
-            severity="warn",
+        yield warn(
+            "batch_norm_statistics",
             layers=tuple(each.layer for each in hasty),
-            phase="forward",
-            step=0,
             text=f"{listed([each.layer for each in hasty])} take {momentum:g} of their running "
             "statistics from the newest batch: evaluation uses those of the last one or two.",
             advice=f"Set momentum to {1 - momentum:.2g} if {momentum:g} is what Keras or a paper "
@@ -115,7 +104,7 @@ def batch_norm_statistics(seen: Observation) -> Iterator[Finding]:
 
 
 def _judged(seen: Observation) -> list[NormFacts]:
-    """The batch norms of a model that is trained as one: of evaluation mode is told elsewhere."""
+    """Return the batch norms to judge; none if the run ends in evaluation mode."""
     if seen.steps is not None and len(seen.steps.evaluated) and seen.steps.evaluated[-1]:
         return []
     return [each for each in seen.norms if each.calls >= 1]

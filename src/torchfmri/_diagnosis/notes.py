@@ -17,17 +17,17 @@ class Notes:
         self._said.setdefault(sentence)
 
     def guard(self, part: str) -> Guard:
-        """A context in which an error becomes a note: `part` was not, or not fully, looked at."""
+        """Return a context that turns an error into a note: `part` was not fully looked at."""
         return Guard(self, part)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them, in the order in which they came."""
+        """All notes, oldest first."""
         return tuple(self._said)
 
 
 class Guard:
-    """Around code of this package that watches somebody's training."""
+    """A context around our own code, which must never end somebody's training."""
 
     __slots__ = ("_notes", "_part")
 

@@ -61,12 +61,12 @@ class UnitActivity:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from others."""
+        """What tells this activity from others."""
         return self.layer, self.function, self.reader
 
     @property
     def label(self) -> str:
-        """In words: a layer with its function, or a function and the layer next to it."""
+        """The activity in words: a layer with its function, or a function next to a layer."""
         if not self.reader:
             return f"{self.layer!r} ({self.function})"
         if self.layer:

@@ -10,7 +10,7 @@ from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.rates import low_groups, rate_fell, rate_in_words
 from torchfmri._diagnosis.signals import LEAST_STEPS, has_gradients, median, update_ratios
-from torchfmri._records import Finding
+from torchfmri._records import Finding, warn
 from torchfmri._text import listed, percent
 
 _BEGAN = 100
@@ -18,16 +18,13 @@ _BEGAN = 100
 
 
 def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
-    """Updates so small that nothing will come of them."""
+    """Find updates so small that nothing will come of them."""
     ratios = update_ratios(seen)
     typical = _too_low(seen, ratios)
     if typical is None or rate_fell(seen) is not None:
         return
-    yield Finding(
-        problem="learning_rate_too_low",
-        severity="warn",
-        layers=(),
-        phase="optimizer",
+    yield warn(
+        "learning_rate_too_low",
         step=int(seen.trace.steps[0]),
         text=f"Each step changes the weights by {percent(typical)} of their size (usual is about "
         "0.1 % to 1 %).",
@@ -38,17 +35,15 @@ def learning_rate_too_low(seen: Observation) -> Iterator[Finding]:
 
 
 def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
-    """One group that next to nothing is done to, beside others that learn."""
+    """Find a group of parameters that hardly changes, beside others that learn."""
     groups = low_groups(seen)
     if groups and _too_low(seen, update_ratios(seen)) is not None:
         return  # it is no matter of one group
     for group, typical in groups:
         if group.rate == 0:
-            yield Finding(
-                problem="learning_rate_zero",
-                severity="warn",
+            yield warn(
+                "learning_rate_zero",
                 layers=group.layers,
-                phase="optimizer",
                 step=int(seen.trace.steps[0]) if len(seen.trace) else 0,
                 text=f"The group of {listed(group.layers)} has a learning rate of 0 (others have "
                 f"{group.nearest:g}): it is not trained.",
@@ -56,11 +51,9 @@ def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
                 "is cheaper.",
             )
             continue
-        yield Finding(
-            problem="learning_rate_too_low",
-            severity="warn",
+        yield warn(
+            "learning_rate_too_low",
             layers=group.layers,
-            phase="optimizer",
             step=int(seen.trace.steps[0]),
             text=f"Each step changes the weights of {listed(group.layers)} by {percent(typical)} "
             f"of their size (usual is about 0.1 % to 1 %): their group has the learning rate "
@@ -72,7 +65,7 @@ def group_rate_too_low(seen: Observation) -> Iterator[Finding]:
 
 
 def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
-    """A schedule that brings the learning rate to next to nothing long before the end."""
+    """Find a schedule that brings the learning rate to next to nothing long before the end."""
     place = rate_fell(seen)
     if place is None or seen.steps is None or len(seen.steps.learning_rate) < LEAST_STEPS:
         return
@@ -80,11 +73,8 @@ def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
     if not rates[-1] > 0:  # that it is 0 is told elsewhere
         return
     step = int(seen.trace.steps[min(place, len(seen.trace) - 1)])
-    yield Finding(
-        problem="learning_rate_too_low",
-        severity="warn",
-        layers=(),
-        phase="optimizer",
+    yield warn(
+        "learning_rate_too_low",
         step=step,
         text=f"The learning rate fell from {rates.max():.2g} to {rates[-1]:.2g} in {len(rates)} "
         f"steps, and is below a thousandth of what it was since step {step}: hardly anything is "
@@ -96,15 +86,12 @@ def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
 
 
 def momentum_too_high(seen: Observation) -> Iterator[Finding]:
-    """A momentum that forgets nothing."""
+    """Find a momentum that forgets nothing."""
     for group in seen.structure.groups:
         if not group.get("momentum", 0.0) > cuts.MOMENTUM.value:
             continue
-        yield Finding(
-            problem="momentum_too_high",
-            severity="warn",
-            layers=(),
-            phase="optimizer",
+        yield warn(
+            "momentum_too_high",
             step=None,
             text=f"momentum={group['momentum']:g} keeps every gradient for ever (or for more than "
             "a thousand steps): updates grow without end and overshoot.",
@@ -115,7 +102,7 @@ def momentum_too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def _too_low(seen: Observation, ratios: Floats) -> float | None:
-    """The typical update / weight where that is far too small, and not about to rise."""
+    """Return the typical update / weight if it is far too small and not rising; else None."""
     known = ratios[np.isfinite(ratios) & has_gradients(seen)]
     if len(known) < LEAST_STEPS or not (known > 0).any():
         return None

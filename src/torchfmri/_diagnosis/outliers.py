@@ -16,7 +16,7 @@ from torchfmri._diagnosis.signals import (
     median,
     update_ratios,
 )
-from torchfmri._records import Finding
+from torchfmri._records import Finding, finding_of
 from torchfmri._text import listed, percent
 
 _BEFORE = 3
@@ -51,7 +51,7 @@ class OddBatch(NamedTuple):
 
 
 def outlier_batch(seen: Observation) -> Iterator[Finding]:
-    """The first batch unlike all others that throws the run off, told by its size or its effect."""
+    """Find the first batch whose size or effect is unlike the others' and harms the run."""
     found = [(odd, _harm_of(seen, odd.step) or _trace_of(seen, odd.step)) for odd in odd_data(seen)]
     for odd, harm in (*found, *((odd, _harm_of(seen, odd.step)) for odd in _odd_steps(seen)),
                       *_odd_variances(seen)):  # fmt: skip
@@ -59,11 +59,9 @@ def outlier_batch(seen: Observation) -> Iterator[Finding]:
             continue
         held = harm.endswith(_HELD)
         factor = f"{odd.factor:,.0f}" if odd.factor < _MANY else f"{odd.factor:.1g}"
-        yield Finding(
-            problem="outlier_batch",
+        yield finding_of(
+            "outlier_batch",
             severity="alarm" if harm == _LOST or _stays_off(seen, odd.step) else "warn",
-            layers=(),
-            phase="data",
             step=odd.step,
             text=f"The batch of step {odd.step} is unlike the others, {odd.what} {factor} times as "
             f"large as usual, and {harm}.",
@@ -82,7 +80,7 @@ def _stays_off(seen: Observation, step: int) -> bool:
 
 
 def _harm_of(seen: Observation, step: int) -> str:
-    """What became of the run at this step or soon after it, in words; empty if nothing did."""
+    """Describe what happened to the run at this step or soon after; empty if nothing did."""
     steps, ratios = seen.trace.steps, update_ratios(seen)
     lost = None if seen.origin is None else seen.origin.step
     if lost is None and (place := first_nonfinite(seen)) is not None:
@@ -96,7 +94,7 @@ def _harm_of(seen: Observation, step: int) -> str:
 
 
 def _trace_of(seen: Observation, step: int) -> str:
-    """What a batch of odd data leaves behind though its update was an ordinary one, in words.
+    """Describe what a batch of odd data leaves behind although its update was ordinary.
 
     Adam and its relatives divide by the gradient's own size: the update says nothing about it.
     """
@@ -135,7 +133,7 @@ def _is_fed(seen: Observation, layer: str, step: int) -> bool:
 
 
 def odd_data(seen: Observation) -> Iterator[OddBatch]:
-    """The batches whose inputs or targets are far larger than the others', if these are few."""
+    """Yield the batches whose inputs or targets are far larger, if they are few."""
     for what, sizes in seen.data.sizes.items() if seen.data is not None else ():
         usual = median(sizes)
         large = [step for step, size in enumerate(sizes) if size > cuts.ODD_BATCH.value * usual > 0]
@@ -145,7 +143,7 @@ def odd_data(seen: Observation) -> Iterator[OddBatch]:
 
 
 def _odd_steps(seen: Observation) -> Iterator[OddBatch]:
-    """The step whose loss or gradient jumps though the update before it was an ordinary one.
+    """Yield the step whose loss or gradient jumps though the update before it was an ordinary one.
 
     The loss is that of the weights before the update: where these have hardly changed, it is the
     batch that is another one.
@@ -159,7 +157,7 @@ def _odd_steps(seen: Observation) -> Iterator[OddBatch]:
 
 
 def _odd_variances(seen: Observation) -> Iterator[tuple[OddBatch, str]]:
-    """The step after which running variances are far larger, though updates were ordinary.
+    """Yield the step after which running variances are far larger, though updates were ordinary.
 
     A batch norm makes its output of the usual size whatever comes in: neither the loss nor the
     gradients tell of it.
@@ -181,7 +179,7 @@ def _odd_variances(seen: Observation) -> Iterator[tuple[OddBatch, str]]:
 
 
 def _jump(sizes: Floats, ratios: Floats) -> int | None:
-    """The first place far above all before it, with none but ordinary updates before it."""
+    """Return the first place far above all before it, after ordinary updates only; or None."""
     for place in range(1, len(sizes)):
         before = sizes[:place]
         calm = before[-1] > 0 and np.isfinite(before[-1])

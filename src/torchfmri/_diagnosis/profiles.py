@@ -55,7 +55,7 @@ class DepthProfile:
 
 
 def gradient_profile(seen: Observation) -> DepthProfile | None:
-    """The gradients of the trained matrices by depth; None where there are fewer than four."""
+    """Return the gradients of the trained matrices by depth; None for fewer than four."""
     found = []
     for each in trained_matrices(seen):
         column = seen.trace.column(each.name, "parameter_gradients", "rms")
@@ -69,7 +69,7 @@ def gradient_profile(seen: Observation) -> DepthProfile | None:
 
 
 def signal_sizes(seen: Observation) -> tuple[list[str], Floats]:
-    """By how much the input of each hidden matrix differs between samples, at the first step.
+    """Return how much the input of each hidden matrix differs between samples at first.
 
     In the order in which the layers run; what reads the data itself is left out.
     """
@@ -79,7 +79,7 @@ def signal_sizes(seen: Observation) -> tuple[list[str], Floats]:
 
 
 def signal_left(seen: Observation) -> float:
-    """How much of the difference between samples is left along the depth: last / first.
+    """Return how much of the difference between samples is left along the depth: last / first.
 
     nan where there are fewer than four hidden matrices, or no steady fall.
     """
@@ -90,7 +90,7 @@ def signal_left(seen: Observation) -> float:
 
 
 def _rank_trend(values: Floats) -> float:
-    """Rank correlation with the place."""
+    """Return the rank correlation of values with their places."""
     if not np.std(values) > 0:
         return 0.0
     return float(np.corrcoef(np.arange(len(values)), values.argsort().argsort())[0, 1])
@@ -119,7 +119,7 @@ class DepthGrowth:
 
 
 def growths(seen: Observation) -> list[DepthGrowth]:
-    """The growth of each family of at least four alike layers."""
+    """Return the growth of each family of at least four alike layers."""
     trace = seen.trace
     if not len(trace):
         return []

@@ -35,7 +35,7 @@ class FarGroup:
 
 
 def far_groups(seen: Observation) -> list[FarGroup]:
-    """The groups that are far from all others; a ladder of rates has none."""
+    """Return the groups that are far from all others; a ladder of rates has none."""
     rates = np.array([_usual_rate(seen, place) for place in range(len(seen.structure.groups))])
     facts = seen.structure.parameters
     found = []
@@ -56,7 +56,7 @@ def far_groups(seen: Observation) -> list[FarGroup]:
 
 
 def _usual_rate(seen: Observation, place: int) -> float:
-    """The largest rate that a group had in the run; before it, that of its settings."""
+    """Return the largest rate that a group had in the run; without a run, that of its settings."""
     if seen.steps is not None and seen.steps.rates.shape[1] == len(seen.structure.groups):
         column = seen.steps.rates[:, place]
         return float(column.max()) if len(column) else math.nan
@@ -64,7 +64,7 @@ def _usual_rate(seen: Observation, place: int) -> float:
 
 
 def low_groups(seen: Observation) -> list[tuple[FarGroup, float]]:
-    """The groups far below all others that hardly move, each with its typical update / weight."""
+    """Return the groups far below the others that hardly move, with their update / weight."""
     found = []
     for group in far_groups(seen):
         ratios = update_ratios(seen, group.parameters)
@@ -76,7 +76,7 @@ def low_groups(seen: Observation) -> list[tuple[FarGroup, float]]:
 
 
 def rate_fell(seen: Observation) -> int | None:
-    """The place from which on the learning rate is next to nothing of what it was; None if never.
+    """Return the place since which the learning rate is a tiny part of its largest; or None.
 
     That is for a quarter of the steps, and after its largest: a warm-up comes before.
     """
@@ -92,6 +92,6 @@ def rate_fell(seen: Observation) -> int | None:
 
 
 def rate_in_words(seen: Observation) -> str:
-    """The largest learning rate in brackets; "" where there is none."""
+    """Return the largest learning rate in brackets; "" where there is none."""
     rates = {group["lr"] for group in seen.structure.groups if math.isfinite(group["lr"])}
     return f" ({max(rates):g})" if rates else ""

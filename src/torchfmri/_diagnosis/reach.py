@@ -9,14 +9,14 @@ import numpy as np
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, warn
 from torchfmri._text import listed, plural
 
 _LEAST_STEPS = 8
 
 
 def graph_cut(seen: Observation) -> Iterator[Finding]:
-    """Layers that run and are in the optimizer, and that no gradient ever reaches."""
+    """Find layers that run and are in the optimizer, and that no gradient ever reaches."""
     reach = seen.reach
     if reach is None:
         yield from _cut_in_trace(seen)
@@ -45,12 +45,9 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
         if no_graph
         else f"the graph ends after {layers[-1]!r}" + (f", before {beyond!r}" if beyond else "")
     )
-    yield Finding(
-        problem="graph_cut",
-        severity="alarm",
+    yield alarm(
+        "graph_cut",
         layers=layers,
-        phase="backward",
-        step=0,
         text=f"No gradient reached {listed(layers)} in {len(seen.trace)} steps, although the "
         f"optimizer is to train {'it' if len(layers) == 1 else 'them'}: {why}.",
         advice="Remove the .detach(), no_grad, .item() or argmax there; if the cut is on purpose, "
@@ -61,12 +58,10 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
 
 def _loss_without_graph(seen: Observation) -> Finding:
     layers = tuple(dict.fromkeys(each.layer for each in _optimized(seen)))
-    return Finding(
-        problem="graph_cut",
-        severity="alarm",
+    return alarm(
+        "graph_cut",
         layers=layers,
         phase="loss",
-        step=0,
         text="The loss has no graph: nothing that is trained can be reached from it.",
         advice="Look for .detach(), .item(), .numpy(), torch.tensor(...), argmax or no_grad "
         "between the output and the loss.",
@@ -91,11 +86,9 @@ def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
     if not cut:
         return
     layers = tuple(dict.fromkeys(each.layer for each in cut))
-    yield Finding(
-        problem="graph_cut",
-        severity="warn",
+    yield warn(
+        "graph_cut",
         layers=layers,
-        phase="backward",
         step=int(trace.steps[0]),
         text=f"{listed(layers)} ran in each of {len(trace)} steps and no gradient came back, "
         "although the optimizer has the weights: the graph is cut behind, or nothing reads the "
@@ -107,7 +100,7 @@ def _cut_in_trace(seen: Observation) -> Iterator[Finding]:
 
 
 def unused_layer(seen: Observation) -> Iterator[Finding]:
-    """Layers in the optimizer that never run, or whose output nobody reads."""
+    """Find layers in the optimizer that never run, or whose output nobody reads."""
     reach = seen.reach
     if reach is None or not len(seen.trace) or not reach.loss_has_graph:
         return
@@ -128,11 +121,9 @@ def unused_layer(seen: Observation) -> Iterator[Finding]:
     layers = tuple(dict.fromkeys(each.layer for each in idle))
     never = [layer for layer in layers if layer not in called]
     what = "never ran" if never else "ran, but nothing reads what it returns"
-    yield Finding(
-        problem="unused_layer",
-        severity="warn",
+    yield warn(
+        "unused_layer",
         layers=layers,
-        phase="forward",
         step=None,
         text=f"{listed(layers)} {what}: {sum(each.elements for each in idle):,} parameters in the "
         "optimizer that cannot learn.",
@@ -144,11 +135,9 @@ def unused_layer(seen: Observation) -> Iterator[Finding]:
 def _unused_parameters(found: list[ParameterFacts]) -> Finding:
     """Parameters of layers that are trained otherwise."""
     count = sum(each.elements for each in found)
-    return Finding(
-        problem="unused_layer",
-        severity="warn",
+    return warn(
+        "unused_layer",
         layers=tuple(dict.fromkeys(each.layer for each in found)),
-        phase="forward",
         step=None,
         text=f"No gradient reaches {listed([each.name for each in found])}, while the rest of the "
         f"layer is trained: forward does not use {'it' if len(found) == 1 else 'them'}, or only "
@@ -168,15 +157,12 @@ def _is_passed_by(seen: Observation, each: ParameterFacts) -> bool:
 
 
 def unregistered_parameters(seen: Observation) -> Iterator[Finding]:
-    """Tensors that the loss depends on and that the model does not know as its own."""
+    """Find tensors that the loss depends on and that the model does not know as its own."""
     if seen.reach is None or not seen.reach.unregistered:
         return
     found = seen.reach.unregistered
-    yield Finding(
-        problem="unregistered_parameters",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "unregistered_parameters",
         step=None,
         text=f"The loss depends on {plural(len(found), 'trainable tensor')} not among "
         f"model.parameters() ({found[0]}): neither an optimizer nor state_dict() has it.",

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from torchfmri._diagnosis import depth, stillness, wiring
-from torchfmri._diagnosis import jumps as jumping
-from torchfmri._diagnosis import loss as comparing
-from torchfmri._diagnosis import norm_layers as normalising
-from torchfmri._diagnosis import optimizer_settings as grouping
-from torchfmri._diagnosis import reach as reaching
-from torchfmri._diagnosis import starting_point as judging
-from torchfmri._diagnosis import step_sizes as optimizing
-from torchfmri._diagnosis import units as flowing
-from torchfmri._diagnosis import updates as updating
+from torchfmri._diagnosis import (
+    depth,
+    jumps,
+    loss,
+    norm_layers,
+    optimizer_settings,
+    reach,
+    starting_point,
+    step_sizes,
+    stillness,
+    units,
+    updates,
+    wiring,
+)
 from torchfmri._diagnosis.nonfinite import nonfinite_in_trace, origin
 from torchfmri._diagnosis.notes import Notes
 from torchfmri._diagnosis.observation import Observation
@@ -30,41 +34,40 @@ Diagnose = Callable[[Observation], Iterator[Finding]]
 
 
 DIAGNOSES: tuple[Diagnose, ...] = (
-    origin, nonfinite_in_trace, outlier_batch, jumping.changed_outside,
-    judging.unscaled_inputs, judging.unscaled_targets, judging.duplicate_samples,
-    judging.unshuffled_data, judging.padding_in_loss, judging.padding_row, judging.init_too_large,
-    judging.initial_loss, judging.half_headroom, judging.half_underflow,
-    comparing.misread_output, comparing.loss_broadcast, comparing.inverted_loss,
-    comparing.unreachable_targets, comparing.softmax_dimension, comparing.targets_not_shifted,
-    comparing.missing_causal_mask, comparing.constant_targets, comparing.loss_divided_again,
-    comparing.logits_too_small,
-    reaching.graph_cut, reaching.unused_layer, reaching.unregistered_parameters,
-    wiring.missing_from_optimizer, wiring.frozen_layer, wiring.stale_gradients,
-    wiring.shared_module, wiring.symmetric_init, wiring.untied_weights,
-    wiring.missing_nonlinearity, wiring.samples_mixed, normalising.evaluation_mode,
-    normalising.batch_norm_of_few, normalising.batch_norm_statistics,
+    origin, nonfinite_in_trace, outlier_batch, jumps.changed_outside,
+    starting_point.unscaled_inputs, starting_point.unscaled_targets,
+    starting_point.duplicate_samples, starting_point.unshuffled_data,
+    starting_point.padding_in_loss, starting_point.padding_row, starting_point.init_too_large,
+    starting_point.initial_loss, starting_point.half_headroom, starting_point.half_underflow,
+    loss.misread_output, loss.loss_broadcast, loss.inverted_loss, loss.unreachable_targets,
+    loss.softmax_dimension, loss.targets_not_shifted, loss.missing_causal_mask,
+    loss.constant_targets, loss.loss_divided_again, loss.logits_too_small, reach.graph_cut,
+    reach.unused_layer, reach.unregistered_parameters, wiring.missing_from_optimizer,
+    wiring.frozen_layer, wiring.stale_gradients, wiring.shared_module, wiring.symmetric_init,
+    wiring.untied_weights, wiring.missing_nonlinearity, wiring.samples_mixed,
+    norm_layers.evaluation_mode, norm_layers.batch_norm_of_few, norm_layers.batch_norm_statistics,
     depth.vanishing_gradients, depth.exploding_gradients, depth.activation_growth,
-    depth.recurrent_growth, depth.signal_shrinks, flowing.excessive_dropout, flowing.dead_units,
-    flowing.dead_layer, flowing.saturated_units, flowing.attention_collapse,
-    flowing.constant_layer, flowing.representation_collapse, flowing.routing_collapse,
-    optimizing.learning_rate_too_high, optimizing.diverging_loss, grouping.learning_rate_too_low,
-    grouping.group_rate_too_low, grouping.learning_rate_fell, grouping.momentum_too_high,
-    updating.updates_lost, updating.weight_decay_too_strong, updating.clipping_hides_explosion,
-    updating.optimizer_never_steps, updating.step_before_backward, updating.cleared_gradients,
-    updating.updates_undone, stillness.learning_rate_ended, stillness.stopped_training,
-    optimizing.loss_spike,
+    depth.recurrent_growth, depth.signal_shrinks, units.excessive_dropout, units.dead_units,
+    units.dead_layer, units.saturated_units, units.attention_collapse, units.constant_layer,
+    units.representation_collapse, units.routing_collapse, step_sizes.learning_rate_too_high,
+    step_sizes.diverging_loss, optimizer_settings.learning_rate_too_low,
+    optimizer_settings.group_rate_too_low, optimizer_settings.learning_rate_fell,
+    optimizer_settings.momentum_too_high, updates.updates_lost, updates.weight_decay_too_strong,
+    updates.clipping_hides_explosion, updates.optimizer_never_steps, updates.step_before_backward,
+    updates.cleared_gradients, updates.updates_undone, stillness.learning_rate_ended,
+    stillness.stopped_training, step_sizes.loss_spike,
 )  # fmt: skip
 
 LIVE: tuple[Diagnose, ...] = (
-    nonfinite_in_trace, outlier_batch, jumping.changed_outside, reaching.graph_cut,
-    wiring.missing_from_optimizer,
-    wiring.frozen_layer, wiring.shared_module, wiring.stale_gradients, judging.half_headroom,
-    depth.vanishing_gradients, depth.exploding_gradients, depth.activation_growth,
-    flowing.dead_layer, optimizing.learning_rate_too_high, optimizing.diverging_loss,
-    grouping.learning_rate_too_low, grouping.group_rate_too_low, grouping.momentum_too_high,
-    updating.weight_decay_too_strong, updating.clipping_hides_explosion,
-    updating.cleared_gradients, updating.updates_undone, stillness.learning_rate_ended,
-    stillness.stopped_training, optimizing.loss_spike,
+    nonfinite_in_trace, outlier_batch, jumps.changed_outside, reach.graph_cut,
+    wiring.missing_from_optimizer, wiring.frozen_layer, wiring.shared_module,
+    wiring.stale_gradients, starting_point.half_headroom, depth.vanishing_gradients,
+    depth.exploding_gradients, depth.activation_growth, units.dead_layer,
+    step_sizes.learning_rate_too_high, step_sizes.diverging_loss,
+    optimizer_settings.learning_rate_too_low, optimizer_settings.group_rate_too_low,
+    optimizer_settings.momentum_too_high, updates.weight_decay_too_strong,
+    updates.clipping_hides_explosion, updates.cleared_gradients, updates.updates_undone,
+    stillness.learning_rate_ended, stillness.stopped_training, step_sizes.loss_spike,
 )  # fmt: skip
 """The diagnoses that need nothing but the statistics of a Monitor."""
 
@@ -162,7 +165,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
 def find(
     seen: Observation, diagnoses: Sequence[Diagnose] = DIAGNOSES, notes: Notes | None = None
 ) -> list[Finding]:
-    """All findings, consequences folded under their causes, the worst first.
+    """Return all findings, consequences folded under their causes, the worst first.
 
     Args:
         seen: What was observed.
@@ -177,7 +180,7 @@ def find(
 
 
 def fold(findings: Sequence[Finding]) -> list[Finding]:
-    """Each cause with what follows from it, the worst first.
+    """Return each cause with what follows from it, the worst first.
 
     What follows from something that itself follows from a cause is folded under that cause too.
     """
@@ -198,7 +201,7 @@ def fold(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _with_consequences(cause: Finding, following: Sequence[Finding]) -> Finding:
-    """The cause of these; with what is not finite among them it is an alarm, whatever it is."""
+    """Return a cause with its consequences; an alarm if numbers become non-finite."""
     ends = any(each.problem in _NONFINITE and each.severity == "alarm" for each in following)
     return replace(
         cause,
@@ -208,7 +211,7 @@ def _with_consequences(cause: Finding, following: Sequence[Finding]) -> Finding:
 
 
 def _parent(place: int, findings: Sequence[Finding]) -> int | None:
-    """The earliest finding that this one follows from."""
+    """Return the earliest finding that this one follows from."""
     effect = findings[place]
     causes = [
         other
@@ -230,6 +233,6 @@ def _order(finding: Finding) -> tuple[int, int, int]:
 
 
 def _rank(finding: Finding) -> tuple[int, int, int]:
-    """The worst first, then the earliest, then in the order of a step."""
+    """Return the worst first, then the earliest, then in the order of a step."""
     step = -1 if finding.step is None else finding.step
     return SEVERITIES.index(finding.severity), step, PHASES.index(finding.phase)

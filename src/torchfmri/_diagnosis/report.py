@@ -97,7 +97,7 @@ class Diagnosis(Sequence[Finding]):
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The report in sentences, the worst first.
+        """Return the report in sentences, the worst first.
 
         Args:
             width: In characters; the terminal's, at most 100, by default.
@@ -148,7 +148,7 @@ class Diagnosis(Sequence[Finding]):
         return f'<div class="torchfmri">{head}{"".join(blocks)}</div>'
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {
             "model": self.model,
             "ok": self.ok,
@@ -160,7 +160,7 @@ class Diagnosis(Sequence[Finding]):
         }
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """The run with its findings: sizes of gradients by layer and step, and the loss.
+        """Return the run with its findings: sizes of gradients by layer and step, and the loss.
 
         Raises:
             InspectionError: There is no history to draw.

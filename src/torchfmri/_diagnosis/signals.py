@@ -26,14 +26,14 @@ _LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
 
 
 def median(values: Floats | Sequence[float]) -> float:
-    """The median of what is known; nan where nothing is."""
+    """Return the median of what is known; nan where nothing is."""
     known = np.asarray(values, np.float64)
     known = known[np.isfinite(known)]
     return float(np.median(known)) if len(known) else math.nan
 
 
 def row_medians(values: Floats) -> Floats:
-    """The median of each row of what is known."""
+    """Return the median of each row of what is known."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a row of nan has the median nan
         found: Floats = np.nanmedian(values, axis=1)
@@ -41,13 +41,13 @@ def row_medians(values: Floats) -> Floats:
 
 
 def in_order(seen: Observation, found: Sequence[ParameterFacts]) -> list[ParameterFacts]:
-    """Parameters in the order in which their layers run."""
+    """Return parameters in the order in which their layers run."""
     place = {layer: index for index, layer in enumerate(seen.order)}
     return sorted(found, key=lambda each: place.get(each.layer, len(place)))
 
 
 def trained_matrices(seen: Observation) -> list[ParameterFacts]:
-    """The matrices that an optimizer may change, in the order in which they run."""
+    """Return the matrices that an optimizer may change, in the order in which they run."""
     chosen = [each for each in seen.structure.matrices if each.optimized is not False]
     return in_order(seen, chosen)
 
@@ -60,7 +60,7 @@ def _maps(each: ParameterFacts | None) -> bool:
 
 
 def update_ratios(seen: Observation, among: Collection[str] | None = None) -> Floats:
-    """Update / weight at each step: the median over the matrices that are not near 0.
+    """Return update / weight at each step: the median over matrices that are not near 0.
 
     Args:
         seen: What was observed.
@@ -87,7 +87,7 @@ def update_ratios(seen: Observation, among: Collection[str] | None = None) -> Fl
 
 
 def has_gradients(seen: Observation) -> NDArray[np.bool_]:
-    """At which steps anything was left to learn; all where gradients are not watched.
+    """Return whether each step has gradients; True at all steps if they are not watched.
 
     A loss that is exactly 0 (all margins kept) has no gradient, and what moves then is momentum.
     """
@@ -99,7 +99,7 @@ def has_gradients(seen: Observation) -> NDArray[np.bool_]:
 
 
 def gradient_norms(seen: Observation) -> Floats:
-    """The norm of all parameters' gradients at each step, as the optimizer finds them."""
+    """Return the norm of all parameters' gradients at each step, as the optimizer finds them."""
     squares = seen.trace.matrix("parameter_gradients", "rms") ** 2
     norms: Floats = np.sqrt(
         np.nansum(squares * seen.trace.matrix("parameter_gradients", "count"), axis=1)
@@ -108,7 +108,7 @@ def gradient_norms(seen: Observation) -> Floats:
 
 
 def first_nonfinite(seen: Observation) -> int | None:
-    """The place of the first step whose gradients or weights are not finite; None if all are.
+    """Return the place of the first step with non-finite gradients or weights; or None.
 
     Of a forward pass alone the outputs are judged, where -inf may be a mask.
     """
@@ -125,7 +125,7 @@ def first_nonfinite(seen: Observation) -> int | None:
 
 
 def bias_sums(seen: Observation) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Of each bias: sum of the gradient at its layer's output, sum of its own, and their size.
+    """Yield for each bias: the summed gradient at its layer's output, its own, and their size.
 
     The gradient of a bias is the sum of the gradients at the layer's output, so the first two
     are equal unless somebody has scaled or added to what backward left.
@@ -143,7 +143,7 @@ def bias_sums(seen: Observation) -> Iterator[tuple[Floats, Floats, Floats]]:
 
 
 def stale_steps(seen: Observation) -> NDArray[np.bool_]:
-    """At which steps the optimizer found the gradients of that step and of the one before."""
+    """Return whether each step's gradients were added to those of the step before."""
     votes = np.zeros(len(seen.trace))
     judged = np.zeros(len(seen.trace))
     for arrived, found, size in bias_sums(seen):
@@ -159,7 +159,7 @@ def stale_steps(seen: Observation) -> NDArray[np.bool_]:
 
 
 def clip_factors(seen: Observation) -> Floats:
-    """Norm of the gradients as the optimizer finds them / as backward left them, at each step.
+    """Return the gradients' norm as the optimizer finds them / as backward left them.
 
     Where only a Monitor watched, from the layers with a bias: its gradient is the sum of the
     gradients at the layer's output, so the two should be equal.
@@ -198,7 +198,7 @@ def _is_unscaled(factors: Floats) -> bool:
 
 
 def gains(seen: Observation) -> dict[str, float]:
-    """Matrix -> rms x sqrt(fan in) before the first step."""
+    """Return rms x sqrt(fan in) of each matrix before the first step."""
     found = {}
     for each in seen.structure.matrices:
         if each.name in seen.weights:
@@ -207,7 +207,7 @@ def gains(seen: Observation) -> dict[str, float]:
 
 
 def experts_in_use(load: Floats) -> float:
-    """Exp of the entropy of the load over experts."""
+    """Return how many experts are in use: exp of the entropy of the load."""
     shares = load[load > 0]
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
@@ -238,7 +238,7 @@ def flat_shares(seen: Observation) -> Mapping[tuple[str, str, str], float]:
 
 
 def initial_loss_ratio(seen: Observation) -> float:
-    """First cross entropy / ln of the number of classes; nan where there is none."""
+    """Return the first cross entropy / ln of the number of classes; nan if there is none."""
     loss = seen.loss
     if loss is None or loss.classes is None or loss.cross_entropy is None or loss.classes < 2:
         return math.nan
@@ -258,6 +258,23 @@ def is_stuck(seen: Observation) -> bool:
         return False
     first, last = median(loss[:3]), median(loss[-(len(loss) // 3) :])
     return last > LOSS_NOT_BETTER.value * first if first > 0 else False
+
+
+def loss_around(loss: Floats, place: int) -> tuple[float, float]:
+    """Return the loss before a step, and the typical loss at the end."""
+    after = loss[place + 1 :]
+    third = max(1, len(after) // 3)
+    earlier = loss[max(0, place - 4) : place + 1]
+    return median(earlier), median(after[-third:])
+
+
+def is_worse(before: float, after: float) -> bool:
+    """Whether the loss did not fall; also where it was not seen before."""
+    if not math.isfinite(before) or not math.isfinite(after):
+        return not math.isfinite(before)
+    if before <= 0:
+        return after > before
+    return after > LOSS_NOT_BETTER.value * before
 
 
 def all_frozen(seen: Observation) -> bool:

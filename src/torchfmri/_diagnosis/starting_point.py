@@ -12,7 +12,7 @@ from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.outliers import odd_data
 from torchfmri._diagnosis.profiles import growths
 from torchfmri._diagnosis.signals import gains, initial_loss_ratio, is_stuck, learns
-from torchfmri._records import Finding, Severity
+from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
 _LARGEST_HALF = 65504.0
@@ -22,7 +22,7 @@ _LARGEST_HALF = 65504.0
 
 
 def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
-    """Inputs far larger than initialisations assume, with no norm layer to read them."""
+    """Find inputs far larger than initialisations assume, with no norm layer to read them."""
     data = seen.data
     if data is None:
         return
@@ -35,12 +35,9 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
     if data.rms <= cuts.INPUT_SIZE.value:
         yield from _large_given(seen, data.given)
         return
-    yield Finding(
-        problem="unscaled_inputs",
-        severity="warn",
+    yield warn(
+        "unscaled_inputs",
         layers=(data.reader,),
-        phase="data",
-        step=0,
         text=f"The inputs have an rms of {data.rms:,.0f}, and {data.reader!r} takes them as they "
         "are; initial weights and learning rates assume about 1.",
         advice="Subtract the mean and divide by the standard deviation of the training data (or "
@@ -50,19 +47,16 @@ def unscaled_inputs(seen: Observation) -> Iterator[Finding]:
 
 
 def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Finding]:
-    """The same inside of the model: numbers that it makes of the data before the first layer."""
+    """Find large numbers that the model makes from the data before its first layer."""
     if any(odd.step == 0 for odd in odd_data(seen)):  # they are those of the first batch
         return
     large = {layer: rms for layer, rms in given.items() if np.inf > rms > cuts.INPUT_SIZE.value}
     if not large:
         return
     layer, rms = max(large.items(), key=lambda each: each[1])
-    yield Finding(
-        problem="unscaled_inputs",
-        severity="warn",
+    yield warn(
+        "unscaled_inputs",
         layers=tuple(large),
-        phase="data",
-        step=0,
         text=f"What {layer!r} is given has an rms of {rms:,.0f}, made from the data with no layer "
         "between; initial weights and learning rates assume about 1.",
         advice="Bring each feature to about 1 before it is joined with others: a number of a step "
@@ -72,15 +66,12 @@ def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Find
 
 
 def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Finding]:
-    """Inputs so small that biases are all that the next layers see, where nothing is learnt."""
+    """Find inputs so small that later layers see only biases, if nothing is learnt."""
     if not is_stuck(seen):
         return
-    yield Finding(
-        problem="unscaled_inputs",
-        severity="warn",
+    yield warn(
+        "unscaled_inputs",
         layers=(reader,),
-        phase="data",
-        step=0,
         text=(f"The inputs have an rms of {rms:.2g}" if rms > 0 else "The inputs are 0")
         + f", and {reader!r} takes them as they are: next to its bias they make no difference, and "
         "the loss does not fall. Initial weights and learning rates assume about 1.",
@@ -91,19 +82,15 @@ def _small_inputs(seen: Observation, rms: float, reader: str) -> Iterator[Findin
 
 
 def unscaled_targets(seen: Observation) -> Iterator[Finding]:
-    """Targets that are so far away that the loss does not move."""
+    """Find targets that are so far away that the loss does not move."""
     data, loss = seen.data, seen.trace.loss
     if data is None or not data.target_rms > cuts.TARGET_SIZE.value or len(loss) < 10:
         return
     first, last = float(np.median(loss[:3])), float(np.median(loss[-3:]))
     if not last > cuts.LOSS_NOT_BETTER.value * first:
         return
-    yield Finding(
-        problem="unscaled_targets",
-        severity="warn",
-        layers=(),
-        phase="data",
-        step=0,
+    yield warn(
+        "unscaled_targets",
         text=f"The targets have an rms of {data.target_rms:,.0f}, far from what a model returns at "
         f"its start, and the loss went from {first:.3g} to {last:.3g} in {len(loss)} steps.",
         advice="Subtract the mean of the targets and divide by their standard deviation, and undo "
@@ -113,17 +100,13 @@ def unscaled_targets(seen: Observation) -> Iterator[Finding]:
 
 
 def duplicate_samples(seen: Observation) -> Iterator[Finding]:
-    """Batches that consist of copies, or copies that have different targets."""
+    """Find batches that consist of copies, or copies that have different targets."""
     data = seen.data
     if data is None:
         return
     if data.changing > cuts.CHANGING.value:
-        yield Finding(
-            problem="contradictory_labels",
-            severity="warn",
-            layers=(),
-            phase="data",
-            step=0,
+        yield warn(
+            "contradictory_labels",
             text=f"{percent(data.changing)} of the samples that came again had another class than "
             "before: targets do not belong to their inputs.",
             advice="See that inputs and targets are shuffled together: one dataset that returns "
@@ -134,12 +117,8 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
     if data.repeated <= cuts.REPEATED.value:
         return
     contradicting = data.contradicting > cuts.REPEATED.value / 2
-    yield Finding(
-        problem="contradictory_labels" if contradicting else "duplicate_samples",
-        severity="warn",
-        layers=(),
-        phase="data",
-        step=0,
+    yield warn(
+        "contradictory_labels" if contradicting else "duplicate_samples",
         text=f"{percent(data.repeated)} of the samples equal another one of the same batch"
         + (
             f", and {percent(data.contradicting)} are among copies with different targets."
@@ -153,16 +132,12 @@ def duplicate_samples(seen: Observation) -> Iterator[Finding]:
 
 
 def unshuffled_data(seen: Observation) -> Iterator[Finding]:
-    """Batches of a single class each, although there are several."""
+    """Find batches of a single class each, although there are several."""
     data = seen.data
     if data is None or data.classes_seen < 2 or data.one_class_batches <= cuts.ONE_CLASS.value:
         return
-    yield Finding(
-        problem="unshuffled_data",
-        severity="alarm",
-        layers=(),
-        phase="data",
-        step=0,
+    yield alarm(
+        "unshuffled_data",
         text=f"{percent(data.one_class_batches)} of the batches (more than chance gives) hold a "
         f"single class, of {data.classes_seen} in all: the data comes sorted.",
         advice="Shuffle: DataLoader(..., shuffle=True).",
@@ -171,16 +146,12 @@ def unshuffled_data(seen: Observation) -> Iterator[Finding]:
 
 
 def padding_in_loss(seen: Observation) -> Iterator[Finding]:
-    """Targets after the end of a text that count in the loss."""
+    """Find targets after the end of a text that count in the loss."""
     data = seen.data
     if data is None or data.padding <= cuts.PADDING.value:
         return
-    yield Finding(
-        problem="padding_in_loss",
-        severity="warn",
-        layers=(),
-        phase="loss",
-        step=0,
+    yield warn(
+        "padding_in_loss",
         text=f"{percent(data.padding)} of the targets are token {data.padding_token}, which only "
         "fills up the ends of rows: the loss counts padding.",
         advice=f"Set those targets to -100, or use ignore_index={data.padding_token}.",
@@ -189,15 +160,13 @@ def padding_in_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def padding_row(seen: Observation) -> Iterator[Finding]:
-    """An embedding whose padding row is not 0 and, by its nature, never learns."""
+    """Find an embedding whose padding row is not 0 and, by its nature, never learns."""
     if seen.data is None or not seen.data.padding_rows:
         return
     rows = seen.data.padding_rows
-    yield Finding(
-        problem="padding_row",
-        severity="warn",
+    yield warn(
+        "padding_row",
         layers=tuple(rows),
-        phase="forward",
         step=None,
         text=f"The padding row of {listed(list(rows))} is not 0 (rms {max(rows.values()):.2g}) and "
         "gets no gradient: padding adds the same noise for ever.",
@@ -210,7 +179,7 @@ def padding_row(seen: Observation) -> Iterator[Finding]:
 
 
 def init_too_large(seen: Observation) -> Iterator[Finding]:
-    """Matrices that multiply sizes, where that is seen to do harm."""
+    """Find matrices that multiply sizes, where that is seen to do harm."""
     large = {name: gain for name, gain in gains(seen).items() if gain > cuts.GAIN.value}
     if not large:
         return
@@ -229,12 +198,9 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
     facts = seen.structure.parameters
     layers = tuple(dict.fromkeys(facts[name].layer for name in large))
     worst = max(large, key=lambda name: large[name])
-    yield Finding(
-        problem="init_too_large",
-        severity="alarm",
+    yield alarm(
+        "init_too_large",
         layers=layers,
-        phase="forward",
-        step=0,
         text=f"{worst!r} makes outputs {large[worst]:.3g} times its inputs (usual is 0.6 to 1.4), "
         f"and so do {len(large)} matrices in all; {', '.join(symptoms)}.",
         advice="Initialise with a standard deviation of 1/sqrt(fan in) (Kaiming, Xavier, or 0.02).",
@@ -243,17 +209,14 @@ def init_too_large(seen: Observation) -> Iterator[Finding]:
 
 
 def initial_loss(seen: Observation) -> Iterator[Finding]:
-    """A first cross entropy far above that of guessing."""
+    """Find a first cross entropy far above that of guessing."""
     ratio = initial_loss_ratio(seen)
     loss = seen.loss
     if loss is None or not ratio > cuts.INITIAL_LOSS.value or loss.classes is None:
         return
-    yield Finding(
-        problem="initial_loss",
-        severity="alarm",
+    yield alarm(
+        "initial_loss",
         layers=(loss.output_layer,) if loss.output_layer else (),
-        phase="loss",
-        step=0,
         text=f"The first cross entropy is {loss.cross_entropy:.3g} nats, {ratio:.3g} times the "
         f"{math.log(loss.classes):.2g} of guessing among {loss.classes} classes: the model begins "
         "sure and wrong.",
@@ -267,7 +230,7 @@ def initial_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def half_headroom(seen: Observation) -> Iterator[Finding]:
-    """float16 values about to overflow."""
+    """Find float16 values about to overflow."""
     trace = seen.trace
     worst: tuple[float, str, int] = (0.0, "", 0)
     for series, dtype in trace.dtypes.items():
@@ -284,11 +247,10 @@ def half_headroom(seen: Observation) -> Iterator[Finding]:
     share, layer, step = worst
     if share <= cuts.HEADROOM_WARN.value:
         return
-    yield Finding(
-        problem="half_headroom",
+    yield finding_of(
+        "half_headroom",
         severity="alarm" if share > cuts.HEADROOM_ALARM.value else "warn",
         layers=(layer,),
-        phase="forward",
         step=step,
         text=f"{layer!r} returns values up to {share * _LARGEST_HALF:,.0f} in float16, "
         f"{percent(share)} of the largest there is.",
@@ -298,7 +260,7 @@ def half_headroom(seen: Observation) -> Iterator[Finding]:
 
 
 def half_underflow(seen: Observation) -> Iterator[Finding]:
-    """float16 gradients too small to be numbers."""
+    """Find float16 gradients too small to be numbers."""
     if seen.steps is None or not (seen.steps.half_gradients or seen.steps.flushed):
         return
     shares = seen.steps.half_gradients
@@ -312,12 +274,10 @@ def half_underflow(seen: Observation) -> Iterator[Finding]:
     if learns(seen):  # small because little is left to learn
         severity = "inform"
     layers = tuple(dict.fromkeys([*flushed, *small]))
-    yield Finding(
-        problem="half_underflow",
+    yield finding_of(
+        "half_underflow",
         severity=severity,
         layers=layers,
-        phase="backward",
-        step=0,
         text=f"{percent(worst)} of the float16 gradients at {listed(layers)} lie below its normal "
         "range "
         "(6e-5)" + (f", and those of {listed(flushed)} are all 0." if flushed else "."),

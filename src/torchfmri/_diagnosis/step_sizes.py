@@ -10,17 +10,18 @@ import numpy as np
 
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.jumps import update_jump
-from torchfmri._diagnosis.losses_around import is_worse, loss_around
 from torchfmri._diagnosis.observation import Floats, Observation
 from torchfmri._diagnosis.rates import far_groups, rate_in_words
 from torchfmri._diagnosis.signals import (
     first_nonfinite,
     gradient_norms,
     is_stuck,
+    is_worse,
+    loss_around,
     median,
     update_ratios,
 )
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import listed, percent
 
 _SUSTAINED = 3
@@ -31,7 +32,7 @@ _MILLIONFOLD = 1e4
 
 
 def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
-    """Updates that replace the weights: one of them, all while the loss is high, or of a group."""
+    """Find updates that replace the weights: a single one, all of them, or those of a group."""
     found = next(chain(update_jump(seen), _too_high(seen)), None)
     if found is not None:
         yield found
@@ -40,7 +41,7 @@ def learning_rate_too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def _group_too_high(seen: Observation) -> Iterator[Finding]:
-    """One group whose weights are replaced, beside others that are changed with care."""
+    """Find one group whose weights are replaced, beside others that are changed with care."""
     facts = seen.structure.parameters
     for group in far_groups(seen):
         weights = [name for name in group.parameters if _is_weight(name)]
@@ -56,11 +57,10 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
         if int(large[place : place + _WINDOW].sum()) < _SUSTAINED or not (replaced or stuck):
             continue
         before, after = loss_around(seen.trace.loss, place)
-        yield Finding(
-            problem="learning_rate_too_high",
+        yield finding_of(
+            "learning_rate_too_high",
             severity="alarm" if stuck else "warn",
             layers=group.layers,
-            phase="optimizer",
             step=int(seen.trace.steps[place]),
             text=f"From step {seen.trace.steps[place]} on, each step changed the weights of "
             f"{listed(group.layers)} by {percent(median(ahead))} of their size (usual is about "
@@ -115,11 +115,8 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
         rate = rate_in_words(seen)
         # Without steps before it there is no telling whether it was the batch.
         batch = "" if place else " If the first batch is unlike the others, repair it, or clip."
-        yield Finding(
-            problem="learning_rate_too_high",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "learning_rate_too_high",
             step=int(steps[place]),
             text=f"From step {steps[place]} on, each step changed the weights by {percent(ratio)} "
             f"of their size (usual is about 0.1 % to 1 %), {then}.",
@@ -131,7 +128,7 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def diverging_loss(seen: Observation) -> Iterator[Finding]:
-    """A loss that grows tenfold and stays there, whatever the updates look like."""
+    """Find a loss that grows tenfold and stays there, whatever the updates look like."""
     loss = seen.trace.loss
     known = np.flatnonzero(np.isfinite(loss))
     if len(known) < _LEAST_STEPS or (loss[known] <= 0).any():
@@ -142,11 +139,8 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
     if last <= cuts.DIVERGED.value * first or late.min() <= early.max():
         return  # batches of one sample scatter tenfold: "stays there" is for every step
     start = known[np.flatnonzero(loss[known] > 2 * first)[0]]
-    yield Finding(
-        problem="diverging_loss",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "diverging_loss",
         step=int(seen.trace.steps[start]),
         text=f"The loss grew from {first:.3g} to {last:.3g} and stays there.",
         advice=f"Lower the learning rate{rate_in_words(seen)}; with momentum, by more than you "
@@ -156,7 +150,7 @@ def diverging_loss(seen: Observation) -> Iterator[Finding]:
 
 
 def loss_spike(seen: Observation) -> Iterator[Finding]:
-    """A sudden loss and gradient far above the usual, with the layer that moved first."""
+    """Find a sudden loss and gradient far above the usual, with the layer that moved first."""
     trace = seen.trace
     if len(trace) < 2 * _LEAST_STEPS:
         return
@@ -174,11 +168,9 @@ def loss_spike(seen: Observation) -> Iterator[Finding]:
         if usual == 0 or _is_usual(loss[before], loss[place], usual_loss):
             continue
         layer, factor, step = _first_mover(seen, place)
-        yield Finding(
-            problem="loss_spike",
-            severity="warn",
+        yield warn(
+            "loss_spike",
             layers=(layer,) if layer else (),
-            phase="forward",
             step=int(trace.steps[place]),
             text=f"At step {trace.steps[place]} the loss jumped to {loss[place]:.3g} (median "
             f"before: {usual_loss:.3g}) and the gradient to {norm[place] / usual:.0f} times its "
@@ -201,7 +193,7 @@ def _is_usual(before: Floats, value: float, typical: float) -> bool:
 
 
 def _first_mover(seen: Observation, place: int) -> tuple[str, float, int]:
-    """The layer whose output left its usual size first, in the last steps before a spike."""
+    """Return the layer whose output left its usual size first, in the last steps before a spike."""
     rms = seen.trace.matrix("activations", "rms")
     names = seen.trace.names("activations")
     if not names:
@@ -226,13 +218,13 @@ def _is_better(first: float, after: float) -> bool:
 
 
 def _cannot_be_right(ratios: Floats, place: int, ratio: float) -> bool:
-    """What needs no loss to be judged: weights replaced at each step, or a sudden jump."""
+    """Whether updates are wrong whatever the loss: weights replaced each step, or a jump."""
     usual = median(ratios[:place]) if place >= _WINDOW else math.inf
     return ratio > cuts.UPDATE_REPLACED.value or ratio > cuts.UPDATE_JUMP.value * usual
 
 
 def _factor(ratio: float) -> str:
-    """By what to divide a learning rate for updates of about 1 %, in tens."""
+    """Return by which power of ten to divide a learning rate for updates of about 1 %."""
     if ratio >= _MILLIONFOLD:
         return "a million or more"
     return f"{10 ** max(1, math.ceil(math.log10(ratio / 1e-2))):,}"

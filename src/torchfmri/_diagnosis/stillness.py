@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import LEAST_STEPS, gradient_norms, median
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._text import listed
 
 _WINDOW = 5
@@ -23,7 +23,7 @@ _SETTLED = 1e-3
 
 
 def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
-    """Steps that go on after the learning rate has become 0 for good."""
+    """Find steps that go on after the learning rate has become 0 for good."""
     if seen.steps is None:
         yield from _updates_ended(seen)
         return
@@ -32,11 +32,8 @@ def learning_rate_ended(seen: Observation) -> Iterator[Finding]:
     if not len(above) or len(rates) - 1 - above[-1] < LEAST_STEPS:
         return
     step = int(seen.trace.steps[above[-1] + 1])
-    yield Finding(
-        problem="learning_rate_zero",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "learning_rate_zero",
         step=step,
         text=f"The learning rate is 0 from step {step} on: the last {len(rates) - 1 - above[-1]} "
         "steps changed nothing.",
@@ -67,11 +64,8 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
     sizes = trace.matrix("parameters", "rms")
     grown = median(sizes[-1] / sizes[moved[-1]]) if sizes.size else math.nan
     if grown > _OUTGROWN:
-        yield Finding(
-            problem="updates_lost",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "updates_lost",
             step=step,
             text=f"From step {step} on no weight changes, in {still} steps with gradients: the "
             f"weights have become {grown:.3g} times as large, and updates are smaller than their "
@@ -81,11 +75,8 @@ def _updates_ended(seen: Observation) -> Iterator[Finding]:
             evidence={"growth": grown, "steps_without_update": still},
         )
         return
-    yield Finding(
-        problem="learning_rate_zero",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "learning_rate_zero",
         step=step,
         text=f"From step {step} on no weight changes, in {still} steps with gradients.",
         advice="See where the learning rate went: give the scheduler the number of steps that you "
@@ -104,24 +95,26 @@ def _never_moved(seen: Observation) -> Iterator[Finding]:
     first, steps = int(trace.steps[0]), int(stepped.sum())
     no_weight = f"No weight has changed in {steps} steps with gradients"
     if not any(group["lr"] > 0 for group in seen.structure.groups):
-        yield Finding(
-            "learning_rate_zero", "alarm", (), "optimizer", first,
+        yield alarm(
+            "learning_rate_zero",
+            step=first,
             text=f"{no_weight}: the learning rate is 0.",
             advice="Set lr; if a scheduler sets it, see that scheduler.step() is called and where "
             "its warm-up begins.",
-        )  # fmt: skip
+        )
         return
-    yield Finding(
-        "updates_lost", "alarm", (), "optimizer", first,
+    yield alarm(
+        "updates_lost",
+        step=first,
         text=f"{no_weight}: the updates are smaller than the last digit of the weights, or "
         "something has set the learning rate to 0.",
         advice="Keep the weights in float32 (autocast computes in bfloat16 all the same), or raise "
         "the learning rate.",
-    )  # fmt: skip
+    )
 
 
 def stopped_training(seen: Observation) -> Iterator[Finding]:
-    """Layers whose weights moved at every step and then no more, while others go on."""
+    """Find layers whose weights moved at every step and then no more, while others go on."""
     trace = seen.trace
     if len(trace) < _WINDOW + _STOPPED or not trace.parameters:
         return
@@ -142,11 +135,9 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
     for place, layers in stopped.items():
         named = tuple(dict.fromkeys(layers))
         step = int(trace.steps[place])
-        yield Finding(
-            problem="stopped_training",
-            severity="alarm",
+        yield alarm(
+            "stopped_training",
             layers=named,
-            phase="optimizer",
             step=step,
             text=f"The weights of {listed(named)} moved at every step until {step - 1} and not at "
             f"all since, while others go on.",
@@ -157,7 +148,7 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
 
 
 def _stop(moved: NDArray[np.bool_], others: NDArray[np.bool_]) -> int | None:
-    """The place from which on something that always moved does not; None if there is none."""
+    """Return the place since which something that always moved stands still; or None."""
     if moved[-1] or not moved.any():
         return None
     last = int(np.flatnonzero(moved)[-1])

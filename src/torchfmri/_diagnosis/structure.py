@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfmri._model import named_layers, unwrap
+from torchfmri._model import each_once, named_layers, named_parameters, unwrap
 
 MATRIX_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
 NORM_LAYERS = (
@@ -89,25 +89,16 @@ class Structure:
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by their full names, each once, wrappers left out of the names."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for layer, module in named_layers(model).items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{layer}.{name}" if layer else name
-                found.setdefault(id(parameter), (full, parameter))
-    return dict(found.values())
+    """Return the parameters by their full names, each once, wrappers left out of the names."""
+    return each_once(named_parameters(named_layers(model)))
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer] | None) -> Structure:
-    """The structure of a model as it is now."""
+    """Return the structure of a model as it is now."""
     layers = named_layers(model)
     owned: dict[int, list[tuple[str, str, Tensor]]] = {}
-    for layer, module in layers.items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{layer}.{name}" if layer else name
-                owned.setdefault(id(parameter), []).append((layer, full, parameter))
+    for full, parameter in named_parameters(layers).items():
+        owned.setdefault(id(parameter), []).append((full.rpartition(".")[0], full, parameter))
     held = _held(optimizers)
     facts = {}
     aliases = {}
@@ -176,7 +167,7 @@ def _groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[d
 
 
 def _eps_lost(group: Mapping[str, Any]) -> str:
-    """In words, an eps that is 0 in the numbers of the group's parameters; "" for any other."""
+    """Describe an eps that is 0 in the dtype of the group's parameters; "" if it is not."""
     eps = group.get("eps")
     if not isinstance(eps, (int, float)):
         return ""
@@ -204,7 +195,7 @@ def _changes_in_training(module: nn.Module) -> bool:
 
 
 def find_experts(layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Routers by what they look like: a layer with one output per member of a list beside it."""
+    """Return routers: layers with one output for each member of a list beside them."""
     found = {}
     for name, module in layers.items():
         lists = [

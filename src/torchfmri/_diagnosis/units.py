@@ -18,7 +18,7 @@ from torchfmri._diagnosis.signals import (
     learns,
     median,
 )
-from torchfmri._records import Finding, Severity
+from torchfmri._records import Finding, Severity, alarm, finding_of, warn
 from torchfmri._text import how_many, percent, plural
 
 _LEAST_STEPS = 5
@@ -26,7 +26,7 @@ _LEAST_VALUES = 1024
 
 
 def excessive_dropout(seen: Observation) -> Iterator[Finding]:
-    """Dropout that leaves next to nothing."""
+    """Find dropout that leaves next to nothing."""
     large = {
         layer: share
         for layer, share in seen.structure.dropouts.items()
@@ -35,11 +35,9 @@ def excessive_dropout(seen: Observation) -> Iterator[Finding]:
     if not large:
         return
     layer, share = max(large.items(), key=lambda each: each[1])
-    yield Finding(
-        problem="excessive_dropout",
-        severity="warn",
+    yield warn(
+        "excessive_dropout",
         layers=tuple(large),
-        phase="forward",
         step=None,
         text=f"{layer!r} sets {percent(share)} of its input to 0 and multiplies the rest by "
         f"{1 / (1 - share) if share < 1 else math.inf:,.0f}: hardly anything of a sample passes.",
@@ -50,7 +48,7 @@ def excessive_dropout(seen: Observation) -> Iterator[Finding]:
 
 
 def dead_units(seen: Observation) -> Iterator[Finding]:
-    """Units behind a rectifier that were off for every sample of a window."""
+    """Find units behind a rectifier that were off for every sample of a window."""
     shares = dead_shares(seen)
     dead = [
         each
@@ -72,11 +70,10 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
         severity = "warn"
     more = len({each.label for each in dead}) - 1
     others = f" (and more in {plural(more, 'other layer')})" if more else ""
-    yield Finding(
-        problem="dead_units",
+    yield finding_of(
+        "dead_units",
         severity=severity,
         layers=tuple(layers),
-        phase="forward",
         step=worst.first_silent,
         text=f"{how_many(worst.silent, worst.units, 'units')} of {worst.label}"
         f"{others} were off for each of {worst.samples:,} samples over {worst.steps} steps: no "
@@ -88,7 +85,7 @@ def dead_units(seen: Observation) -> Iterator[Finding]:
 
 
 def dead_layer(seen: Observation) -> Iterator[Finding]:
-    """A whole layer that returns nothing but 0, seen by a Monitor."""
+    """Find a whole layer that returns nothing but 0, seen by a Monitor."""
     if seen.units or not len(seen.trace):
         return
     zero = seen.trace.matrix("activations", "zero_share")
@@ -101,11 +98,9 @@ def dead_layer(seen: Observation) -> Iterator[Finding]:
             continue
         off = np.flatnonzero(zero[:, column] != 1)
         first = int(seen.trace.steps[int(off[-1]) + 1 if len(off) else 0])
-        yield Finding(
-            problem="dead_units",
-            severity="alarm",
+        yield alarm(
+            "dead_units",
             layers=(layer,),
-            phase="forward",
             step=first,
             text=f"{layer!r} returned 0 for everything since step {first}: no gradient passes it.",
             advice="Lower the learning rate, start biases at 0, or use LeakyReLU or GELU.",
@@ -114,7 +109,7 @@ def dead_layer(seen: Observation) -> Iterator[Finding]:
 
 
 def saturated_units(seen: Observation) -> Iterator[Finding]:
-    """Hidden squashing functions that sit on their flat ends."""
+    """Find hidden squashing functions that sit on their flat ends."""
     shares = flat_shares(seen)
     flat = [
         each
@@ -142,11 +137,10 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
     severity: Severity = "alarm" if share > cuts.FLAT_ALARM.value else "warn"
     if learns(seen) and (severity == "warn" or first > worst_start):
         severity = "inform"  # units that tell classes apart become sure of them
-    yield Finding(
-        problem="saturated_units",
+    yield finding_of(
+        "saturated_units",
         severity=severity,
         layers=layers,
-        phase="forward",
         step=first,
         text=f"{percent(share)} of the values of {worst.label} lie on its flat ends{others}: "
         f"hardly any gradient passes.{why}",
@@ -157,7 +151,7 @@ def saturated_units(seen: Observation) -> Iterator[Finding]:
 
 
 def attention_collapse(seen: Observation) -> Iterator[Finding]:
-    """Attention whose logits have run away, so that each query sees a single key."""
+    """Find attention whose logits have run away, so that each query sees a single key."""
     by_layer: dict[str, list[HeadActivity]] = {}
     for each in seen.heads:
         by_layer.setdefault(each.layer, []).append(each)
@@ -173,11 +167,10 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
     if not found:
         return
     layer, record, sharp, largest = max(found, key=lambda each: each[3])
-    yield Finding(
-        problem="attention_collapse",
+    yield finding_of(
+        "attention_collapse",
         severity="alarm" if largest > cuts.LOGIT_ALARM.value else "warn",
         layers=tuple(each[0] for each in found),
-        phase="forward",
         step=record.step,
         text=f"Attention logits of {layer!r} reach {largest:,.0f}, and {percent(sharp)} of its "
         f"heads put all weight on one key (median entropy {median(record.entropy):.2g} of what is "
@@ -193,7 +186,7 @@ def attention_collapse(seen: Observation) -> Iterator[Finding]:
 
 
 def constant_layer(seen: Observation) -> Iterator[Finding]:
-    """A softmax or a norm over one number, which returns the same whatever it is given."""
+    """Find a softmax or a norm over one number, which returns the same whatever it is given."""
     last = "" if seen.loss is None else seen.loss.output_layer
     for each in seen.constants:
         layer = each.layer or last
@@ -201,12 +194,10 @@ def constant_layer(seen: Observation) -> Iterator[Finding]:
         value = {"softmax": "1", "log_softmax": "0"}.get(each.function, "the bias")
         where = " of the loss" if each.in_loss else f" of {layer!r}" if layer else ""
         what = f"The {each.function}{where} runs over" if soft else f"{each.layer!r} normalises"
-        yield Finding(
-            problem="representation_collapse",
-            severity="alarm",
+        yield alarm(
+            "representation_collapse",
             layers=(layer,) if layer else (),
             phase="loss" if each.in_loss else "forward",
-            step=0,
             text=f"{what} a single number, and {value} comes out whatever went in: nothing of the "
             "input passes, and no gradient.",
             advice="Use sigmoid for one output (or BCEWithLogitsLoss of the logits), or two "
@@ -217,17 +208,15 @@ def constant_layer(seen: Observation) -> Iterator[Finding]:
 
 
 def representation_collapse(seen: Observation) -> Iterator[Finding]:
-    """A last representation in which all samples are the same."""
+    """Find a last representation in which all samples are the same."""
     if seen.steps is None or seen.loss is None or not seen.loss.output_layer:
         return
     spread = seen.steps.spread.get(seen.loss.output_layer, math.nan)
     if not spread < cuts.SPREAD.value or seen.constants:
         return
-    yield Finding(
-        problem="representation_collapse",
-        severity="alarm",
+    yield alarm(
+        "representation_collapse",
         layers=(seen.loss.output_layer,),
-        phase="forward",
         step=int(seen.trace.steps[-1]) if len(seen.trace) else 0,
         text=f"What goes into {seen.loss.output_layer!r} differs between samples by "
         f"{percent(spread)} of its size: the output hardly depends on the input.",
@@ -238,7 +227,7 @@ def representation_collapse(seen: Observation) -> Iterator[Finding]:
 
 
 def routing_collapse(seen: Observation) -> Iterator[Finding]:
-    """A router that sends everything to one expert."""
+    """Find a router that sends everything to one expert."""
     for router in seen.routers:
         if len(router.experts) < 3 or len(router.load) < _LEAST_STEPS:
             continue
@@ -248,11 +237,9 @@ def routing_collapse(seen: Observation) -> Iterator[Finding]:
         favourite = int(router.load[-1].argmax())
         first = int(np.flatnonzero(used < cuts.EXPERTS.value)[0])
         share = float(router.load[-1].max())
-        yield Finding(
-            problem="routing_collapse",
-            severity="alarm",
+        yield alarm(
+            "routing_collapse",
             layers=(router.layer, router.experts[favourite]),
-            phase="forward",
             step=first,
             text=f"The router {router.layer!r} sends {percent(share)} of the tokens to "
             f"{router.experts[favourite]!r}: {len(router.experts) - 1} of {len(router.experts)} "

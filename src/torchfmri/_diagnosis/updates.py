@@ -17,7 +17,7 @@ from torchfmri._diagnosis.signals import (
     median,
     trained_matrices,
 )
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._text import how_many, listed, percent
 
 _SUSTAINED = 3
@@ -29,7 +29,7 @@ _POWER = 1e-2
 
 
 def updates_lost(seen: Observation) -> Iterator[Finding]:
-    """Weights that stay bit for bit although they have gradients and an optimizer."""
+    """Find weights that stay bit for bit although they have gradients and an optimizer."""
     if seen.steps is None or int(seen.steps.stepped.sum()) < _SUSTAINED:
         return
     if seen.steps.cleared.mean() > 0.5:  # there was nothing to update with
@@ -50,11 +50,8 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
         return
     layers = tuple(dict.fromkeys(each.layer for each in still))
     if not (seen.steps.learning_rate > 0).any():
-        yield Finding(
-            problem="learning_rate_zero",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "learning_rate_zero",
             step=int(seen.trace.steps[0]),
             text=f"The learning rate was 0 in all of {len(seen.steps.learning_rate)} steps: "
             "nothing is trained.",
@@ -62,11 +59,9 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
             "its warm-up begins.",
         )
         return
-    yield Finding(
-        problem="updates_lost",
-        severity="alarm",
+    yield alarm(
+        "updates_lost",
         layers=layers,
-        phase="optimizer",
         step=int(seen.trace.steps[0]),
         text=f"{how_many(len(still), len(judged), 'matrices')} did not change in "
         f"{int(seen.steps.stepped.sum())} steps although they have gradients: the updates are "
@@ -78,7 +73,7 @@ def updates_lost(seen: Observation) -> Iterator[Finding]:
 
 
 def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
-    """A decay that shrinks the weights faster than gradients can build them."""
+    """Find a decay that shrinks the weights faster than gradients can build them."""
     for group in seen.structure.groups:
         rate = group["lr"] * group["weight_decay"]
         if not rate >= cuts.DECAY.value:
@@ -86,11 +81,8 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
         left = median([_size_left(seen, name) for name in group["parameters"]])
         if not left < cuts.SHRUNK.value:
             continue
-        yield Finding(
-            problem="weight_decay_too_strong",
-            severity="alarm",
-            layers=(),
-            phase="optimizer",
+        yield alarm(
+            "weight_decay_too_strong",
             step=int(seen.trace.steps[0]),
             text=f"Weight decay takes {percent(rate)} of every weight at each step; after "
             f"{len(seen.trace)} steps {percent(left)} of their size is left.",
@@ -101,7 +93,7 @@ def weight_decay_too_strong(seen: Observation) -> Iterator[Finding]:
 
 
 def _size_left(seen: Observation, name: str) -> float:
-    """The size of a parameter at the end / at the start; nan where it is not known."""
+    """Return the size of a parameter at the end / at the start; nan where it is not known."""
     if name in seen.weights:
         weight = seen.weights[name]
         return weight.last_rms / weight.rms if weight.rms > 0 else math.nan
@@ -111,7 +103,7 @@ def _size_left(seen: Observation, name: str) -> float:
 
 
 def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
-    """Clipping that makes every gradient a hundredth of itself or less."""
+    """Find clipping that makes every gradient a hundredth of itself or less."""
     factors = clip_factors(seen)
     known = np.isfinite(factors)
     if int(known.sum()) < _WINDOW:
@@ -129,11 +121,8 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
         return
     if left < cuts.CLIPPED_NORM.value:
         cause, advice = _why_so_little(seen, left)
-        yield Finding(
-            problem="clipping_too_strong",
-            severity="alarm",
-            layers=(),
-            phase="backward",
+        yield alarm(
+            "clipping_too_strong",
             step=first,
             text=f"Between backward and the optimizer's step the gradients{norm} are multiplied by "
             f"{factor:.2g} on {percent(clipped.mean())} of the steps, which leaves a norm of "
@@ -142,11 +131,8 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
             evidence={"clip_factor": factor, "norm_left": left},
         )
         return
-    yield Finding(
-        problem="clipping_hides_explosion",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    yield alarm(
+        "clipping_hides_explosion",
         step=first,
         text=f"Clipping multiplies the gradients{norm} by {factor:.2g} on "
         f"{percent(clipped.mean())} of the steps: they explode, and what is left of them is mostly "
@@ -158,11 +144,8 @@ def clipping_hides_explosion(seen: Observation) -> Iterator[Finding]:
 
 
 def _clipped_scaled(step: int, factor: float, left: float, share: float) -> Finding:
-    return Finding(
-        problem="clipped_before_unscaling",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    return alarm(
+        "clipped_before_unscaling",
         step=step,
         text=f"The gradients are clipped while they are still multiplied by the scale of the "
         f"GradScaler, and divided by it afterwards: a norm of {left:.2g} is left of them, on "
@@ -173,7 +156,7 @@ def _clipped_scaled(step: int, factor: float, left: float, share: float) -> Find
 
 
 def _why_so_little(seen: Observation, left: float) -> tuple[str, str]:
-    """What leaves so small a norm, and what to do: a low limit, or a scale that nobody told of."""
+    """Return why so small a norm is left, and advice: a low limit or an unknown scale."""
     lower = "Clip at 0.1 to 10 (1 is usual), and at a norm rather than at a value."
     if math.isfinite(median(seen.trace.scalar("gradient_scale"))):
         return "it is the limit that is too low", lower
@@ -205,15 +188,12 @@ def _is_clipped_scaled(seen: Observation, left: float) -> bool:
 
 
 def step_before_backward(seen: Observation) -> Iterator[Finding]:
-    """An optimizer that steps before there is a gradient, and backward only then."""
+    """Find an optimizer that steps before there is a gradient, and backward only then."""
     early = np.zeros(0, bool) if seen.steps is None else seen.steps.early
     if int(early.sum()) < _SUSTAINED or early.mean() <= 0.5:
         return
-    yield Finding(
-        problem="step_before_backward",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "step_before_backward",
         step=int(seen.trace.steps[early.argmax()]),
         text=f"In {int(early.sum())} of {len(early)} steps optimizer.step() came before "
         "backward(), with no gradient there: nothing is trained.",
@@ -223,7 +203,7 @@ def step_before_backward(seen: Observation) -> Iterator[Finding]:
 
 
 def cleared_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that arrive, and are gone when the optimizer comes for them."""
+    """Find gradients that arrive, and are gone when the optimizer comes for them."""
     if seen.steps is None:
         yield from _nothing_moves(seen)
         return
@@ -232,11 +212,8 @@ def cleared_gradients(seen: Observation) -> Iterator[Finding]:
         return
     if seen.steps.early.mean() > 0.5:  # told by another
         return
-    yield Finding(
-        problem="cleared_gradients",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "cleared_gradients",
         step=int(seen.trace.steps[cleared.argmax()]),
         text=f"In {int(cleared.sum())} of {len(cleared)} steps backward left gradients, and all "
         "were 0 or gone when the optimizer stepped.",
@@ -260,11 +237,8 @@ def _nothing_moves(seen: Observation) -> Iterator[Finding]:
         return
     if not all(group["lr"] > 0 for group in seen.structure.groups):
         return
-    yield Finding(
-        problem="cleared_gradients",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "cleared_gradients",
         step=int(trace.steps[0]),
         text=f"In {len(trace)} steps gradients arrived at layers, and whenever the optimizer "
         "stepped there was none at any parameter: nothing is trained.",
@@ -273,7 +247,7 @@ def _nothing_moves(seen: Observation) -> Iterator[Finding]:
 
 
 def updates_undone(seen: Observation) -> Iterator[Finding]:
-    """Weights that every step changes, and that are back when the next one begins."""
+    """Find weights that every step changes, and that are back when the next one begins."""
     trace = seen.trace
     sizes = trace.matrix("parameters", "rms")
     if len(trace) < _WINDOW or not sizes.size:
@@ -284,11 +258,8 @@ def updates_undone(seen: Observation) -> Iterator[Finding]:
         return
     start = np.flatnonzero(~back)
     step = int(trace.steps[int(start[-1]) + 1 if len(start) else 0])
-    yield Finding(
-        problem="updates_undone",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
+    yield alarm(
+        "updates_undone",
         step=step,
         text=f"From step {step} on each step changes the weights, and when the next one begins "
         "they have their old size again, to the last digit: updates are undone.",
@@ -299,7 +270,7 @@ def updates_undone(seen: Observation) -> Iterator[Finding]:
 
 
 def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
-    """Backward passes that no optimizer step follows."""
+    """Find backward passes that no optimizer step follows."""
     if seen.steps is None or len(seen.steps.stepped) < _WINDOW:
         return
     if seen.steps.stepped.any():
@@ -307,29 +278,22 @@ def optimizer_never_steps(seen: Observation) -> Iterator[Finding]:
         return
     if seen.reach is not None and not seen.reach.loss_has_graph:
         return
-    yield Finding(
-        problem="optimizer_never_steps",
-        severity="alarm",
-        layers=(),
-        phase="optimizer",
-        step=0,
+    yield alarm(
+        "optimizer_never_steps",
         text=f"In {len(seen.steps.stepped)} steps optimizer.step() was not called once.",
         advice="Call optimizer.step() after backward, of the optimizer that was handed over.",
     )
 
 
 def _one_never_steps(seen: Observation, idle: Sequence[str]) -> Iterator[Finding]:
-    """One of several optimizers that nobody calls."""
+    """Find one of several optimizers that nobody calls."""
     facts = seen.structure.parameters
     layers = tuple(dict.fromkeys(facts[name].layer for name in idle if name in facts))
     if not layers:
         return
-    yield Finding(
-        problem="optimizer_never_steps",
-        severity="alarm",
+    yield alarm(
+        "optimizer_never_steps",
         layers=layers,
-        phase="optimizer",
-        step=0,
         text=f"The optimizer of {listed(layers)} did not step once, while another one does: these "
         "weights never change.",
         advice="Call step() of every optimizer after backward.",

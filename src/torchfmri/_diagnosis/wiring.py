@@ -11,7 +11,7 @@ from torchfmri._diagnosis import cuts
 from torchfmri._diagnosis.observation import Observation
 from torchfmri._diagnosis.signals import all_frozen, gradient_kind, in_order, stale_steps
 from torchfmri._diagnosis.structure import ParameterFacts
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm, finding_of, warn
 from torchfmri._text import how_many, listed, percent
 
 _ADAPTERS = 0.5
@@ -19,7 +19,7 @@ _ADAPTERS = 0.5
 
 
 def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
-    """Parameters that ask for gradients, get them, and that no optimizer has."""
+    """Find parameters that ask for gradients, get them, and that no optimizer has."""
     everything = seen.structure.parameters.values()
     missing = [
         each
@@ -31,11 +31,10 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
     share = sum(each.elements for each in missing) / sum(each.elements for each in everything)
     layers = tuple(dict.fromkeys(each.layer for each in missing))
     strangers = seen.structure.strangers
-    yield Finding(
-        problem="missing_from_optimizer",
+    yield finding_of(
+        "missing_from_optimizer",
         severity="alarm" if share <= 0.9 else "warn",
         layers=layers,
-        phase="optimizer",
         step=None,
         text=f"{how_many(len(missing), len(everything), 'parameters')} ({listed(layers)}) get "
         "gradients but are in no optimizer: they never change."
@@ -52,7 +51,7 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
 
 
 def frozen_layer(seen: Observation) -> Iterator[Finding]:
-    """Frozen matrices between layers that are trained, unless that looks like a plan."""
+    """Find frozen matrices between layers that are trained, unless that looks like a plan."""
     everything = in_order(seen, list(seen.structure.parameters.values()))
     matrices = [each for each in everything if each.is_matrix]
     frozen = [each for each in matrices if not each.trainable]
@@ -76,12 +75,11 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
         return
     first_ones = all(index < trained[0] for index, _ in judged)
     layers = tuple(dict.fromkeys(each.layer for _, each in judged))
-    yield Finding(
+    yield finding_of(
         # The first layers may well be frozen on purpose.
-        problem="frozen_layer",
+        "frozen_layer",
         severity="inform" if first_ones else "warn",
         layers=layers,
-        phase="backward",
         step=None,
         text=f"{listed(layers)} {'is' if len(layers) == 1 else 'are'} frozen (requires_grad=False) "
         f"while layers {'after' if first_ones else 'before'} are trained.",
@@ -94,11 +92,9 @@ def frozen_layer(seen: Observation) -> Iterator[Finding]:
 def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
     """No parameter that asks for a gradient: the loss has no graph, and cannot have one."""
     layers = tuple(dict.fromkeys(each.layer for each in parameters))
-    return Finding(
-        problem="frozen_layer",
-        severity="alarm",
+    return alarm(
+        "frozen_layer",
         layers=layers,
-        phase="backward",
         step=None,
         text=f"All {len(parameters)} parameters are frozen (requires_grad=False), those of "
         f"{layers[-1]!r} too: there is nothing to train.",
@@ -109,7 +105,7 @@ def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
 
 
 def stale_gradients(seen: Observation) -> Iterator[Finding]:
-    """Gradients that are added to those of the step before."""
+    """Find gradients that are added to those of the step before."""
     if seen.steps is not None:
         stale, steps = seen.steps.stale, np.arange(len(seen.steps.stale))
     else:
@@ -117,11 +113,8 @@ def stale_gradients(seen: Observation) -> Iterator[Finding]:
     if int(stale.sum()) < 3 or stale[1:].mean() < 0.5:
         return
     first = int(steps[np.flatnonzero(stale)[0]])
-    yield Finding(
-        problem="stale_gradients",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    yield alarm(
+        "stale_gradients",
         step=first,
         text=f"When backward began at step {first}, the gradients of the step before were still "
         "there: they add up from step to step.",
@@ -131,7 +124,7 @@ def stale_gradients(seen: Observation) -> Iterator[Finding]:
 
 
 def shared_module(seen: Observation) -> Iterator[Finding]:
-    """One module under several numbers of a list: copies were meant."""
+    """Find one module under several numbers of a list: copies were meant."""
     groups: dict[tuple[str, ...], int] = {}
     for owners in seen.structure.aliases.values():
         parents = {owner.rpartition(".")[0] for owner in owners}
@@ -145,11 +138,9 @@ def shared_module(seen: Observation) -> Iterator[Finding]:
         return
     owners = next(iter(groups))
     layers = tuple(dict.fromkeys(owner for each in groups for owner in each))
-    yield Finding(
-        problem="shared_module",
-        severity="warn",
+    yield warn(
+        "shared_module",
         layers=layers,
-        phase="forward",
         step=None,
         text=f"{listed(owners)} are one and the same module: they share all weights.",
         advice="Make each member anew, [make() for _ in range(n)] instead of [make()] * n; to "
@@ -159,7 +150,7 @@ def shared_module(seen: Observation) -> Iterator[Finding]:
 
 
 def symmetric_init(seen: Observation) -> Iterator[Finding]:
-    """Matrices whose units began equal and are still equal: nothing tells them apart."""
+    """Find matrices whose units began equal and are still equal: nothing tells them apart."""
     if len(seen.trace) < 2:
         return
     equal = [
@@ -175,12 +166,9 @@ def symmetric_init(seen: Observation) -> Iterator[Finding]:
         return
     layers = tuple(dict.fromkeys(each.layer for each in equal))
     zero = all(seen.weights[each.name].last_rms == 0 for each in equal)
-    yield Finding(
-        problem="symmetric_init",
-        severity="alarm",
+    yield alarm(
+        "symmetric_init",
         layers=layers,
-        phase="forward",
-        step=0,
         text=f"All units of {listed(layers)} began with the same weights"
         + (" (0)" if zero else "")
         + f" and still have the same after {len(seen.trace)} steps: each layer works as one unit.",
@@ -190,18 +178,16 @@ def symmetric_init(seen: Observation) -> Iterator[Finding]:
 
 
 def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
-    """Linear layers in a row with nothing between them, which are one Linear layer."""
+    """Find linear layers in a row with nothing between them, which are one Linear layer."""
     pairs = () if seen.reach is None else seen.reach.linear_pairs
     follows = dict(pairs)
     chains = [(first, second, follows[second]) for first, second in pairs if second in follows]
     if not chains:
         return  # a single pair may be a projection
     layers = tuple(dict.fromkeys(layer for chain in chains for layer in chain))
-    yield Finding(
-        problem="missing_nonlinearity",
-        severity="warn",
+    yield warn(
+        "missing_nonlinearity",
         layers=layers,
-        phase="forward",
         step=None,
         text=f"Nothing stands between {listed(layers)}: linear layers in a row do what one could "
         "do.",
@@ -211,7 +197,7 @@ def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
 
 
 def samples_mixed(seen: Observation) -> Iterator[Finding]:
-    """A model whose answer about one sample depends on the others, also in evaluation mode."""
+    """Find a model whose answer about one sample depends on the others, also in evaluation mode."""
     if seen.data is None or not seen.data.mixed > cuts.MIXED.value or seen.softmaxes:
         return
     recurrent = [
@@ -219,12 +205,9 @@ def samples_mixed(seen: Observation) -> Iterator[Finding]:
         for layer, kind in seen.structure.kinds.items()
         if kind in ("RNN", "LSTM", "GRU", "MultiheadAttention") or "Transformer" in kind
     ]
-    yield Finding(
-        problem="samples_mixed",
-        severity="warn",
+    yield warn(
+        "samples_mixed",
         layers=tuple(recurrent),
-        phase="forward",
-        step=0,
         text="When one sample of a batch is exchanged, the outputs of the others change by "
         f"{percent(seen.data.mixed)} of how they differ: samples are mixed with each other.",
         advice=("Set batch_first=True, or hand over (time, batch, features). " if recurrent else "")
@@ -235,16 +218,14 @@ def samples_mixed(seen: Observation) -> Iterator[Finding]:
 
 
 def untied_weights(seen: Observation) -> Iterator[Finding]:
-    """An embedding and an output layer that began as copies and are two parameters."""
+    """Find an embedding and an output layer that began as copies and are two parameters."""
     pairs = seen.copied_tables
     if not pairs:
         return
     embedding, head = pairs[0]
-    yield Finding(
-        problem="untied_weights",
-        severity="warn",
+    yield warn(
+        "untied_weights",
         layers=(embedding, head),
-        phase="forward",
         step=None,
         text=f"{embedding!r} and {head!r} began with the same values but are two parameters: they "
         "were copied where they were meant to be tied, and drift apart.",
@@ -254,7 +235,7 @@ def untied_weights(seen: Observation) -> Iterator[Finding]:
 
 
 def _list_of(layer: str) -> str:
-    """The part of a name before its last number: the list it is a member of."""
+    """Return the part of a name before its last number: the list it is a member of."""
     parts = layer.split(".")
     for place in range(len(parts) - 1, -1, -1):
         if parts[place].isdigit():

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchfmri._explain.crash import Crash, SourceLine, is_of_torch
 from torchfmri._text import layer_label
-from torchfmri._torch import node_sequence_number, saved_tensor_errors
+from torchfmri._torch import node_sequence_number, nodes_behind, saved_tensor_errors
 
 _MOST_NODES = 200_000
 _VIEWS = re.compile(
@@ -40,14 +41,8 @@ class CodePlace(NamedTuple):
 
 def nodes_of(crash: Crash) -> list[Any]:
     """Return the operations of the failed backward pass, in the order it runs them."""
-    found: dict[int, Any] = {}
-    waiting = [root.grad_fn for root in crash.roots() if root.grad_fn is not None]
-    while waiting and len(found) < _MOST_NODES:
-        node = waiting.pop()
-        if id(node) not in found:
-            found[id(node)] = node
-            waiting += list(_next(node))
-    operations = [node for node in found.values() if not _is_leaf(node)]
+    found = islice(nodes_behind(root.grad_fn for root in crash.roots()), _MOST_NODES)
+    operations = [node for node in found if not _is_leaf(node)]
     return sorted(operations, key=node_sequence_number, reverse=True)
 
 
@@ -85,21 +80,10 @@ def reached(crash: Crash) -> str:
 
 def place_of(crash: Crash, node: Any) -> CodePlace:
     """Return the layer to which an operation belongs, judged by the parameters it uses."""
-    used = _owners(crash, node)
-    if used:
-        return CodePlace(layer=used[0][0])
-    level, seen = [node], {id(node)}
-    while level:
-        below = []
-        for each in level:
-            owners = _owners(crash, each)
-            if owners:
-                return CodePlace(near=owners[0][0])
-            for deeper in _next(each):
-                if id(deeper) not in seen:
-                    seen.add(id(deeper))
-                    below.append(deeper)
-        level = below
+    for each in nodes_behind([node]):
+        if owners := _owners(crash, each):
+            layer = owners[0][0]
+            return CodePlace(layer=layer) if each is node else CodePlace(near=layer)
     return CodePlace()
 
 

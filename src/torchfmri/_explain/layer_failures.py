@@ -1,9 +1,169 @@
-"""The table of failures of what single layers and functions are given."""
+"""Failures of what single layers and functions are given: their table, and how clues are read.
+
+A function that reads clues takes a `Crash` and the match of the failure's pattern; a guess says
+probably.
+"""
 
 from __future__ import annotations
 
-from torchfmri._explain import layer_clues as clues
-from torchfmri._explain.failure import SIZES, Failure
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchfmri._explain.crash import Crash, describe
+from torchfmri._explain.failure import SIZES, Clues, Failure
+
+_RETURNED = {nn.RNNBase: "output, state", nn.MultiheadAttention: "output, weights"}
+
+
+def with_doubled_cache(crash: Crash, match: re.Match[str]) -> bool:
+    """Return whether sizes N and 2N met while a cache of keys and values was in use."""
+    return _is_doubled(match) and _uses_cache(crash)
+
+
+def maybe_with_doubled_cache(crash: Crash, match: re.Match[str]) -> bool:
+    """Return whether sizes N and 2N met and nothing but the message is known."""
+    return _is_doubled(match) and not crash.steps
+
+
+def needs_tensor(crash: Crash, match: re.Match[str]) -> bool:
+    """Return whether a layer, or the forward of one, took the value for a tensor."""
+    name = match["name"]
+    return bool(crash.modules) and (name is None or hasattr(Tensor, name))
+
+
+def in_lstm_with_one_state(crash: Crash, _: re.Match[str]) -> bool:
+    """Return whether an LSTM was given one tensor as its state."""
+    return isinstance(crash.module, nn.LSTM | nn.LSTMCell) and isinstance(
+        crash.local("hx", "forward"), Tensor
+    )
+
+
+def in_attention(crash: Crash, match: re.Match[str]) -> bool:
+    """Return whether scaled_dot_product_attention ran, or attention merged its masks."""
+    if not crash.steps:
+        return False
+    last = crash.steps[-1]
+    if match["shape"] is not None:
+        return last.of_torch and last.function == "merge_masks"
+    return "scaled_dot_product_attention(" in last.line.code
+
+
+def by_given_value(crash: Crash, _: re.Match[str]) -> Clues:
+    """Find what the layer got instead of a tensor, and which layer probably returned it."""
+    given = [each for each in crash.arguments().values() if isinstance(each, tuple | list)]
+    facts = [f"It was given {_outline(given[0])}."] if given else []
+    layer = crash.layer_of(crash.module) or ""
+    # Either the layer was given a tuple by its neighbour, or its own forward got one from a child.
+    parent = layer.rpartition(".")[0] if given else layer
+    beside = {
+        name: module
+        for name, module in crash.layers.items()
+        if name and name.rpartition(".")[0] == parent and isinstance(module, tuple(_RETURNED))
+    }
+    if len(beside) != 1:
+        return Clues(tuple(facts), ("Take the tensor out of it: x = x[0].",) if given else ())
+    ((name, module),) = beside.items()
+    parts = next(each for kind, each in _RETURNED.items() if isinstance(module, kind))
+    facts.append(f"Probably layer {name!r} ({type(module).__name__}) returned it: ({parts}).")
+    if isinstance(crash.layers.get(parent), nn.Sequential):
+        cure = (
+            f"nn.Sequential passes on all of ({parts}): call the layers in a forward of your own."
+        )
+    else:
+        cure = f"Take it apart: {parts} = self.{name.rpartition('.')[2]}(...), and pass on output."
+    return Clues(tuple(facts), (cure,))
+
+
+def by_hidden_state(crash: Crash, match: re.Match[str]) -> Clues:
+    """Find whether batch and length of the input are probably swapped."""
+    module, inputs = crash.module, list(crash.inputs().values())
+    if not isinstance(module, nn.RNNBase) or not inputs or inputs[0].dim() != 3:
+        return Clues()
+    batch = 0 if module.batch_first else 1
+    shape, state = inputs[0].shape, re.findall(r"\d+", match["got"])
+    facts = (
+        f"batch_first={module.batch_first}: an input {tuple(shape)} has a batch of {shape[batch]}.",
+    )
+    if len(state) == 3 and int(state[1]) == shape[1 - batch] != shape[batch]:
+        cure = f"Probably the input is meant the other way: batch_first={not module.batch_first}."
+        return Clues(facts, (cure,))
+    if len(state) == 3 and int(state[0]) == shape[batch] != int(state[1]):
+        return Clues(
+            facts, ("Probably the batch comes first in the state: state.transpose(0, 1).",)
+        )
+    return Clues(facts)
+
+
+def by_probabilities(crash: Crash, match: re.Match[str]) -> Clues:
+    """Find the range of the values, and how many are NaN."""
+    values = crash.local(match["which"], "binary_cross_entropy")
+    if not isinstance(values, Tensor) or values.device.type != "cpu" or not values.numel():
+        return Clues()
+    values = values.detach()
+    count = int(torch.isnan(values).sum())
+    if count:
+        told = f"{count} of {values.numel()} values are NaN."
+        cure = "Find where the first NaN comes from: torchfmri.Monitor(model), or detect_anomaly."
+        return Clues((told,), (cure,))
+    low, high = float(values.min()), float(values.max())
+    return Clues((f"The {match['which']} runs from {low:.4g} to {high:.4g}.",))
+
+
+def by_equation(crash: Crash, match: re.Match[str]) -> Clues:
+    """Find the equation, the shapes, and the letters that stand for two sizes."""
+    equation, operands = crash.local("equation", "einsum"), crash.local("operands", "einsum")
+    if not isinstance(equation, str) or not isinstance(operands, list | tuple):
+        return Clues((f"PyTorch says: {match['reason']}.",))
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = operands[0]
+    shapes = [tuple(each.shape) for each in operands if isinstance(each, Tensor)]
+    facts = [f"The equation {equation!r} got {', '.join(map(str, shapes))}."]
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, set[int]] = {}
+    for term, shape in zip(terms, shapes, strict=False):
+        if len(term) == len(shape):
+            for letter, size in zip(term, shape, strict=True):
+                sizes.setdefault(letter, set()).add(size)
+        elif "..." not in term:
+            facts.append(f"{term!r} has {len(term)} letters for {len(shape)} dimensions.")
+    facts += [
+        f"{letter!r} stands for {' and '.join(map(str, sorted(each)))}."
+        for letter, each in sizes.items()
+        if len(each - {1}) > 1
+    ]
+    if len(facts) == 1:
+        facts.append(f"PyTorch says: {match['reason']}.")
+    return Clues(tuple(facts))
+
+
+def _outline(value: Any) -> str:
+    """Write the tensors of a container with their shapes, such as `((2, 3) float32 cpu, int)`."""
+    if isinstance(value, Tensor):
+        return describe(value)
+    if isinstance(value, tuple | list):
+        inside = ", ".join(map(_outline, value[:4])) + (", ..." if len(value) > 4 else "")
+        return f"a {type(value).__name__} of [{inside}]"
+    return f"a {type(value).__name__}"
+
+
+def _is_doubled(match: re.Match[str]) -> bool:
+    small, large = sorted((int(match["first"]), int(match["second"])))
+    return large == 2 * small and small > 0
+
+
+def _uses_cache(crash: Crash) -> bool:
+    return any(
+        ("past" in name or "cache" in name) and value is not None and not isinstance(value, int)
+        for step in crash.steps
+        for name, value in list(step.frame.f_locals.items())
+        if not step.of_torch
+    )
+
+
+# -- the table ------------------------------------------------------------------------------------
 
 _STATE = "An h_0 (for LSTM also c_0) is (layers x directions, batch, hidden_size)"
 
@@ -22,7 +182,7 @@ LAYER_FAILURES = (
             "Or take a new cache for a pass over the whole sequence (past_key_values=None).",
             "To step back one position: cache.crop(-1).",
         ),
-        when=clues.with_doubled_cache,
+        when=with_doubled_cache,
     ),
     Failure(
         "doubled_cache",
@@ -37,7 +197,7 @@ LAYER_FAILURES = (
             "Without one: print both shapes on the line above.",
             "Pass the exception itself for layer and line: torchfmri.explain(error).",
         ),
-        when=clues.maybe_with_doubled_cache,
+        when=maybe_with_doubled_cache,
     ),
     Failure(
         "not_a_tensor",
@@ -47,7 +207,7 @@ LAYER_FAILURES = (
         "Some layers return several values: recurrent ones (output, state), attention (output, "
         "weights). A layer without `return` gives None; NumPy arrays are no tensors.",
         ("Look at what the layer before returns, and pass on the tensor that you mean.",),
-        clues=clues.by_given_value,
+        clues=by_given_value,
     ),
     Failure(
         "not_a_tensor",
@@ -57,8 +217,8 @@ LAYER_FAILURES = (
         "Some layers return several values: recurrent ones (output, state), attention (output, "
         "weights). A layer without `return` gives None.",
         ("Look at what the layer before returns, and pass on the tensor that you mean.",),
-        when=clues.needs_tensor,
-        clues=clues.by_given_value,
+        when=needs_tensor,
+        clues=by_given_value,
     ),
     Failure(
         "hidden_state",
@@ -69,7 +229,7 @@ LAYER_FAILURES = (
             "Make the state for the batch at hand: x.new_zeros{wanted}, or pass none for zeros.",
             "A state kept from step to step: begin anew where the batch changes its size.",
         ),
-        clues=clues.by_hidden_state,
+        clues=by_hidden_state,
     ),
     Failure(
         "hidden_state",
@@ -88,7 +248,7 @@ LAYER_FAILURES = (
         "An LSTM got one tensor as its state and takes two: (h_0, c_0).",
         "An LSTM carries a hidden state and a cell state; GRU and RNN carry one tensor.",
         ("Pass a pair: lstm(x, (h_0, c_0)), or nothing for zeros.",),
-        when=clues.in_lstm_with_one_state,
+        when=in_lstm_with_one_state,
     ),
     Failure(
         "attention_shapes",
@@ -129,7 +289,7 @@ LAYER_FAILURES = (
             "A padding mask: mask[:, None, None, :], True where a query may look.",
             "A mask per sample: mask[:, None] adds the dimension of the heads.",
         ),
-        when=clues.in_attention,
+        when=in_attention,
     ),
     Failure(
         "probabilities",
@@ -142,7 +302,7 @@ LAYER_FAILURES = (
             "Raw scores: BCEWithLogitsLoss takes them as they are, and is more exact.",
             "Or apply torch.sigmoid to the scores first; of a target, check the labels.",
         ),
-        clues=clues.by_probabilities,
+        clues=by_probabilities,
     ),
     Failure(
         "gather",
@@ -188,6 +348,6 @@ LAYER_FAILURES = (
         "Every letter stands for one size in all operands, an operand has one letter for each of "
         "its dimensions, and letters of the output appear in an operand.",
         ("Write the shape under each term of the equation, and look for the letter that differs.",),
-        clues=clues.by_equation,
+        clues=by_equation,
     ),
 )

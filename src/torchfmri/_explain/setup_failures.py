@@ -1,9 +1,87 @@
-"""The table of failures of building a model, an optimizer or a batch."""
+"""Failures of building a model, an optimizer or a batch: their table, and how clues are read.
+
+A function that reads clues takes a `Crash` and the match of the failure's pattern; a guess says
+probably.
+"""
 
 from __future__ import annotations
 
-from torchfmri._explain import setup_clues as clues
-from torchfmri._explain.failure import Failure
+import re
+from pathlib import Path
+
+from torch import nn
+
+from torchfmri._explain.crash import Crash
+from torchfmri._explain.failure import Clues, Failure
+
+_OPTIMIZERS = str(Path("torch", "optim"))
+_COLLATE = re.compile(r"collate_fn\(|\bin (?:default_)?collate")
+
+
+def is_unfinished(crash: Crash, _: re.Match[str]) -> bool:
+    """Return whether the object is a module without its tables (or nothing is known)."""
+    value = crash.local("self")
+    return not crash.steps or (isinstance(value, nn.Module) and "_modules" not in vars(value))
+
+
+def in_optimizer(crash: Crash, _: re.Match[str]) -> bool:
+    """Return whether the last frame belongs to an optimizer (or nothing is known)."""
+    return not crash.steps or _OPTIMIZERS in crash.steps[-1].file
+
+
+def in_collate(crash: Crash, _: re.Match[str]) -> bool:
+    """Return whether a DataLoader was making a batch, here or in a worker."""
+    here = any(step.of_torch and "collate_fn(" in step.line.code for step in crash.steps)
+    return here or _COLLATE.search(crash.message) is not None
+
+
+def by_unfinished_module(crash: Crash, _: re.Match[str]) -> Clues:
+    """Find which class is being built, and the name of the attribute to be kept."""
+    module, name = crash.local("self"), crash.local("name")
+    if not isinstance(module, nn.Module) or not isinstance(name, str):
+        return Clues()
+    return Clues((f"It is the attribute {name!r} of {type(module).__name__}.",))
+
+
+def by_lost_layers(crash: Crash, _: re.Match[str]) -> Clues:
+    """Find modules in plain lists or dicts, which the model does not see; frozen parameters."""
+    facts = []
+    for root in {id(each): each for each in crash.known_modules}.values():
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                held = list(value.values()) if isinstance(value, dict) else value
+                if not name.startswith("_") and _holds_modules(held):
+                    where = ".".join(filter(None, (path, name)))
+                    kind = type(value).__name__
+                    facts.append(
+                        f"{type(root).__name__}: {where!r} is a plain {kind} of {len(held)} "
+                        "modules, whose parameters are not registered."
+                    )
+        parameters = list(root.parameters())
+        if parameters and not any(each.requires_grad for each in parameters):
+            facts.append(
+                f"{type(root).__name__}: none of its {len(parameters)} parameters requires grad."
+            )
+    return Clues(tuple(dict.fromkeys(facts)))
+
+
+def by_samples(crash: Crash, match: re.Match[str]) -> Clues:
+    """Find the sizes of the first two samples that differ."""
+    if match["first"] is None:
+        return Clues(("The samples are lists of different lengths.",))
+    told = f"Entry {match['i']} has size {match['first']}, entry {match['j']} {match['second']}."
+    return Clues((told,))
+
+
+def _holds_modules(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(each, nn.Module) for each in value)
+    )
+
+
+# -- the table ------------------------------------------------------------------------------------
 
 SETUP_FAILURES = (
     Failure(
@@ -13,7 +91,7 @@ SETUP_FAILURES = (
         "super().__init__() makes the tables in which a module keeps its layers, parameters and "
         "buffers, so it comes before the first of them.",
         ("Make super().__init__() the first line of __init__.",),
-        clues=clues.by_unfinished_module,
+        clues=by_unfinished_module,
     ),
     Failure(
         "module_init",
@@ -22,7 +100,7 @@ SETUP_FAILURES = (
         "Its __init__ does not call super().__init__(), which makes the tables in which a module "
         "keeps its layers, parameters and hooks.",
         ("Make super().__init__() the first line of __init__ of {cls}.",),
-        when=clues.is_unfinished,
+        when=is_unfinished,
     ),
     Failure(
         "optimizer_parameters",
@@ -34,7 +112,7 @@ SETUP_FAILURES = (
             "Keep layers in nn.ModuleList or nn.ModuleDict, tensors as nn.Parameter.",
             "Ask for them anew: torch.optim.SGD(model.parameters(), ...), not a stored generator.",
         ),
-        clues=clues.by_lost_layers,
+        clues=by_lost_layers,
     ),
     Failure(
         "optimizer_parameters",
@@ -48,7 +126,7 @@ SETUP_FAILURES = (
             "Pass model.parameters(), not the model; [x], not x.",
             "A tensor: x = torch.randn(3, device=...).requires_grad_() as the last step.",
         ),
-        when=clues.in_optimizer,
+        when=in_optimizer,
     ),
     Failure(
         "collate",
@@ -61,8 +139,8 @@ SETUP_FAILURES = (
             "Sequences: a collate_fn with torch.nn.utils.rnn.pad_sequence(samples, True).",
             "Images: one size for all, Resize((h, w)); Resize(n) keeps the proportions.",
         ),
-        when=clues.in_collate,
-        clues=clues.by_samples,
+        when=in_collate,
+        clues=by_samples,
     ),
     Failure(
         "collate",

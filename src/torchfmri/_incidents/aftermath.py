@@ -35,7 +35,7 @@ _SPOILT = " The step has left {} non-finite as well: in evaluation mode the mode
 
 @dataclass(frozen=True)
 class IncidentSubject:
-    """What is held, and who is asked about it.
+    """A model whose steps are held, and what is asked about it.
 
     Attributes:
         model: The model as it is trained.
@@ -60,7 +60,7 @@ class IncidentSubject:
         return "OptimizedModule" in kinds
 
     def bad_gradients(self) -> dict[str, Tensor]:
-        """The gradients that are not finite by the names of their parameters, in model order."""
+        """Return the non-finite gradients by the names of their parameters, in model order."""
         found = {}
         for name, parameter in unwrap(self.model).named_parameters():
             values = readable(parameter.grad) if parameter.grad is not None else None
@@ -116,7 +116,7 @@ class Aftermath:
         self.report(number, seen, known, exact)
 
     def _find(self, number: int, seen: SeenStep) -> tuple[Finding, bool]:
-        """What is known of a step, and whether that is the origin."""
+        """Return what is known of a step, and whether that is the origin."""
         subject = self._subject
         scale = 1.0 if subject.scaler is None else float(gradient_scale(subject.scaler))
         step = BadStep(
@@ -146,7 +146,7 @@ class Aftermath:
         return coarse_finding(step, reason, subject.is_compiled, is_written), False
 
     def _lasting(self, number: int) -> Finding | None:
-        """The last finding again, if it is about weights and these are still not finite."""
+        """Return the last finding again, if it is about weights and these are still not finite."""
         last = self.incidents[-1].finding if self.incidents else None
         name = None if last is None else last.evidence.get("parameter")
         parameter = dict(unwrap(self._subject.model).named_parameters()).get(str(name))
@@ -157,7 +157,7 @@ class Aftermath:
         return replace(last, step=number, text=last.text.removeprefix(told))
 
     def _why_not(self) -> str:
-        """Why a step is not run again; empty if it is."""
+        """Return why a step is not run again; empty if it is."""
         if not self._options.origin:
             return "Incidents(origin=False)"
         if self._is_full:
@@ -183,7 +183,7 @@ class Aftermath:
         self._warn(f"Step {number} {done}. {whole.text} {whole.advice}")
 
     def _record(self, number: int, seen: SeenStep, finding: Finding, exact: bool) -> Incident:
-        """The incident that the processes agree on, written down if that is wanted."""
+        """Return the incident that the processes agree on, written down if that is wanted."""
         rank, count = processes()
         folder, identity = self._folder_for(number), secrets.token_hex(16)
         whole, of_rank = finding, rank
@@ -243,7 +243,7 @@ class Aftermath:
 
 
 def weight_norms(model: nn.Module) -> dict[str, float]:
-    """The norm of each parameter, to recognise the weights by."""
+    """Return the norm of each parameter, to recognise the weights by."""
     found = {}
     for name, parameter in unwrap(model).named_parameters():
         values = readable(parameter)
@@ -255,7 +255,7 @@ def weight_norms(model: nn.Module) -> dict[str, float]:
 def _agree(
     finding: Finding, exact: bool, folder: Path | None, identity: str
 ) -> tuple[Finding, int, Path | None, str]:
-    """The finding of the process that knows the origin, its rank; folder and identity of rank 0."""
+    """Return the best finding and its rank, with the folder and identity of rank 0."""
     own = {"finding": finding.to_dict(), "exact": exact, "folder": str(folder or "")}
     own["identity"] = identity
     everyone = exchange(own)

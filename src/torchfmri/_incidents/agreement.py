@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def processes() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process, and how many there are."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -31,7 +31,7 @@ def any_is_true(here: bool) -> bool:
 
 
 def exchange(value: Any) -> list[Any]:
-    """The `value` of each process, in the order of their ranks; all of them must take part."""
+    """Return the `value` of each process, by rank; all processes must take part."""
     count = processes()[1]
     if count == 1:
         return [value]

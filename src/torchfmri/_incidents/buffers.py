@@ -74,7 +74,7 @@ class Buffers:
         return lambda: _put_back(now)
 
     def spoilt(self) -> list[str]:
-        """The buffers that are not finite now and were when they were kept."""
+        """Return the buffers that are not finite now and were when they were kept."""
         return [
             each.label
             for each in self._kept
@@ -108,7 +108,7 @@ class Buffers:
         self._originals = [each.buffer for each in self._kept if each.copy is not None]
 
     def _written(self) -> Iterable[_KeptBuffer]:
-        """The buffers that were written to since they were kept, as far as versions tell."""
+        """Return the buffers that were written to since they were kept, as far as versions tell."""
         return (
             each
             for each, version in zip(self._kept, self._versions, strict=False)

@@ -29,7 +29,7 @@ class Cause(NamedTuple):
 
 
 def cause_of(event: Event) -> Cause:
-    """Why this event began, from its operation and what went into it."""
+    """Return why this event began, from its operation and what went into it."""
     if event.parents and event.content.nan and not is_softmax(event.operation):
         return _anything(event)
     name = event.operation.removesuffix("_") if len(event.operation) > 1 else event.operation
@@ -154,7 +154,7 @@ def _variance(event: Event) -> Cause | None:
 
 
 def _anything(event: Event) -> Cause:
-    """For an operation without a rule of its own."""
+    """Return the cause for an operation without a rule of its own."""
     name = _plain(event.operation)
     if event.kind == "constant":
         return Cause(f"the code itself writes {event.content.value} ({name})", "Remove it.")
@@ -229,7 +229,7 @@ def _first(event: Event) -> Operand | None:
 
 
 def _plain(operation: str) -> str:
-    """The name as it is called in code: `_softmax` is softmax, `mm` a matrix product."""
+    """Return the name as it is called in code: `_softmax` is softmax, `mm` a matrix product."""
     if operation in PRODUCTS:
         return "a matrix product"
     if operation.lstrip("_").startswith("scaled_dot_product"):

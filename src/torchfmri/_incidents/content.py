@@ -47,7 +47,7 @@ class Content:
 
 
 def read_content(tensor: Tensor) -> Content | None:
-    """The non-finite values of `tensor`; None if there are none, or it holds no such numbers.
+    """Return the non-finite values of `tensor`; None if it has none.
 
     Waits for the device. Of a sharded tensor this process's shard is read.
     """
@@ -71,7 +71,7 @@ def read_content(tensor: Tensor) -> Content | None:
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """The numbers of a tensor as they can be read; None where there are no floating-point ones."""
+    """Return the floating-point numbers of a tensor in readable form; None if it has none."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if tensor.is_meta or tensor.is_quantized:

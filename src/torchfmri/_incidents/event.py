@@ -94,7 +94,7 @@ class Lineage(NamedTuple):
 
 
 def trace_back(trouble: Event) -> Lineage:
-    """The lineage of an event.
+    """Return the lineage of an event.
 
     NaN is followed to the operation that made it of other numbers. If there were infinities among
     these, they are followed in turn; an infinity that the code put in on purpose is no cause,

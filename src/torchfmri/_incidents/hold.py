@@ -21,9 +21,9 @@ from torchfmri._incidents.agreement import any_is_bad, any_is_true
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
-from torchfmri._incidents.sentinel import alarm, are_finite, gradients_of
+from torchfmri._incidents.sentinel import are_finite, gradients_of, total_size
 from torchfmri._model import kept_whole
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._torch import Deferred
 from torchfmri.exceptions import NonFiniteWarning
 
@@ -81,7 +81,7 @@ class Hold:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Do not take calls of the model in this block for those of the step."""
+        """Ignore calls of the model in this block: they are not those of the step."""
         self._watch.is_resting = True
         try:
             yield
@@ -89,22 +89,22 @@ class Hold:
             self._watch.is_resting = False
 
     def begin(self, number: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._restore()
         self._number, self._stepped, self._is_known = number, False, False
         self._watch.begin()
 
     def tell_loss(self, loss: Any) -> None:
-        """The user's word for the loss."""
+        """Take the loss that the user tells."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._watch.step.told_losses.append(loss)
 
     def tell_batch(self, batch: Any) -> None:
-        """The user's word for the batch."""
+        """Take the batch that the user tells."""
         self._watch.tell_batch(batch)
 
     def end(self) -> None:
-        """The step is over: where the optimizer has not stepped, the scaler has left it out.
+        """End the step; if the optimizer has not stepped, the scaler has left it out.
 
         Raises:
             NonFiniteError: As `check`.
@@ -113,7 +113,7 @@ class Hold:
             self._left_out_by_scaler()
 
     def after_update(self) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
         self._restore()
 
     # -- looking -----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Hold:
         # A fused optimizer that divides by the scale itself also leaves such a step out itself.
         leaves_out = getattr(optimizer, "grad_scale", None) is not None
         gradients = [] if leaves_out else gradients_of(optimizer)
-        number = alarm(seen.known_losses, gradients)
+        number = total_size(seen.known_losses, gradients)
         if self.action == "continue" and number is not None and number.is_cuda:
             seen.release_graphs()
             self._pending.append(_PendingStep(self._number, seen, Deferred([number])))
@@ -171,7 +171,7 @@ class Hold:
                 self._watch.begin()
 
     def _left_out_by_scaler(self) -> None:
-        """A step that the GradScaler left out is ordinary, unless its loss is bad or it goes on."""
+        """Look at a step that the GradScaler left out; that is ordinary unless it goes on."""
         seen = self._watch.step
         bad = self._skips_again(True) or not are_finite(seen.known_losses)
         if bad if self.action == "continue" else any_is_true(bad):
@@ -244,11 +244,8 @@ def _found_inf(optimizer: Optimizer) -> bool:
 def _late_finding(number: int, seen: SeenStep) -> Finding:
     of_loss = not are_finite(seen.known_losses)
     what = "The loss" if of_loss else "A gradient"
-    return Finding(
-        problem="nonfinite_loss" if of_loss else "nonfinite_backward",
-        severity="alarm",
-        layers=(),
-        phase="loss" if of_loss else "backward",
+    return alarm(
+        "nonfinite_loss" if of_loss else "nonfinite_backward",
         step=number,
         text=f"{what} of step {number} was not finite. It was noticed after the update, so its "
         "origin is not known.",

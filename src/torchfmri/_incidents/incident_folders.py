@@ -15,12 +15,12 @@ _STEP = re.compile(r"step-([0-9]{1,18})(?:-([0-9]{1,9}))?")
 
 
 def part_folder(incident: Path, rank: int) -> Path:
-    """Where the part of a process is."""
+    """Return where the part of a process is."""
     return incident / f"rank-{rank}"
 
 
 def find_incident(folder: Path) -> Path:
-    """The folder of one incident: this one, or that of the highest step in it.
+    """Return the folder of one incident: this one, or that of the highest step in it.
 
     Raises:
         FileFormatError: Its parts are missing.
@@ -65,7 +65,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The processes of which an incident has a part."""
+    """Return the processes of which an incident has a part."""
     names = (name for name in list_names(folder) if _is_folder(folder / name))
     return sorted(int(matched[1]) for matched in map(_RANK.fullmatch, names) if matched)
 
@@ -79,7 +79,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def free_folder(parent: Path, step: int) -> Path:
-    """A folder for an incident at this step that is not there yet."""
+    """Return a folder for an incident at this step that is not there yet."""
     for attempt in range(10_000):
         folder = parent / (f"step-{step:06d}" + (f"-{attempt + 1}" if attempt else ""))
         if not folder.exists():
@@ -88,6 +88,6 @@ def free_folder(parent: Path, step: int) -> Path:
 
 
 def others_in(folder: Path) -> list[str]:
-    """The names in the folder of an incident that none of ours has."""
+    """Return the names in the folder of an incident that torchfmri did not write."""
     parts = {f"rank-{rank}" for rank in ranks_of(folder)}
     return [name for name in list_names(folder) if name != SUMMARY and name not in parts]

@@ -25,7 +25,7 @@ class Lines(NamedTuple):
 
 
 def running_lines(entry: CodeType, in_backward: bool = False) -> Lines:
-    """The lines that lead to here from the function `entry`.
+    """Return the lines that lead to here from the function `entry`.
 
     Args:
         entry: The code of the function of ours that called the user's; frames beyond do not count.

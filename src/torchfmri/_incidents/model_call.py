@@ -93,7 +93,7 @@ class ModelCall:
         return not self.is_copy and bool(self.overwritten)
 
     def ended(self) -> None:
-        """The model has run: what is written into from here on is the loop's doing."""
+        """Note that the model has run: who writes into its data from now on is the loop."""
         self.is_written_by_model = bool(self.overwritten)
 
     def returned(self, output: Any) -> None:
@@ -140,7 +140,7 @@ class ModelCall:
 
     @contextmanager
     def state(self) -> Iterator[None]:
-        """The random generators and autocast as they were at the call."""
+        """Set the random generators and autocast as they were at the call, for this block."""
         self.random.restore()
         with ExitStack() as stack:
             for device, enabled, dtype, cached in self.autocast:
@@ -150,7 +150,7 @@ class ModelCall:
             yield
 
     def to_data(self) -> dict[str, Any]:
-        """The call in dicts, lists, numbers and tensors."""
+        """Return the call in dicts, lists, numbers and tensors."""
         return {
             "arguments": self.arguments,
             "keywords": dict(self.keywords),
@@ -161,7 +161,7 @@ class ModelCall:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> ModelCall:
-        """The call that `to_data` gave.
+        """Return the call that `to_data` gave.
 
         Raises:
             ValueError, TypeError, LookupError, RuntimeError: It gave something else.
@@ -185,7 +185,7 @@ class ModelCall:
 def call_of(
     model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], copy: bool = False
 ) -> ModelCall:
-    """The call that is about to be made; no device is waited for.
+    """Return the call that is about to be made, without waiting for a device.
 
     Args:
         model: That is called.
@@ -225,7 +225,7 @@ def _read_output(path: Any, shape: Any) -> Output:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor lies in memory; of one that has no memory, something of its own."""
+    """Return the address of a tensor in memory; a negative number if it has none."""
     try:
         return tensor.data_ptr() or -id(tensor)
     except (RuntimeError, NotImplementedError):
@@ -233,7 +233,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def versions(values: Any) -> list[tuple[Tensor, int]]:
-    """The tensors among some values, each with its version: how often it was written into."""
+    """Return the tensors among some values, each with the number of writes into it so far."""
     return [(each.tensor, _version(each.tensor)) for each in flatten(values)]
 
 

@@ -28,7 +28,7 @@ _ARRAY = re.compile(
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[np.uint8]]:
-    """The arrays by name, as views of the file.
+    """Return the arrays by name, as views of the file.
 
     Raises:
         FileFormatError: It is damaged, or no such file.
@@ -50,7 +50,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[np.uint8]]:
 
 
 def _entry(data: memoryview, at: int, where: str) -> tuple[str, int, int, int]:
-    """The name of an entry, where its content begins, how long it is, and its CRC-32."""
+    """Return the name of an entry, where its content begins, how long it is, and its CRC-32."""
     header = bytes(data[at : at + 30])
     if len(header) < 30:
         raise FileFormatError(where, "it is not complete")

@@ -44,7 +44,7 @@ class Incidents:
 
 
 def check_action(action: Any) -> Action | None:
-    """`action`, if it is one.
+    """Return `action`, if it is one.
 
     Raises:
         InspectionError: It is not.
@@ -60,7 +60,7 @@ def check_action(action: Any) -> Action | None:
 
 
 def check_incidents(given: Any) -> Incidents:
-    """The options that a folder, or an `Incidents`, or None stands for.
+    """Return the options for a folder, an `Incidents`, or None.
 
     Raises:
         InspectionError: It is something else, or one of its numbers makes no sense.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,9 +12,9 @@ from torchfmri._capture import RunningLayers
 from torchfmri._incidents.event import Event, is_on_purpose, trace_back
 from torchfmri._incidents.report import Context, report
 from torchfmri._incidents.trace import OperationTrace
-from torchfmri._model import compiled_code_as_eager, run_backward, spared_grad, unchanged
+from torchfmri._model import compiled_code_as_eager, loss_in, run_backward, spared_grad, unchanged
 from torchfmri._records import Finding
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Hook, flatten, hooked
 
 
 def find_origin(
@@ -27,7 +27,7 @@ def find_origin(
     backward: bool = True,
     data: Any = None,
 ) -> Finding | None:
-    """What made the first non-finite value that reaches the loss or a gradient; None if none does.
+    """Find what made the first non-finite value in the loss or a gradient; None if none is.
 
     Runs one step operation by operation (tens of times slower than plain) and follows each
     NaN and infinity back to the operation that made it from finite numbers. Infinities that the
@@ -53,29 +53,16 @@ def find_origin(
         `count`, `element` (index of the first one) and, where they are known, `rows` (of the
         batch), `parameter`, `dtype`.
     """
-    traced = trace_step(run, model, batch if data is None else data, backward)
-    if traced.trouble is None:
+    trouble, bad = _trace_step(run, model, batch if data is None else data, backward)
+    if trouble is None:
         return None
-    context = Context(batch, step, after_update, traced.bad_parameters)
-    return report(trace_back(traced.trouble), context)
+    return report(trace_back(trouble), Context(batch, step, after_update, tuple(bad)))
 
 
-class TracedStep(NamedTuple):
-    """A step that was run operation by operation.
-
-    Attributes:
-        trouble: The event that reached the loss, a gradient or the output; None if none did.
-        bad_parameters: The parameters that were not finite to begin with.
-    """
-
-    trouble: Event | None
-    bad_parameters: tuple[str, ...]
-
-
-def trace_step(
-    run: Callable[[], Any], model: nn.Module, batch: Any = None, backward: bool = True
-) -> TracedStep:
-    """Return what `find_origin` returns, and the event itself."""
+def _trace_step(
+    run: Callable[[], Any], model: nn.Module, batch: Any, backward: bool
+) -> tuple[Event | None, list[str]]:
+    """Return the event that reached the loss or a gradient, and the parameters bad before."""
     outputs: list[Tensor] = []
 
     def returned(output: object) -> None:
@@ -100,7 +87,7 @@ def trace_step(
                 trouble = trace.latest
         if trouble is None and arrived:
             trouble = arrived[0]
-    return TracedStep(trouble, tuple(trace.bad_parameters))
+    return trouble, trace.bad_parameters
 
 
 def _call(run: Callable[[], Any]) -> Any:
@@ -108,16 +95,8 @@ def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
-def loss_in(result: Any) -> Tensor | None:
-    """The loss in what a step returned."""
-    if isinstance(result, Tensor):
-        return result if result.numel() == 1 and result.is_floating_point() else None
-    found = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
-    return found if isinstance(found, Tensor) else None
-
-
 def _trouble(trace: OperationTrace, loss: Tensor | None, outputs: list[Tensor]) -> Event | None:
-    """The event behind a non-finite loss; without a loss, behind a non-finite output."""
+    """Return the event behind a non-finite loss; without a loss, behind a non-finite output."""
     if loss is not None:
         return trace.event_of(loss)
     for tensor in outputs:
@@ -131,8 +110,9 @@ def _can_go_back(loss: Tensor | None, trace: OperationTrace, wanted: bool) -> bo
     return wanted and loss is not None and loss.requires_grad and not trace.ran_backward
 
 
-@contextmanager
-def _listening(model: nn.Module, trace: OperationTrace, arrived: list[Event]) -> Iterator[None]:
+def _listening(
+    model: nn.Module, trace: OperationTrace, arrived: list[Event]
+) -> AbstractContextManager[None]:
     """Collect the events behind the parameters' gradients, in the order they arrive."""
 
     def arrive(gradient: Tensor) -> None:
@@ -141,13 +121,8 @@ def _listening(model: nn.Module, trace: OperationTrace, arrived: list[Event]) ->
             if event is not None:
                 arrived.append(event)
 
-    handles = [
+    return hooked(
         parameter.register_hook(Hook(arrive))  # type: ignore[no-untyped-call]
         for parameter in model.parameters()
         if parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    )

@@ -20,7 +20,7 @@ from torchfmri._records import UPDATE_SAMPLE, Finding, History, Series
 def dated(
     finding: Finding, number: int, model: nn.Module, history: History, held: Mapping[int, str]
 ) -> Finding:
-    """The finding; one about non-finite weights says who made them, or since when they are so.
+    """Return the finding; about non-finite weights it says who made them, or since when.
 
     Args:
         finding: Any.
@@ -67,7 +67,7 @@ def _was_left_finite(finding: Finding, number: int, history: History) -> bool | 
 def _record_of(
     name: str, number: int, history: History
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """The steps before whose update a parameter was recorded, and where it was not finite."""
+    """Return the steps at which a parameter was recorded, and where it was non-finite."""
     if Series(name, "parameters") not in history.series:
         return np.zeros(0, np.int64), np.zeros(0, np.bool_)
     counts = history.values(name, "parameters", "nan") + history.values(name, "parameters", "inf")

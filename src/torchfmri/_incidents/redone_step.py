@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torchfmri._incidents.content import read_content
 from torchfmri._incidents.event import Event, EventPlace, Lineage
 from torchfmri._incidents.model_call import ModelCall
-from torchfmri._incidents.origin import find_origin, loss_in
+from torchfmri._incidents.origin import find_origin
 from torchfmri._incidents.report import Context, data_name, report, samples_in_words
-from torchfmri._records import Finding
-from torchfmri._torch import flatten
+from torchfmri._model import loss_in
+from torchfmri._records import Finding, alarm
+from torchfmri._torch import flatten, nodes_behind
 
 _MOST_NAMES = 4
 OVERWRITTEN = (
@@ -50,7 +51,7 @@ class BadStep:
 
 
 def redo(step: BadStep, model: nn.Module, loss: Callable[..., Any] | None) -> Finding | None:
-    """The origin, found by calling the model again; None where the calls turn out finite.
+    """Return the origin, found by calling the model again; None where the calls turn out finite.
 
     Args:
         step: What is known of it.
@@ -73,7 +74,7 @@ def depends_on_batch(finding: Finding) -> bool:
 def redo_call(
     step: BadStep, call: ModelCall, model: nn.Module, loss: Callable[..., Any] | None
 ) -> Finding | None:
-    """The origin in one call of the model; None where it turns out finite."""
+    """Return the origin in one call of the model; None where it turns out finite."""
 
     def search(run: Callable[[], Any]) -> Finding | None:
         return find_origin(
@@ -103,7 +104,7 @@ def redo_call(
 
 
 def _with_other_data(finding: Finding, call: ModelCall, told: Any) -> Finding:
-    """The finding about bad data, with a word on what else in the batch is bad."""
+    """Return the finding about bad data, with a word on what else in the batch is bad."""
     if finding.problem != "nonfinite_data":
         return finding
     found = list(flatten(call.data))
@@ -121,14 +122,14 @@ def _with_other_data(finding: Finding, call: ModelCall, told: Any) -> Finding:
 
 
 def _told_data(batch: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of the batch as the user told it, by where they stand in it."""
+    """Return the tensors of the batch as the user told it, by where they stand in it."""
     return [
         (f"batch[{path}]" if path.isdigit() else path, tensor) for path, tensor in flatten(batch)
     ]
 
 
 def why_not(model: nn.Module) -> str:
-    """Why this process cannot run the model by itself; empty if it can."""
+    """Return why this process cannot run the model by itself; empty if it can."""
     for parameter in model.parameters():
         if hasattr(parameter, "placements") or hasattr(parameter, "_is_sharded"):
             return "its parameters are sharded"
@@ -140,21 +141,17 @@ def why_not(model: nn.Module) -> str:
 
 
 def plain_finding(number: int) -> Finding:
-    """What is known of a step of which nothing else is."""
-    text = f"The loss or a gradient of step {number} is not finite."
-    return Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
-        layers=(),
-        phase="backward",
+    """Return the finding about a step of which nothing else is known."""
+    return alarm(
+        "nonfinite_backward",
         step=number,
-        text=text,
+        text=f"The loss or a gradient of step {number} is not finite.",
         advice=_advice(),
     )
 
 
 def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool) -> Finding:
-    """What is known without the origin: bad data, else a bad loss, else which gradients.
+    """Return what is known without the origin: bad data, else a bad loss, else which gradients.
 
     Args:
         step: What is known of it.
@@ -173,11 +170,8 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
         operations = _operations_before(bad[0])
         named = f" The operations before it are {', '.join(operations)}." if operations else ""
         text = f"The loss of step {step.number} is {float(bad[0].detach())}.{remark}{named}"
-        return Finding(
-            problem="nonfinite_loss",
-            severity="alarm",
-            layers=(),
-            phase="loss",
+        return alarm(
+            "nonfinite_loss",
             step=step.number,
             text=text,
             advice=OVERWRITTEN if written is not None else _advice(step, is_written, operations),
@@ -188,11 +182,9 @@ def coarse_finding(step: BadStep, reason: str, compiled: bool, is_written: bool)
     listed = ", ".join(map(repr, names[-_MOST_NAMES:][::-1]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     text = f"The gradients of {listed}{more} are not finite at step {step.number}.{remark}"
-    return Finding(
-        problem="nonfinite_backward",
-        severity="alarm",
+    return alarm(
+        "nonfinite_backward",
         layers=layers[:1],
-        phase="backward",
         step=step.number,
         text=text,
         advice=OVERWRITTEN if written is not None else _advice(step, is_written),
@@ -215,7 +207,7 @@ def _why_no_origin(step: BadStep, reason: str, written: ModelCall | None, compil
 
 
 def _not_known(step: BadStep) -> str:
-    """What cannot be told of a step whose model is finite by itself."""
+    """Return what cannot be told of a step whose model is finite by itself."""
     if all(call.loss_arguments is not None for call in step.calls):
         return "Operations that are not deterministic may differ from call to call."
     targets = "" if step.batch is not None else ", or in targets that the Monitor was not told of"
@@ -226,7 +218,7 @@ def _not_known(step: BadStep) -> str:
 
 
 def _bad_data(step: BadStep, was_called: bool) -> Finding | None:
-    """The first bad value of the batch; where the model copes with its part, of the rest of it."""
+    """Return the finding about the first bad value of the batch; None if there is none."""
     calls = [each for call in step.calls for each in flatten(call.data)]
     known = {id(each.tensor) for each in calls} if was_called else set()
     for path, tensor in (*calls, *_told_data(step.batch)):
@@ -263,25 +255,21 @@ def _of_micro_batch(finding: Finding, index: int, count: int) -> Finding:
 
 
 def _operations_before(loss: Tensor) -> list[str]:
-    """The operations that lead to a loss, the last first."""
+    """Return the operations that lead to a loss, the last first."""
     found: list[str] = []
-    waiting, seen = [loss.grad_fn], set()
-    while waiting and len(found) < 6:
-        node: Any = waiting.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([loss.grad_fn]):
         name = str(node.name()).rpartition("::")[2].partition("Backward")[0].lower()
         if name not in ("accumulategrad", "view", "reshapealias", "unsafeview", *found):
             found.append(name)
-        waiting.extend(below for below, _ in node.next_functions)
+        if len(found) == 6:
+            break
     return found
 
 
 def _advice(
     step: BadStep | None = None, is_written: bool = False, operations: Sequence[str] = ()
 ) -> str:
-    """How to find the origin that is not known, after what may be guessed of it."""
+    """Return how to find the origin that is not known, after what may be guessed of it."""
     guess = ""
     if "log" in operations:
         guess = "log of 0 is -inf: use log_softmax / cross_entropy, or clamp. "

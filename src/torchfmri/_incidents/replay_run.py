@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from torchfmri._arguments import check_path
 from torchfmri._incidents.aftermath import weight_norms
 from torchfmri._incidents.incident import IncidentPart
 from torchfmri._incidents.model_call import ModelCall
-from torchfmri._incidents.origin import loss_in
 from torchfmri._incidents.redone_step import OVERWRITTEN, BadStep, depends_on_batch, redo_call
 from torchfmri._incidents.stored_data import omissions
 from torchfmri._incidents.stored_incident import read_part
-from torchfmri._model import Subject, unwrap
-from torchfmri._records import Finding
+from torchfmri._model import TARGET_NAMES, Subject, device_of, loss_in, needs_target, unwrap
+from torchfmri._records import Finding, alarm
 from torchfmri._torch import flatten, map_tensors
 from torchfmri.exceptions import InspectionError
 
@@ -45,7 +43,7 @@ class Replay:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The outcome as plain data, for JSON."""
+        """Return the outcome as plain data, for JSON."""
         return {
             "step": self.step,
             "rank": self.rank,
@@ -55,7 +53,7 @@ class Replay:
         }
 
     def text(self) -> str:
-        """The outcome in words."""
+        """Return the outcome in words."""
         how = "run again" if self.was_run else "as it was written down"
         code = self.finding.evidence.get("code")
         lines = [
@@ -70,7 +68,7 @@ class Replay:
 
 
 def replay(folder: str | Path, subject: Subject | None = None, rank: int | None = None) -> Replay:
-    """What is wrong with the step of an incident.
+    """Find what is wrong with the step of an incident, by running it again.
 
     Args:
         folder: Of the incident, or of several: then that of the highest step.
@@ -154,32 +152,29 @@ def _scale(part: IncidentPart) -> float:
 def _loss_for(
     subject: Subject, call: ModelCall, told: Any, notes: list[str]
 ) -> Callable[..., Any] | None:
-    """The loss to call after the model: with what it was called with then, where that is known."""
+    """Return the loss to call after the model, with its arguments of then if they are known."""
     loss = subject.loss
     if loss is None or call.loss_arguments is not None:
         return loss if callable(loss) else None
     name, target = _target_in(told, call)
-    needs_target = _takes_two(loss)
-    if needs_target and target is None:
+    pairs = needs_target(loss)
+    if pairs and target is None:
         notes.append(
             "The targets were not written, so the loss was not run. Hand the loss module to the "
             "Monitor (loss=criterion), or tell it the batch: step.batch((x, y)), or a dict with "
             "'target' or 'labels'."
         )
         return None
-    if not needs_target:
+    if not pairs:
         return _OfOutput(loss, None)
-    device = _device_of(subject.model)
+    device = device_of(subject.model)
     moved = map_tensors(target, lambda tensor: tensor.to(device))
     call.targets = {name: moved}
     return _OfOutput(loss, moved)
 
 
-_TARGETS = ("target", "targets", "label", "labels", "y")
-
-
 def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
-    """The target in a batch by its name: the second of two, or what the model was not given."""
+    """Return the name and value of the target: the second of two, or what the model did not get."""
     if isinstance(told, Mapping):
         named = {str(key): value for key, value in told.items()}
     elif isinstance(told, (list, tuple)):
@@ -193,7 +188,7 @@ def _target_in(told: Any, call: ModelCall) -> tuple[str, Any]:
     if len(left) == 1 or (left and not isinstance(told, Mapping)):
         return list(left.items())[-1]
     # Of several the one with a usual name; where the input is the target, all were fed.
-    known = [(key, value) for key, value in (left or named).items() if key.lower() in _TARGETS]
+    known = [(key, value) for key, value in (left or named).items() if key.lower() in TARGET_NAMES]
     return known[0] if len(known) == 1 else ("", None)
 
 
@@ -223,22 +218,8 @@ class _OfOutput:
         return self._loss(output) if self._target is None else self._loss(output, self._target)
 
 
-def _takes_two(loss: Any) -> bool:
-    try:
-        signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None)
-    except TypeError:
-        return True
-    except ValueError:  # without a signature: let the loss judge
-        return False
-    return False
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
-
-
 def _to_device(call: ModelCall, model: nn.Module) -> ModelCall:
-    device = _device_of(model)
+    device = device_of(model)
 
     def move(value: Any) -> Any:
         return map_tensors(value, lambda tensor: tensor.to(device))
@@ -277,9 +258,8 @@ def _not_reproduced(part: IncidentPart, ran_loss: bool) -> Finding:
             "Check that model, weights, loss and device are those of the incident; operations "
             "that are not deterministic may also differ."
         )
-    return Finding(
-        problem="nonfinite_not_reproduced",
-        severity="alarm",
+    return alarm(
+        "nonfinite_not_reproduced",
         layers=part.finding.layers,
         phase=part.finding.phase,
         step=part.step,

@@ -11,7 +11,7 @@ from torchfmri._explain import SourceLine
 from torchfmri._incidents.causes import cause_of
 from torchfmri._incidents.content import Content
 from torchfmri._incidents.event import PRODUCTS, Event, Lineage
-from torchfmri._records import Finding
+from torchfmri._records import Finding, alarm
 from torchfmri._text import layer_label
 from torchfmri._torch import flatten
 
@@ -64,7 +64,7 @@ class Context(NamedTuple):
 
 
 def report(lineage: Lineage, context: Context) -> Finding:
-    """The finding about a lineage."""
+    """Return the finding about a lineage."""
     root, step = lineage.root, context.step
     if root.kind in ("data", "outside"):
         return _about_data(root, step)
@@ -81,11 +81,9 @@ def report(lineage: Lineage, context: Context) -> Finding:
     if rows:
         text += f" It is in {_in_words(rows)} of the batch."
     layer = root.place.layer
-    return Finding(
-        problem=f"nonfinite_{root.place.phase}",
-        severity="alarm",
+    return alarm(
+        f"nonfinite_{root.place.phase}",
         layers=(layer,) if layer else (),
-        phase=root.place.phase,
         step=step,
         text=text,
         advice=cause.advice,
@@ -110,11 +108,8 @@ def _about_data(root: Event, step: int | None) -> Finding:
             f"A tensor that the step did not make, of shape {content.shape}, holds "
             f"{content.value}{_at(step)}: {bad:,} of {content.count:,} values{first}."
         )
-    return Finding(
-        problem="nonfinite_data",
-        severity="alarm",
-        layers=(),
-        phase="data",
+    return alarm(
+        "nonfinite_data",
         step=step,
         text=text,
         advice=_BAD_DATA,
@@ -123,13 +118,13 @@ def _about_data(root: Event, step: int | None) -> Finding:
 
 
 def data_name(path: str) -> str:
-    """What a tensor of the batch is called, by its path."""
+    """Return the name of a tensor in the batch, from its path."""
     called = f"argument {path}" if path.isdigit() else path
     return repr(called) if called.isidentifier() else called
 
 
 def samples_in_words(content: Content) -> str:
-    """In which samples of the batch a tensor is not finite."""
+    """Describe in which samples of the batch a tensor is not finite."""
     return f"in {_in_words(content.rows)}" if content.rows else "as its only value"
 
 
@@ -139,9 +134,8 @@ def _about_weights(root: Event, context: Context) -> Finding:
     layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
     evidence = {**_evidence(root, ()), "parameter": root.name, "parameters": list(names)}
     what = "The buffer" if is_buffer else "The weights"
-    found = Finding(
-        problem="nonfinite_weights",
-        severity="alarm",
+    found = alarm(
+        "nonfinite_weights",
         layers=layers,
         phase="forward" if is_buffer else "optimizer",
         step=step,
@@ -159,7 +153,7 @@ def _about_weights(root: Event, context: Context) -> Finding:
 def made_by_update(
     finding: Finding, steps: tuple[int, int] | None, of_finite_gradients: bool = True
 ) -> Finding:
-    """A finding about non-finite weights, as the work of an update in one of these steps.
+    """Return a finding about non-finite weights, as the work of an update in one of these steps.
 
     Args:
         finding: Names the weights.
@@ -184,13 +178,13 @@ def made_by_update(
 
 
 def bad_from_start(finding: Finding, first: int) -> Finding:
-    """A finding about weights that were not finite in the first recorded step either."""
+    """Return a finding about weights that were not finite in the first recorded step either."""
     remark = f" They did so at step {first} already, the first that was recorded."
     return replace(finding, text=finding.text + remark, advice=_BAD_START)
 
 
 def changed_between(finding: Finding, last_good: int, first_bad: int, is_after: bool) -> Finding:
-    """A finding about non-finite weights that no recorded update has made.
+    """Return a finding about non-finite weights that no recorded update has made.
 
     Args:
         finding: Names the weights.
@@ -215,7 +209,7 @@ def changed_between(finding: Finding, last_good: int, first_bad: int, is_after: 
 
 
 def _how_many(found: Mapping[str, Any]) -> str:
-    """How many values are concerned, and how many more parameters."""
+    """Return how many values are concerned, and how many more parameters."""
     others = len(found["parameters"]) - 1
     more = f"; {others} more parameters likewise" if others else ""
     return f"{found['nan'] + found['inf']:,} of {found['count']:,} values{more}"
@@ -272,7 +266,7 @@ def _evidence(root: Event, rows: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _samples(root: Event, batch: Any) -> tuple[int, ...]:
-    """The rows of the batch that the rows of a result belong to; none where that is not clear."""
+    """Return the rows of the batch to which rows of a result belong; none if that is unclear."""
     content = root.content
     if root.place.derivative and root.operation in PRODUCTS:
         return ()  # it may be the gradient of a matrix, whose rows are units

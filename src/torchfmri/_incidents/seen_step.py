@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from torchfmri._incidents.buffers import Buffers
 from torchfmri._incidents.model_call import ModelCall, call_of, versions
-from torchfmri._incidents.origin import loss_in
-from torchfmri._model import unwrap
+from torchfmri._model import loss_in, unwrap
 from torchfmri._torch import (
     Hook,
     gradient_scale_version,
@@ -99,7 +98,7 @@ class StepWatch:
         self.buffers = Buffers(unwrap(model))
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step = SeenStep()
         self.buffers.keep()
 
@@ -139,7 +138,7 @@ class StepWatch:
         return version is not None and scaler_went_on(self._scaler, version)
 
     def tell_batch(self, batch: Any) -> None:
-        """The user's word for the batch of the step."""
+        """Take the batch of the step that the user tells."""
         self.step.told_batch = batch
         is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
         keywords = dict(batch) if isinstance(batch, Mapping) else {}

@@ -19,7 +19,7 @@ from torchfmri._torch import norms
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that an optimizer is about to apply, as this process holds them."""
+    """Return the gradients that an optimizer is about to apply, as this process holds them."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -30,8 +30,8 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
-def alarm(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
-    """One number, still on its device, that is finite only if all of these are; None if none.
+def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return a number, not yet read, that is finite only if all of these are; or None.
 
     It may be infinite though all are finite, where a norm overflows.
     """

@@ -71,7 +71,7 @@ def save_data(path: Path, data: Any) -> None:
 
 
 def load_data(path: Path) -> Any:
-    """What `save_data` wrote; `Omitted` stands for what could not be kept.
+    """Return what `save_data` wrote; `Omitted` stands for what could not be kept.
 
     Raises:
         FileFormatError: The files are not there, are damaged, or are not such files.
@@ -105,7 +105,7 @@ class Omitted:
 
 
 def omissions(data: Any) -> list[str]:
-    """The kinds of objects in `data` that could not be kept."""
+    """Return the kinds of objects in `data` that could not be kept."""
     if isinstance(data, Omitted):
         return [data.kind]
     if isinstance(data, Mapping):
@@ -172,7 +172,7 @@ class _Decoder:
         self._arrays, self._where = dict(arrays), where
 
     def decode(self, value: Any) -> Any:
-        """The value that a part of the structure stands for."""
+        """Return the value that a part of the structure stands for."""
         if isinstance(value, _PLAIN):
             return value
         if not isinstance(value, dict) or not value:

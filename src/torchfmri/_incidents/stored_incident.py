@@ -110,7 +110,7 @@ def write_summary(folder: Path, incident: Incident, identity: str, processes: in
 
 
 def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) -> IncidentPart:
-    """The part of one process: the one whose finding it is, unless another is asked for.
+    """Return the part of one process: the one whose finding it is, unless another is asked for.
 
     What is wrong with files that are not needed is told in the part's `notes`.
 
@@ -142,7 +142,7 @@ def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) 
 
 
 def _read_summary(incident: Path) -> dict[str, Any] | None:
-    """What the whole incident is about; None if that was never written."""
+    """Return what the whole incident is about; None if that was never written."""
     if SUMMARY not in list_names(incident):
         return None
     summary = _read_record(incident / SUMMARY)
@@ -152,7 +152,7 @@ def _read_summary(incident: Path) -> dict[str, Any] | None:
 
 
 def _notes_on(incident: Path, summary: dict[str, Any] | None, ranks: list[int]) -> list[str]:
-    """What is odd about the folder: something is missing from it, or was added."""
+    """Return what is odd about the folder: something is missing from it, or was added."""
     notes = _notes_on_others(incident, others_in(incident))
     if summary is None:
         notes.append(f"{SUMMARY!r} is missing: it was never written, or it was removed.")
@@ -170,7 +170,7 @@ def _notes_on_others(folder: Path, names: list[str]) -> list[str]:
 def _open_part(
     incident: Path, rank: int, summary: dict[str, Any] | None
 ) -> tuple[IncidentPart, dict[str, FileFormatError]]:
-    """A part without its data, and what is wrong with its files by their names."""
+    """Return a part without its data, and what is wrong with its files by their names."""
     own = part_folder(incident, rank)
     content = _read_record(own / _PART)
     about = {key: content[key] for key in content if key not in _OWN_FIELDS}
@@ -231,7 +231,7 @@ def _read_calls(path: Path) -> tuple[list[ModelCall], Any]:
 def _weights_of(
     incident: Path, part: IncidentPart, summary: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """The weights, which may be in the part of another process; None where they were not kept."""
+    """Return the weights, perhaps from another process's part; None if they were not kept."""
     for rank in dict.fromkeys((part.rank, *ranks_of(incident))):
         own = part_folder(incident, rank)
         if f"{_WEIGHTS}.json" in list_names(own):

@@ -30,19 +30,11 @@ from torchfmri._torch import (
     sequence_number,
 )
 
-_UNINITIALISED = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "resize_as_",
-        "set_",
-    }
+_EMPTY = (
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided "
+    "resize_ resize_as_ set_"
 )
+_UNINITIALISED = frozenset(_EMPTY.split())
 _FRESH = frozenset({"lift", "lift_fresh", "lift_fresh_copy"})
 """What a tensor goes through that the code writes as numbers."""
 
@@ -91,7 +83,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
             self._enter("data", path, tensor)
 
     def event_of(self, tensor: Tensor) -> Event | None:
-        """The event behind the non-finite values of a tensor; None if all of it is finite."""
+        """Return the event behind the non-finite values of a tensor; None if it is finite."""
         content = read_content(tensor)
         if content is None:
             return None
@@ -167,7 +159,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _parents(self, inputs: Iterable[Tensor]) -> tuple[Event, ...]:
-        """The events behind those inputs that are not finite; a view may well be."""
+        """Return the events behind those inputs that are not finite; a view may well be."""
         found: dict[int, Event] = {}
         for tensor in inputs:
             event = self._events.get(_storage(tensor))
@@ -199,7 +191,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
         return "loss" if self._layers.was_entered else "data"
 
     def _place(self, name: str) -> tuple[EventPlace, str]:
-        """Where we are, and the operation: in a backward pass the one that is differentiated."""
+        """Return where we are, and the operation; in backward, the one differentiated."""
         phase = self._phase()
         layer = self._layers.stack[-1] if self._layers.stack else None
         lines = running_lines(self._entry, current_backward() != NO_BACKWARD)
@@ -252,7 +244,7 @@ class OperationTrace(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _differentiated(node: Any) -> str:
-    """The name of the operation that a node is the backward of: `sqrt` of SqrtBackward0."""
+    """Return the name of the operation that a node is the backward of: `sqrt` of SqrtBackward0."""
     forward = str(node.name()).rpartition("::")[2].partition("Backward")[0]
     return "".join(f"_{each.lower()}" if each.isupper() else each for each in forward)[1:]
 
@@ -266,7 +258,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells a tensor's memory from others; of one that has no memory the object itself."""
+    """Return what identifies the memory of a tensor; without memory, the object itself."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (RuntimeError, NotImplementedError):  # sparse, sharded, or of a transform

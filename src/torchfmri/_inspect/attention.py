@@ -34,7 +34,7 @@ def recorded_attention(
 
 
 def attention_layers(model: nn.Module, pattern: Pattern) -> list[str] | None:
-    """The layers whose patterns a name such as `blocks.3.attn.hook_pattern` stands for.
+    """Return the layers whose patterns a name such as `blocks.3.attn.hook_pattern` stands for.
 
     None for all else, patterns over layers among them.
 

@@ -106,7 +106,7 @@ class Inspector:
     # -- choosing layers ---------------------------------------------------------------------
 
     def layers(self, pattern: Pattern = "*", exclude: Pattern | None = None) -> list[str]:
-        """The names of the layers that match, in model order.
+        """Return the names of the layers that match, in model order.
 
         Args:
             pattern: A shell-style pattern over the whole name (`*` crosses dots, a leading `*.`
@@ -280,7 +280,7 @@ class Inspector:
 
     @contextmanager
     def _attached(self, keep: Mapping[str, Any], alone: bool = False) -> Iterator[Recorder | None]:
-        """Hooks on, a fresh inspection, compiled code run eagerly; all undone afterwards."""
+        """Attach everything and start a fresh inspection; undo it all afterwards."""
         options = _replace(self._keep, keep)
         if self._recording:
             raise InspectionError(
@@ -316,7 +316,7 @@ class Inspector:
 
     @contextmanager
     def _edited(self) -> Iterator[None]:
-        """The edits, attached while the block runs."""
+        """Attach the edits while the block runs."""
         if not self._edits:
             yield
             return
@@ -326,7 +326,7 @@ class Inspector:
         require_acted(bound)
 
     def _plan(self) -> tuple[list[Target], dict[str, WatchedLayer], Inspection]:
-        """What to tap, once per module instance, and the empty records to fill."""
+        """Return what to tap, once per module instance, and the empty records to fill."""
         layers = named_layers(self.model)
         watches = self._watches or {name: {"activations"} for name in leaf_layers(layers)}
         gone = [name for name in watches if name not in layers]
@@ -369,7 +369,7 @@ class Inspector:
         return self._inspection
 
     def diagnose(self) -> Diagnosis:
-        """What the latest inspection tells about what is wrong; print it to read it.
+        """Return what the latest inspection shows to be wrong; print it to read it.
 
         Only what was watched is judged: activations for sizes and dead layers, gradients and
         parameter_gradients for what vanishes. `torchfmri.diagnose` trains a copy and sees more.
@@ -403,7 +403,7 @@ class Inspector:
         layer_name: Pattern | None = None,
         **options: Any,
     ) -> Any:
-        """The statistics of one layer in the latest inspection, dict-like, merged over its calls.
+        """Return the statistics of one layer in the latest inspection, merged over its calls.
 
         A wildcard, a list or a module type gives a dict: layer -> statistics, in model order.
         Layers of which nothing was captured are left out; `inspection.missing` says why.
@@ -458,19 +458,19 @@ class Inspector:
     # -- looking -----------------------------------------------------------------------------
 
     def plot_histogram(self, layer: str, what: str | None = None, **options: Any) -> Axes:
-        """The distribution of one layer's values; see `torchfmri.visualization.plots`."""
+        """Draw the distribution of one layer's values; see `torchfmri.visualization.plots`."""
         return plots.plot_histogram(self.inspection, layer, what, **options)
 
     def plot_statistics(self, what: str = "activations", **options: Any) -> Axes:
-        """Statistics over depth; see `torchfmri.visualization.plots`."""
+        """Draw statistics over depth; see `torchfmri.visualization.plots`."""
         return plots.plot_statistics(self.inspection, what, **options)
 
     def plot_feature_maps(self, layer: str, sample: int = 0, **options: Any) -> Axes:
-        """The channels of one sample as images; needs keep="tensors"."""
+        """Draw the channels of one sample as images; needs keep="tensors"."""
         return plots.plot_feature_maps(self.inspection, layer, sample, **options)
 
     def plot_compare(self, a: Inspection, b: Inspection, **options: Any) -> Axes:
-        """Two inspections side by side; see `torchfmri.visualization.plots`."""
+        """Draw two inspections side by side; see `torchfmri.visualization.plots`."""
         return plots.plot_compare(a, b, **options)
 
 

@@ -50,13 +50,13 @@ class Keep:
             check_device("device", self.device)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` that nobody else writes into."""
+        """Return a copy of `tensor` that nobody else writes into."""
         if self.device is None and self.dtype is None:
             return tensor.clone()
         return tensor.to(device=self.device, dtype=self._dtype_of(tensor), copy=True)
 
     def bytes_of(self, tensor: Tensor) -> int:
-        """How many bytes `copy` would take."""
+        """Return how many bytes `copy` would take."""
         return tensor.numel() * (self._dtype_of(tensor) or tensor.dtype).itemsize
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype | None:

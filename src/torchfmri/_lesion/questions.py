@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import require
-from torchfmri._model import unwrap
+from torchfmri._model import device_of, unwrap
 from torchfmri._scan import (
-    device_of,
     encode,
     is_causal,
     logits_of,

@@ -15,8 +15,8 @@ from torchfmri._arguments import check_module, check_number, require
 from torchfmri._contrast import Direction
 from torchfmri._edit import Edit, edited
 from torchfmri._lesion.questions import logits_for
-from torchfmri._model import evaluating, named_layers, places_of, unchanged, unwrap
-from torchfmri._scan import device_of, encode, refuse_unknown_ids
+from torchfmri._model import device_of, evaluating, named_layers, places_of, unchanged, unwrap
+from torchfmri._scan import encode, refuse_unknown_ids
 from torchfmri._text import Column, Grid, number_text, plural
 from torchfmri.exceptions import InspectionError
 

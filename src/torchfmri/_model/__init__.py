@@ -19,11 +19,14 @@ from torchfmri._model.block_places import Place
 from torchfmri._model.blocks import Block, Ranges, find_stacks, width_in
 from torchfmri._model.factory import FORM, Subject, find_factory, load_subject
 from torchfmri._model.forward_pass import (
+    TARGET_NAMES,
     WITH_TARGET,
     Loss,
     arguments_for,
+    device_of,
     loss_in,
     loss_of,
+    needs_target,
     own_loss,
     refuse_meta,
     thawed,
@@ -43,7 +46,12 @@ from torchfmri._model.layers import (
     unwrap,
 )
 from torchfmri._model.named_models import CHOICES, NamedModel, load_model
-from torchfmri._model.optimizer_steps import Concerns, OptimizerSteps, check_optimizers
+from torchfmri._model.optimizer_steps import (
+    Concerns,
+    OptimizerSteps,
+    check_optimizers,
+    needs_closure,
+)
 from torchfmri._model.patterns import check_names, match_names, nearest_names, not_found
 from torchfmri._model.place_names import PlaceName, names_in_block, parse_place
 from torchfmri._model.place_table import place_table, stored_layers
@@ -54,6 +62,7 @@ from torchfmri._model.threads import TrainedModel, one_thread, own_turn, resting
 __all__ = [
     "CHOICES",
     "FORM",
+    "TARGET_NAMES",
     "WITH_TARGET",
     "Block",
     "Concerns",
@@ -74,6 +83,7 @@ __all__ = [
     "check_pattern",
     "compiled_code_as_eager",
     "copy_of_data",
+    "device_of",
     "each_once",
     "ending_by_signals",
     "evaluating",
@@ -94,6 +104,8 @@ __all__ = [
     "named_parameters",
     "names_in_block",
     "nearest_names",
+    "needs_closure",
+    "needs_target",
     "not_found",
     "one_thread",
     "own_loss",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchfmri._model.interruption import whole_restorations
-from torchfmri._torch import has_post_accumulate_hooks
+from torchfmri._torch import has_post_accumulate_hooks, nodes_behind
 from torchfmri.exceptions import InspectionError
 
 # The node that torch.utils.checkpoint(use_reentrant=True) leaves in the graph.
@@ -52,21 +51,14 @@ def _run_spared(run: Callable[[], object], leaves: Iterable[Tensor]) -> None:
 
 
 def _explore(loss: Tensor) -> tuple[dict[int, Tensor], bool]:
-    """The leaves of the graph behind `loss`, and whether a reentrant checkpoint is among it."""
+    """Return the leaves of the graph behind `loss`, and whether it has a reentrant checkpoint."""
     leaves: dict[int, Tensor] = {}
     reentrant = False
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([loss.grad_fn]):
         variable = getattr(node, "variable", None)  # an AccumulateGrad node has its leaf
         if isinstance(variable, Tensor):
             leaves[id(variable)] = variable
         reentrant = reentrant or node.name() == _REENTRANT
-        waiting.extend(following for following, _ in node.next_functions)
     if loss.grad_fn is None:
         leaves[id(loss)] = loss
     return leaves, reentrant

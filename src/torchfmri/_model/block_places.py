@@ -35,7 +35,7 @@ class Place:
     read_only: str = ""
 
     def of_head(self, head: int) -> Place:
-        """One head of this place.
+        """Return one head of this place.
 
         Raises:
             InspectionError: It has no heads, or not so many.
@@ -60,7 +60,7 @@ def _before(block: Block) -> Place:
 
 
 def _between(block: Block) -> Place:
-    """The stream between attention and MLP."""
+    """Return the stream between attention and MLP."""
     if block.find(("layer",)) and "layer.0" in block.inside:  # T5: sub-blocks add to the stream
         return Place(name="", layer=block.full("layer.0"))
     after = "attention.output.LayerNorm"
@@ -85,7 +85,7 @@ def _between(block: Block) -> Place:
 
 
 def _middle_reader(block: Block) -> str | None:
-    """What reads the stream between attention and MLP; None where nothing known does."""
+    """Return what reads the stream between attention and MLP; None where nothing known does."""
     if "post_feedforward_layernorm" in block.inside and MIDDLE_NORMS[0] not in block.inside:
         return block.find(MLP)  # OLMo 2: both norms stand after what they norm
     return block.find(MIDDLE_NORMS)
@@ -127,7 +127,7 @@ def _adds_inside(block: Block, layer: str) -> bool:
 
 
 def _mlp_layer(block: Block, which: str) -> str:
-    """The gate, up or down projection of the MLP."""
+    """Return the gate, up or down projection of the MLP."""
     bert = {"up": "intermediate.dense", "down": "output.dense"}.get(which)
     if bert in block.inside:
         return str(bert)
@@ -152,7 +152,7 @@ def _mlp_part(which: str, what: str) -> Callable[[Block], Place]:
 
 
 def _mlp_before_activation(block: Block) -> Place:
-    """The input of the activation function: of a gated MLP, the gate."""
+    """Return the input of the activation function: of a gated MLP, the gate."""
     try:
         return _mlp_part("gate", "activations")(block)
     except InspectionError:
@@ -160,7 +160,7 @@ def _mlp_before_activation(block: Block) -> Place:
 
 
 def _mixed(cross: bool = False) -> Callable[[Block], Place]:
-    """The heads' outputs side by side: the input of the output projection."""
+    """Return the heads' outputs side by side: the input of the output projection."""
 
     def find(block: Block) -> Place:
         projection = block.output_projection(cross)

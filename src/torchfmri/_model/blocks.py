@@ -67,7 +67,7 @@ class Block:
     config: Any = None
 
     def find(self, names: Iterable[str], below: str = "") -> str | None:
-        """The first layer inside, or inside the layer `below`, whose last name is one of these."""
+        """Return the first layer inside (or inside `below`) whose last name is one of these."""
         before = f"{below}." if below else ""
         for name in names:
             for each in self.inside:
@@ -76,7 +76,7 @@ class Block:
         return None
 
     def full(self, inner: str) -> str:
-        """The name of a layer inside, from the model on."""
+        """Return the name of a layer inside, from the model on."""
         return f"{self.name}.{inner}" if inner else self.name
 
     @property
@@ -85,7 +85,7 @@ class Block:
         return type(self.inside[""]).__name__
 
     def attention(self, cross: bool = False) -> str:
-        """The layer inside that is its attention.
+        """Return the layer inside that is its attention.
 
         Raises:
             InspectionError: It has none.
@@ -100,7 +100,7 @@ class Block:
         return found
 
     def output_projection(self, cross: bool = False) -> str:
-        """The layer that mixes the heads of the attention; its input is `z`, head after head.
+        """Return the layer that mixes the heads; its input is `z`, head after head.
 
         Raises:
             InspectionError: There is none, or it is never called as a module.
@@ -121,7 +121,7 @@ class Block:
         return found
 
     def heads(self, cross: bool = False) -> int:
-        """How many heads its attention has, as the attention or the configuration says.
+        """Return how many heads its attention has, as the attention or the configuration says.
 
         Raises:
             InspectionError: Neither says so.
@@ -138,13 +138,13 @@ class Block:
         return count
 
     def key_value_heads(self, cross: bool = False) -> int:
-        """How many heads the keys and values of its attention have."""
+        """Return how many heads the keys and values of its attention have."""
         attention = self.attention(cross)
         places = [getattr(self.inside[attention], "config", None), self.config]
         return _first_number(places, _KEY_VALUE_COUNTS) or self.heads(cross)
 
     def projection(self, which: str, cross: bool = False) -> tuple[str, int, list[Ranges]]:
-        """The layer whose output has the queries, keys or values: its width, the units of a head.
+        """Return the layer that makes queries, keys or values, its width, and the units of a head.
 
         Args:
             which: "q", "k" or "v".
@@ -177,7 +177,7 @@ class Block:
     def _cut(
         self, fused: str, which: str, arrangement: str, cross: bool
     ) -> tuple[int, list[Ranges]]:
-        """The width of a fused projection, and the units of each head in it."""
+        """Return the width of a fused projection, and the units of each head in it."""
         heads, others = self.heads(cross), self.key_value_heads(cross)
         width = width_out(self.inside[fused]) or 0
         number = "qkv".index(which)
@@ -199,7 +199,7 @@ class Block:
 
 
 def find_stacks(layers: Mapping[str, nn.Module]) -> dict[str, list[Block]]:
-    """The outermost lists of blocks of a model: the list's name -> its blocks.
+    """Return the outermost lists of blocks of a model: the list's name -> its blocks.
 
     Lists whose blocks have attention come alone, if there are any: other lists (of convolutions
     that make features) are not what people number.
@@ -223,20 +223,20 @@ def find_stacks(layers: Mapping[str, nn.Module]) -> dict[str, list[Block]]:
 
 
 def width_in(module: nn.Module) -> int | None:
-    """How many units the input of a projection has; None where that is not known."""
-    weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and weight is not None:
-        return int(weight.shape[0])
-    size = getattr(module, "in_features", None)
-    return size if isinstance(size, int) else None
+    """Return how many units the input of a projection has; None where that is not known."""
+    return _width(module, 0, "in_features")
 
 
 def width_out(module: nn.Module) -> int | None:
-    """How many units the output of a projection has; None where that is not known."""
+    """Return how many units the output of a projection has; None where that is not known."""
+    return _width(module, 1, "out_features")
+
+
+def _width(module: nn.Module, axis: int, attribute: str) -> int | None:
     weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and weight is not None:
-        return int(weight.shape[1])
-    size = getattr(module, "out_features", None)
+    if type(module).__name__ == "Conv1D" and weight is not None:  # its weight is (in, out)
+        return int(weight.shape[axis])
+    size = getattr(module, attribute, None)
     return size if isinstance(size, int) else None
 
 

@@ -50,7 +50,7 @@ def load_subject(spec: str, needs_data: bool = True) -> Subject:
 
 
 def find_factory(spec: str) -> Callable[[], Any]:
-    """The function named by `spec`, not called yet; as for `load_subject`."""
+    """Return the function named by `spec`, not called yet; as for `load_subject`."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise InspectionError(f"{spec!r} names no function. Write {FORM}.")

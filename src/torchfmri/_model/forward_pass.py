@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_scalar, shown
@@ -20,11 +21,13 @@ WITH_TARGET = (
 )
 """Where a target belongs, in calls and on the command line."""
 
+TARGET_NAMES = ("target", "targets", "label", "labels", "y")
+"""What targets are usually called in a batch that is a dict."""
 Loss: TypeAlias = "Callable[..., Tensor] | str | None"
 
 
 def arguments_for(model: nn.Module, data: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to call the model with `data`.
+    """Return how to call the model with `data`.
 
     Raises:
         InspectionError: They do not fit, or have no values.
@@ -107,7 +110,7 @@ def thawed(model: nn.Module, data: Any, note: Callable[[str], None]) -> Iterator
 
 
 def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | None:
-    """The scalar to differentiate; None where there is none and none is needed."""
+    """Return the scalar to differentiate; None where there is none and none is needed."""
     value = _loss_value(output, target, loss)
     if value is None:
         if backward:
@@ -126,19 +129,26 @@ def loss_of(output: Any, target: Any, loss: Loss, backward: bool) -> Tensor | No
     return value
 
 
-def _needs_target(loss: nn.Module) -> bool:
+def needs_target(loss: Callable[..., Any], unsure: bool = False) -> bool:
+    """Whether a loss takes more than the output; `unsure` where its signature does not tell."""
     try:
-        signature(loss.forward).bind(None)
-    except TypeError:
-        return True
-    except ValueError:  # a forward without a signature: let the loss judge
-        return False
-    return False
+        parameters = signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    except (TypeError, ValueError):
+        return unsure
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters.values()):
+        return unsure
+    named = [each for each in parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    return sum(each.default is Parameter.empty for each in named) > 1
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter; the CPU if it has none."""
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 def _loss_value(output: Any, target: Any, loss: Loss) -> Any:
     if callable(loss):
-        if target is None and isinstance(loss, nn.Module) and _needs_target(loss):
+        if target is None and isinstance(loss, nn.Module) and needs_target(loss):
             raise InspectionError(
                 f"{type(loss).__name__} compares the output with a target. Pass {WITH_TARGET}."
             )

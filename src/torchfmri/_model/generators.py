@@ -39,7 +39,7 @@ class RandomState(NamedTuple):
             np.random.set_state(self.numpy)
 
     def to_data(self) -> dict[str, Any]:
-        """The state in dicts, lists, numbers and tensors."""
+        """Return the state in dicts, lists, numbers and tensors."""
         version, internal, gauss = self.python
         found: dict[str, Any] = {
             "torch": self.torch,
@@ -55,7 +55,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RandomState:
-        """The state that `to_data` gave, tried out on generators of its own.
+        """Return the state that `to_data` gave, tried out on generators of its own.
 
         Raises:
             ValueError, TypeError, LookupError, RuntimeError: It gave something else.
@@ -88,7 +88,7 @@ class RandomState(NamedTuple):
 
 
 def random_state() -> RandomState:
-    """The state now; waits for no device."""
+    """Return the state now; waits for no device."""
     devices = {kind: states for kind in _KINDS if (states := _states(kind))}
     numpy_state = None
     if "numpy" in sys.modules:
@@ -102,7 +102,7 @@ _KINDS = ("cuda", "xpu", "mps")
 
 
 def _states(kind: str) -> list[Tensor]:
-    """The states of the devices of a kind, in their order; none where nobody has used one yet."""
+    """Return the states of the devices of a kind; none if nobody has used one yet."""
     module: Any = getattr(torch, kind, None)
     if kind == "mps":
         return [module.get_rng_state()] if torch.backends.mps.is_available() else []

@@ -120,7 +120,7 @@ def _handled(number: int, default: Callable[[int, FrameType | None], Any] | None
 def _install(
     number: int, default: Callable[[int, FrameType | None], Any] | None
 ) -> _Handler | None:
-    """The handler that guards a signal now; None where there is nothing to guard."""
+    """Return the handler that guards a signal now; None where there is nothing to guard."""
     if threading.current_thread() is not threading.main_thread():
         return None
     present = signal.getsignal(number)

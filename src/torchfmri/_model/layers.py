@@ -33,13 +33,13 @@ _WRAPPERS = {
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside any number of wrappers (DDP, compile, FSDP, checkpoint, PEFT)."""
+    """Return the module inside any number of wrappers (DDP, compile, FSDP, checkpoint, PEFT)."""
     inner = _wrapped(module)
     return module if inner is None else unwrap(inner)
 
 
 def runnable(module: nn.Module) -> nn.Module:
-    """The module to call for one run on this process alone.
+    """Return the module to call for one run on this process alone.
 
     DDP would wait for the other processes and a compiled module would run compiled code; other
     wrappers (FSDP gathers shards, PEFT adds prompts) do work that the run needs.
@@ -51,7 +51,7 @@ def runnable(module: nn.Module) -> nn.Module:
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All layers of `model` in model order; the model itself is `""`.
+    """Return all layers of `model` in model order; the model itself is `""`.
 
     One instance under two names appears under both. A wrapper and the module it wraps share one
     name, which stands for the wrapped module.
@@ -90,7 +90,7 @@ def find_layers(
     hint: str = "torchfmri.Inspector(model).layers()",
     whole: bool = True,
 ) -> list[str]:
-    """The names of `layers` that `pattern` selects and `exclude` does not, in model order.
+    """Return the names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
     The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
     children. What no layer is called may be a name of `places`, such as `L3.mlp`; `whole` refuses
@@ -102,19 +102,18 @@ def find_layers(
         InspectionError: A pattern is neither a string nor a module type.
     """
     resolve = whole_layers if whole else layers_at
+
+    def matching(single: str | type[nn.Module]) -> list[str]:
+        found = _match(layers, single)
+        return resolve(layers, single) if not found and isinstance(single, str) else found
+
     chosen: set[str] = set()
     for single in check_pattern(pattern):
-        found = _match(layers, single)
-        if not found and isinstance(single, str):
-            found = resolve(layers, single)
-        if not found:
+        if not (found := matching(single)):
             raise _not_found(layers, single, hint)
         chosen.update(found)
     for single in check_pattern(exclude) if exclude is not None else ():
-        found = _match(layers, single)
-        if not found and isinstance(single, str):
-            found = resolve(layers, single)
-        chosen.difference_update(found)
+        chosen.difference_update(matching(single))
     if not chosen:
         raise InspectionError(
             f"Nothing is left: every layer that {pattern!r} matches is excluded by {exclude!r}. "
@@ -124,13 +123,13 @@ def find_layers(
 
 
 def leaf_layers(layers: dict[str, nn.Module]) -> list[str]:
-    """The names of the layers that have no children."""
+    """Return the names of the layers that have no children."""
     return [name for name, module in layers.items() if not any(True for _ in module.children())]
 
 
 @cache
 def _wrapped_name(kind: type) -> str | None:
-    """The name of the child that a wrapper of this class wraps; None for other modules."""
+    """Return the name of the child that a wrapper of this class wraps; None for other modules."""
     names = (_WRAPPERS.get(each.__name__) for each in kind.__mro__)
     return next((name for name in names if name is not None), None)
 
@@ -158,7 +157,7 @@ def _add_layers(
 
 
 def check_pattern(pattern: Pattern) -> Sequence[str | type[nn.Module]]:
-    """The single patterns of one or several.
+    """Return the single patterns of one or several.
 
     Raises:
         InspectionError: One is neither a string nor a module type.

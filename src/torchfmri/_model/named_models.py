@@ -87,7 +87,7 @@ def load_model(
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
 ) -> NamedModel:
-    """The model of this name and its tokenizer.
+    """Return the model of this name and its tokenizer.
 
     Only a name of the form owner/name that is not a folder here can reach a hub, through
     `huggingface_hub` and its cache; with `HF_HUB_OFFLINE=1` it looks in the cache alone. What a
@@ -154,7 +154,7 @@ def _find_in_wheel(name: str) -> Path:
 
 
 def _load_files(name: str, path: Path, dtype: torch.dtype | None, trust: bool) -> NamedModel:
-    """The model in a folder or a .gguf file; nothing outside of it is looked at."""
+    """Return the model in a folder or a .gguf file; nothing outside of it is looked at."""
     gguf = _gguf_of(path)
     folder = gguf.parent if gguf else path
     for file in [gguf] if gguf else [folder / each for each in list_names(folder, _MOST_FILES)]:
@@ -215,7 +215,7 @@ def _require_layers(config: Any, place: Path | str) -> None:
 
 
 def _gguf_of(path: Path) -> Path | None:
-    """The .gguf file meant by `path`; None for a folder of transformers."""
+    """Return the .gguf file meant by `path`; None for a folder of transformers."""
     if path.is_file():
         if path.suffix == ".gguf":
             return path
@@ -292,7 +292,7 @@ def _load_weights(
 
 
 def _class_of(config: Any, options: dict[str, Any]) -> Any:
-    """The class that the files were saved from: any other would invent or drop parameters."""
+    """Return the class that the files were saved from; others would change parameters."""
     import transformers
 
     remote = getattr(config, "auto_map", None) or {}
@@ -357,7 +357,7 @@ def _explained(fact: str, advice: str = "") -> Iterator[None]:
 
 @contextmanager
 def _quiet(bars: bool = False) -> Iterator[None]:
-    """No remarks and, unless `bars`, no progress bars of transformers; its settings come back."""
+    """Silence transformers (and, unless `bars`, its progress bars); restore its settings."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped

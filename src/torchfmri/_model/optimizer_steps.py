@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Listener(Protocol):
-    """What is told about a step of an optimizer, in this order."""
+    """Receives what happens in a step of an optimizer, in this order."""
 
     def before_update(self, concerns: Concerns) -> None:
         """The optimizer is about to step; gradients may still have to be computed."""
@@ -81,7 +82,7 @@ class OptimizerSteps:
     def _watched(
         self, closure: Callable[..., Any], concerns: Concerns, optimizer: Optimizer
     ) -> Callable[..., Any]:
-        """The closure, followed by a look at the gradients that its first run computed."""
+        """Return the closure, followed by a look at the gradients that its first run computed."""
         ran = False
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +108,7 @@ class OptimizerSteps:
         return not self._optimizers or _same(optimizer, self._optimizers[-1])
 
     def _concerns(self, optimizer: Optimizer) -> Concerns:
-        """Each parameter is looked at when its own optimizer steps, if none when the last does."""
+        """Return which parameters to look at when an optimizer steps: its own."""
         if len(self._optimizers) < 2:
             return lambda parameter: True
         own = _identities(optimizer)
@@ -128,8 +129,14 @@ class OptimizerSteps:
         return not ours.isdisjoint(_identities(optimizer))
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step()` cannot be called without an argument, as that of LBFGS."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
 def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers in a list.
+    """Return the optimizers in a list.
 
     Raises:
         InspectionError: One of them is not an optimizer.

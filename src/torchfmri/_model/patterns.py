@@ -17,7 +17,7 @@ from torchfmri.exceptions import LayerNotFoundError
 
 
 def match_names(pattern: object, names: Iterable[str]) -> list[str]:
-    """The names that match `pattern`, in the order given; none where it is not a text.
+    """Return the names that match `pattern`, in the order given; none where it is not a text.
 
     A pattern that is itself one of the names matches that name, whatever characters it holds.
     """
@@ -31,7 +31,7 @@ def match_names(pattern: object, names: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression that matches what the shell-style `pattern` matches."""
+    """Return the regular expression that matches what the shell-style `pattern` matches."""
     expressions = [_translate(option) for option in expand_braces(pattern)]
     try:
         return re.compile("|".join(expressions))
@@ -40,7 +40,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The patterns that `{a,b}` alternatives stand for; braces may be nested.
+    """Return the patterns that `{a,b}` alternatives stand for; braces may be nested.
 
     A brace that is never closed, or that holds no comma, is an ordinary character.
     """
@@ -56,7 +56,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def nearest_names(pattern: object, names: Sequence[str], count: int = 3) -> list[str]:
-    """Up to `count` names that come closest to `pattern`, compared segment by segment."""
+    """Return up to `count` names that come closest to `pattern`, compared segment by segment."""
     text = str(pattern)  # whatever somebody took for a name
     options = [option.split(".") for option in expand_braces(text)]
     scored = [
@@ -72,13 +72,13 @@ def nearest_names(pattern: object, names: Sequence[str], count: int = 3) -> list
 def not_found(
     pattern: object, names: Iterable[str], hint: str = "", kind: str = "layer"
 ) -> LayerNotFoundError:
-    """The error for a name that is none of `names`; `hint` is the user's way to list them."""
+    """Return the error for an unknown name; `hint` is the user's way to list the names."""
     known = list(names)
     return LayerNotFoundError(pattern, nearest_names(pattern, known), len(known), hint, kind)
 
 
 def _split_options(pattern: str, start: int) -> tuple[list[str], int]:
-    """The comma-separated options of the brace at `start`, and the index after its end."""
+    """Return the comma-separated options of the brace at `start`, and the index after its end."""
     depth, begin = 0, start + 1
     options: list[str] = []
     for index in range(start, len(pattern)):
@@ -96,7 +96,7 @@ def _split_options(pattern: str, start: int) -> tuple[list[str], int]:
 
 
 def _translate(pattern: str) -> str:
-    """A regular expression for a pattern without braces."""
+    """Return a regular expression for a pattern without braces."""
     expression = ""
     if pattern.startswith("*."):
         expression, pattern = r"(?:.*\.)?", pattern[2:]
@@ -121,7 +121,7 @@ def _translate(pattern: str) -> str:
 
 
 def _distance(pattern: list[str], name: list[str]) -> float:
-    """How far a name is from a pattern: the cheapest alignment of their segments.
+    """Return how far a name is from a pattern: the cheapest alignment of their segments.
 
     A segment costs between 0 (equal or matched by its wildcard) and 1 (nothing in common); a
     segment left over costs 1, unless a lone `*` takes it.
@@ -147,7 +147,7 @@ def _segment_distance(segment: str, word: str) -> float:
 
 
 def check_names(patterns: str | Sequence[str]) -> list[str]:
-    """The single patterns of one or several over names.
+    """Return the single patterns of one or several over names.
 
     Raises:
         InspectionError: It is neither a pattern nor a list of them.

@@ -57,7 +57,7 @@ _SHORT_PARTS = {
 
 
 def parse_place(name: str) -> PlaceName | None:
-    """The parts of a name; None where it has none of the forms known here.
+    """Return the parts of a name; None where it has none of the forms known here.
 
     Raises:
         InspectionError: It names a part that no block has.

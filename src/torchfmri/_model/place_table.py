@@ -37,7 +37,7 @@ class _Stored(NamedTuple):
 
 
 def place_table(layers: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """The places of all blocks of a model, as data for JSON; blocks that are alike share a table.
+    """Return the places of all blocks of a model for JSON; blocks that are alike share a table.
 
     Args:
         layers: All layers of the model, as `named_layers` gives them.
@@ -66,7 +66,7 @@ def _parts(block: Block) -> list[tuple[str, _Stored]]:
 
 
 def stored_layers(name: object, known: Sequence[str], table: object) -> list[str]:
-    """The layers of a scan that the name of a place stands for; none where it is no such name.
+    """Return the layers of a scan that the name of a place means; none if it is no such name.
 
     Args:
         name: What the user wrote, such as `L3.mlp`.
@@ -110,7 +110,7 @@ def stored_layers(name: object, known: Sequence[str], table: object) -> list[str
 def _plain(
     stacks: Mapping[str, Any], place: PlaceName, name: str, known: Sequence[str]
 ) -> list[str]:
-    """The layers that a name of Llama's means; none where it is simply no layer of the scan.
+    """Return the layers that a name of Llama's means; none where it is simply no layer of the scan.
 
     Raises:
         InspectionError: It is a part of a layer.
@@ -132,7 +132,7 @@ def _plain(
 
 
 def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequence[str]) -> str:
-    """The layer of the scan that one place of one block is.
+    """Return the layer of the scan that one place of one block is.
 
     Raises:
         InspectionError: It is none, or a part of one.
@@ -164,7 +164,7 @@ def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequ
 
 
 def _whole_blocks(place: PlaceName, name: str, known: Sequence[str]) -> list[str]:
-    """The blocks that a name means where no table tells what is inside of them."""
+    """Return the blocks that a name means where no table tells what is inside of them."""
     blocks = [match for each in known if (match := _BLOCK.fullmatch(each))]
     wanted = [
         each
@@ -184,7 +184,7 @@ def _whole_blocks(place: PlaceName, name: str, known: Sequence[str]) -> list[str
 
 
 def _checked(table: object) -> dict[str, Any]:
-    """The table of a file, where it has the form of one; empty where there is none.
+    """Return the table of a file, where it has the form of one; empty where there is none.
 
     Raises:
         InspectionError: It has another form.

@@ -23,7 +23,7 @@ NOWHERE = {
 
 
 def places_of(layers: Mapping[str, nn.Module], pattern: str) -> list[Place]:
-    """The places that a pattern over layers or one of the names above stands for.
+    """Return the places that a pattern over layers or one of the names above stands for.
 
     A pattern that layers of the model match is about their outputs.
 
@@ -43,7 +43,7 @@ def places_of(layers: Mapping[str, nn.Module], pattern: str) -> list[Place]:
 
 
 def whole_layers(layers: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The layers whose whole outputs a name stands for; none where it is no such name.
+    """Return the layers whose whole outputs a name stands for; none where it is no such name.
 
     Raises:
         InspectionError: It stands for an input, an attention pattern, or a part of a layer.
@@ -66,12 +66,12 @@ def whole_layers(layers: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def layers_at(layers: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The layers at which a place is: that whose input holds `L3H2`, for example."""
+    """Return the layers at which a place is: that whose input holds `L3H2`, for example."""
     return list(dict.fromkeys(place.layer for place in resolve_places(layers, name) or []))
 
 
 def input_layers(layers: Mapping[str, nn.Module], name: object) -> list[str]:
-    """The layers whose whole inputs a name stands for, such as `blocks.3.hook_resid_pre`."""
+    """Return the layers whose whole inputs a name stands for, such as `blocks.3.hook_resid_pre`."""
     if not isinstance(name, str) or match_names(name, [each for each in layers if each]):
         return []
     found = resolve_places(layers, name) or []
@@ -80,7 +80,7 @@ def input_layers(layers: Mapping[str, nn.Module], name: object) -> list[str]:
 
 
 def resolve_places(layers: Mapping[str, nn.Module], name: str) -> list[Place] | None:
-    """The places that a name stands for; None where it has none of the forms known here.
+    """Return the places that a name stands for; None where it has none of the forms known here.
 
     A name of the model itself comes before all others and is not looked at here.
 
@@ -129,7 +129,7 @@ def _has_plain(stacks: Mapping[str, list[Block]], parsed: PlaceName) -> bool:
 
 
 def choose_stack(stacks: Sequence[str], wanted: str, name: str) -> str:
-    """The list of blocks that a name means, of those that a model has."""
+    """Return the list of blocks that a name means, of those that a model has."""
     if not stacks:
         raise InspectionError(
             f"{name!r} names a block, and the model has no list of blocks (nn.ModuleList). Name a "
@@ -164,7 +164,7 @@ def _refuse_repeated(blocks: Sequence[Block], name: str) -> None:
 
 
 def _telling_part(names: list[str]) -> str:
-    """A part of the first name that the others do not have."""
+    """Return a part of the first name that the others do not have."""
     others = {part for name in names[1:] for part in name.split(".")}
     return next((part for part in names[0].split(".") if part not in others), names[0])
 

@@ -109,7 +109,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def copy_of_data(value: Any) -> Any:
-    """`value` with every tensor copied and detached, so that a run cannot write into the original.
+    """Return `value` with every tensor copied and detached, so that nothing writes into it.
 
     A leaf that requires grad still does, on the copy. Other objects (a KV cache) are deep-copied.
     """
@@ -170,13 +170,13 @@ def _save_modules(
 
 
 def _empty_again(containers: list[Any]) -> None:
-    """Most containers of a model are empty, such as the places for hooks: quickly seen to."""
+    """Empty the containers that were empty before, as most are (the places for hooks)."""
     for each in filter(None, containers):
         each.clear()
 
 
 def _renormalised(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The weights of embeddings that write into them in each forward pass."""
+    """Return the weights of embeddings that write into them in each forward pass."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return [each.weight for each in modules if isinstance(each, kinds) and each.max_norm]
 

@@ -18,7 +18,7 @@ from torchfmri.exceptions import InspectionError
 
 
 class _Turn:
-    """Who runs models: one thread at a time, which may take its turn again; the others wait.
+    """The turn to run models: one thread at a time has it, and may take it again.
 
     The random generators belong to the whole process. Those of the program are put back whenever
     the turn is given back.

@@ -24,6 +24,7 @@ from torchfmri._records.history_files import write_records
 from torchfmri._records.history_store import HistoryFolder, step_files
 from torchfmri._records.inspection import Inspection
 from torchfmri._records.inspection_files import kind_of, tensor_of
+from torchfmri._records.problems import PHASE_OF, alarm, finding_of, warn
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import (
     BACKWARD_WHAT,
@@ -42,6 +43,7 @@ __all__ = [
     "NO_STEPS",
     "PARAMETER_WHAT",
     "PHASES",
+    "PHASE_OF",
     "SEVERITIES",
     "STORED",
     "UPDATES",
@@ -59,10 +61,13 @@ __all__ = [
     "Severity",
     "Step",
     "Value",
+    "alarm",
     "channel_axis",
     "check_what",
+    "finding_of",
     "kind_of",
     "step_files",
     "tensor_of",
+    "warn",
     "write_records",
 ]

@@ -56,22 +56,14 @@ class Finding:
     consequences: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as plain data, for JSON."""
-        return {
-            "problem": self.problem,
-            "severity": self.severity,
-            "layers": list(self.layers),
-            "phase": self.phase,
-            "step": self.step,
-            "text": self.text,
-            "advice": self.advice,
-            "evidence": dict(self.evidence),
-            "consequences": [each.to_dict() for each in self.consequences],
-        }
+        """Return the finding as plain data, for JSON."""
+        plain = {"layers": list(self.layers), "evidence": dict(self.evidence)}
+        consequences = [each.to_dict() for each in self.consequences]
+        return {**vars(self), **plain, "consequences": consequences}
 
     @classmethod
     def from_dict(cls, data: Any) -> Finding:
-        """The finding that `to_dict` gave.
+        """Return the finding that `to_dict` gave.
 
         Raises:
             KeyError: A part of it is missing.
@@ -80,14 +72,6 @@ class Finding:
         require_forms(data, _FORMS)
         if data["severity"] not in SEVERITIES or data["phase"] not in PHASES:
             raise ValueError(f"{data['severity']!r} or {data['phase']!r} is unknown")
-        return cls(
-            problem=data["problem"],
-            severity=data["severity"],
-            layers=tuple(data["layers"]),
-            phase=data["phase"],
-            step=data["step"],
-            text=data["text"],
-            advice=data["advice"],
-            evidence=data["evidence"],
-            consequences=tuple(map(cls.from_dict, data["consequences"])),
-        )
+        parts = {name: data[name] for name in _FORMS}
+        consequences = tuple(map(cls.from_dict, data["consequences"]))
+        return cls(**{**parts, "layers": tuple(data["layers"]), "consequences": consequences})

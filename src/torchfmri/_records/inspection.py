@@ -69,13 +69,13 @@ class Inspection(Mapping[str, Record]):
         return layer in self._records
 
     def calls(self) -> list[Call]:
-        """All calls in the order in which they finished."""
+        """Return all calls in the order in which they finished."""
         unique = {id(record): record for record in self._records.values()}
         found = [call for record in unique.values() for call in record.calls if call.order >= 0]
         return sorted(found, key=lambda call: call.order)
 
     def statistics(self, layer: str, what: str | None = None, **options: Any) -> Any:
-        """`inspection[layer].statistics(what, ...)`, with an error where there are none."""
+        """Return `inspection[layer].statistics(what, ...)`; raise if there are none."""
         record = self[layer]
         found = record.statistics(what, **options)
         if found is None:
@@ -84,7 +84,7 @@ class Inspection(Mapping[str, Record]):
         return found
 
     def rows(self, what: str | None = None) -> list[Row]:
-        """One row per layer and thing watched, for tables and plots over depth.
+        """Return one row per layer and thing watched, for tables and plots over depth.
 
         Args:
             what: Only this; everything that was watched by default.
@@ -99,7 +99,7 @@ class Inspection(Mapping[str, Record]):
         ]
 
     def _statistics(self, record: Record, what: str) -> Statistics | None:
-        """The statistics of a record; None for tensors that were kept but cannot be reduced."""
+        """Return the statistics of a record; None if kept tensors cannot be reduced."""
         try:
             return record.tensor_statistics(what)
         except InspectionError as error:
@@ -107,7 +107,7 @@ class Inspection(Mapping[str, Record]):
             return None
 
     def table(self, what: str | None = None, *, fold: bool | None = None) -> str:
-        """A table for the terminal: a line per layer, with its distribution as a sparkline.
+        """Return a table for the terminal: a line per layer, with its distribution as a sparkline.
 
         Args:
             what: Only this; everything that was watched by default.
@@ -126,7 +126,7 @@ class Inspection(Mapping[str, Record]):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All statistics as plain Python values, ready for JSON."""
+        """Return all statistics as plain Python values, ready for JSON."""
         layers: dict[str, dict[str, Any]] = {}
         for row in self.rows():
             found = row.statistics.to_dict() if row.statistics is not None else None
@@ -154,7 +154,7 @@ class Inspection(Mapping[str, Record]):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Inspection:
-        """The inspection that `save` wrote; nothing in the file is code.
+        """Return the inspection that `save` wrote; nothing in the file is code.
 
         Raises:
             FileFormatError: The file is missing, damaged, or no inspection.

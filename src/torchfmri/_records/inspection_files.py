@@ -61,7 +61,7 @@ class Columns(dict[str, FileColumn]):
 
 
 def tensor_of(stored: Stored, shape: tuple[int, ...]) -> Tensor:
-    """A stored tensor as one of torch's, in memory of its own.
+    """Return a stored tensor as one of torch's, in memory of its own.
 
     Raises:
         ValueError: torch has no such tensors, or they have no such shape.
@@ -83,7 +83,7 @@ def write_sealed(path: Path, kind: str, said: Mapping[str, Any], columns: Column
 
 
 def read_sealed(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """The description and the tensors of a file.
+    """Return the description and the tensors of a file.
 
     Raises:
         FileFormatError: It is damaged, or of another kind.
@@ -104,7 +104,7 @@ def read_sealed(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Stored
 
 
 def kind_of(path: Path) -> str:
-    """What a file of ours holds; empty for any other file."""
+    """Return what a file of ours holds; empty for any other file."""
     if not path.is_file() or path.suffix in (".json", ".jsonl"):
         return ""
     try:
@@ -205,7 +205,7 @@ def _value(value: Value, columns: Columns, masks: dict[int, list[str | None]]) -
 
 
 def load_inspection(path: Path) -> dict[str, Any]:
-    """What `save_inspection` wrote: the attributes of an inspection, and `records` by layer.
+    """Return what `save_inspection` wrote: the attributes of an inspection, and `records` by layer.
 
     Raises:
         FileFormatError: The file is damaged, or no inspection.

@@ -57,13 +57,13 @@ class Call:
         return list(dict.fromkeys(backward for backward, _, _ in self._gradients))
 
     def elements(self, what: str) -> list[str]:
-        """The paths of the tensors, in order: `""` alone, `"0"` in a tuple, `"logits"` by key."""
+        """Return the paths of the tensors: `""` alone, `"0"` in a tuple, `"logits"` by key."""
         check_what(what)
         of = ELEMENTS_OF.get(what, what)
         return [path for each, path in self._values if each == of]
 
     def values(self, what: str, backward: int = -1) -> list[Value | None]:
-        """What was captured, one entry per element; None where no gradient arrived.
+        """Return what was captured, one entry per element; None where no gradient arrived.
 
         Args:
             what: inputs, activations, gradients, input_gradients or attention.
@@ -79,7 +79,7 @@ class Call:
         return [self._gradients.get((number, what, path)) for path in self.elements(what)]
 
     def tensors(self, what: str, backward: int = -1) -> list[Tensor | None]:
-        """The tensors, one entry per element; None where no gradient arrived.
+        """Return the tensors, one entry per element; None where no gradient arrived.
 
         Raises:
             InspectionError: Only statistics were kept.
@@ -114,12 +114,12 @@ class Call:
     def statistics(
         self, what: str = "activations", element: int | str = 0, backward: int = -1
     ) -> Statistics | None:
-        """The statistics of one element; None where no gradient arrived."""
+        """Return the statistics of one element; None where no gradient arrived."""
         value = self.value(what, element, backward)
         return None if value is None else value.statistics
 
     def value(self, what: str, element: int | str = 0, backward: int = -1) -> Value | None:
-        """What was captured of one element, named by its index or its path."""
+        """Return what was captured of one element, named by its index or its path."""
         values, paths = self.values(what, backward), self.elements(what)
         index = paths.index(element) if element in paths else element
         if not isinstance(index, int) or not -len(values) <= index < len(values):
@@ -199,12 +199,12 @@ class Record:
         return {name: each.tensor for name, each in values.items()}
 
     def parameter_values(self, what: str, backward: int = -1) -> dict[str, Value]:
-        """What was captured of the layer's own parameters, by name."""
+        """Return what was captured of the layer's own parameters, by name."""
         numbers = [number for number, found in self._parameters.items() if what in found]
         return self._parameters[numbers[backward]][what] if numbers else {}
 
     def tensors(self, what: str) -> Tensors | dict[str, Tensor]:
-        """The captured tensors, as the property of that name gives them."""
+        """Return the captured tensors, as the property of that name gives them."""
         found: Tensors | dict[str, Tensor] = getattr(self, check_what(what))
         return found
 
@@ -216,7 +216,7 @@ class Record:
         call: int | None = None,
         per: str | None = None,
     ) -> Statistics | ChannelStatistics | None:
-        """The statistics of this layer, merged over its calls; None where no gradient arrived.
+        """Return the layer's statistics, merged over its calls; None if no gradient arrived.
 
         Args:
             what: What to describe; by default activations, or the first thing watched.
@@ -236,7 +236,7 @@ class Record:
     def tensor_statistics(
         self, what: str, element: int | str | None = None, call: int | None = None
     ) -> Statistics | None:
-        """`statistics` without `per`."""
+        """Return what `statistics` returns without `per`."""
         parts = [value.statistics for value in self._values(what, element, call)]
         return merge_statistics(parts) if parts else None
 

@@ -41,7 +41,7 @@ GRADIENT_OF = {values: gradients for gradients, values in ELEMENTS_OF.items()}
 
 
 def check_what(what: str) -> str:
-    """`what`, if it is something that can be watched.
+    """Return `what`, if it is something that can be watched.
 
     Raises:
         InspectionError: It is not.
@@ -141,7 +141,7 @@ class Value:
 
 
 def channel_axis(kind: type, tensor: Tensor) -> int | None:
-    """The axis of a tensor that holds its units: channels of images, features of all else."""
+    """Return the axis of a tensor's units: channels of images, features of all else."""
     if tensor.is_nested or tensor.ndim == 0:
         return None
     if issubclass(kind, _FEATURES_LAST) or tensor.ndim < 3:

@@ -20,7 +20,6 @@ from torchfmri._scan.run.lenses import attribute_inputs, attribute_logit, lens
 from torchfmri._scan.run.live_board import TELL_EVERY, LiveBoard
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.model_call import (
-    device_of,
     is_causal,
     logits_of,
     refuse_unknown_ids,
@@ -58,7 +57,6 @@ __all__ = [
     "board_of",
     "condition_of",
     "contrast",
-    "device_of",
     "difference_of",
     "encode",
     "is_causal",

@@ -29,6 +29,8 @@ from torchfmri._text.rows import (
     group_reasons,
     number_text,
     plural,
+    say_note,
+    say_reasons,
     share_text,
     star,
 )
@@ -65,6 +67,8 @@ __all__ = [
     "percent",
     "plural",
     "printable",
+    "say_note",
+    "say_reasons",
     "seconds_text",
     "share_text",
     "shorten",

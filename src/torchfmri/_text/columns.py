@@ -29,7 +29,7 @@ class Style(NamedTuple):
     colour: bool
 
     def paint(self, text: str, code: str) -> str:
-        """The text in a colour, where there is colour."""
+        """Return the text in a colour, where there is colour."""
         return f"{code}{text}{PLAIN}" if self.colour else text
 
     @property
@@ -53,7 +53,7 @@ class Column:
         return max(map(display_width, [self.title, *self.cells]))
 
     def pad(self, cell: str) -> str:
-        """The cell as wide as the column."""
+        """Return the cell as wide as the column."""
         space = " " * (self.width - display_width(cell))
         return space + cell if self.right else cell + space
 
@@ -115,7 +115,7 @@ def output_style() -> Style:
 
 
 def line_width(wanted: int | None) -> int:
-    """How wide lines may be, in characters: as wanted, or as wide as the terminal.
+    """Return how wide lines may be, in characters: as wanted, or as wide as the terminal.
 
     Raises:
         InspectionError: It is not a whole number above 0.
@@ -131,7 +131,7 @@ def line_width(wanted: int | None) -> int:
 
 
 def terminal_text(text: str) -> str:
-    """The text as a terminal may get it: of what controls terminals only our own colours stay."""
+    """Return the text without control characters, except our own colours."""
     parts = _COLOURS.split(text)  # every other one is a colour
     return "".join(
         part if number % 2 else printable(part, lines=True) for number, part in enumerate(parts)
@@ -139,12 +139,12 @@ def terminal_text(text: str) -> str:
 
 
 def paragraph(text: str, width: int) -> str:
-    """The text as an indented paragraph."""
+    """Return the text as an indented paragraph."""
     return "\n".join(wrap(text, width, "  ", "    "))
 
 
 def encodable(text: str) -> str:
-    """The text with `?` for what standard output cannot encode."""
+    """Return the text with `?` for what standard output cannot encode."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "replace").decode(encoding)

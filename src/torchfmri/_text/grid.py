@@ -23,7 +23,7 @@ from torchfmri._text.labels import wrap
 
 @dataclass(frozen=True)
 class Grid:
-    """Lines with a name each, and columns beside it.
+    """A table of lines, each with a name and a cell in every column.
 
     Attributes:
         title: What it is about, in a sentence.

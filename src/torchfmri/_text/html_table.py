@@ -14,11 +14,12 @@ from torchfmri._text.rows import (
     describe_bad,
     describe_positions,
     describe_state,
-    group_reasons,
     lost_rows,
     make_lines,
     number_text,
     plural,
+    say_note,
+    say_reasons,
     shape_text,
     share_text,
 )
@@ -60,7 +61,7 @@ def html_table(
     missing: Mapping[str, str],
     notes: Mapping[str, Sequence[str]],
 ) -> str:
-    """The table as HTML: escaped, without scripts or anything from elsewhere, below 200 kB.
+    """Return the table as HTML: escaped, without scripts or anything from elsewhere, below 200 kB.
 
     Long tables show layers whose names differ only in their numbers as one row.
 
@@ -70,9 +71,11 @@ def html_table(
         missing: Layer -> why it, or something of it, is not there.
         notes: Reservation -> the layers it holds for.
     """
+    reasons = say_reasons(lost_rows(rows, missing), _code, escape)
+    remarks = [say_note(*note, _code, escape) for note in notes.items()]
     around = [
-        _list_of("not captured", _reasons(lost_rows(rows, missing)), open_if_few=True),
-        _list_of("notes", [*map(escape, describe_positions(rows)), *_remarks(notes)]),
+        _list_of("not captured", reasons, open_if_few=True),
+        _list_of("notes", [*map(escape, describe_positions(rows)), *remarks]),
     ]
     heading = f"<p><strong>{escape(title)}</strong><br>{_verdict(rows)}</p>"
     head = f'{STYLE}<div class="torchfmri">{heading}'
@@ -97,7 +100,7 @@ def html_table(
 
 
 def _cut(lines: Mapping[str, Sequence[TableLine]], shown: int, room: int) -> str:
-    """The tables with as many rows each as fit."""
+    """Return the tables with as many rows each as fit."""
     limit = shown
     while limit >= 1:
         body = _tables({what: group[:limit] for what, group in lines.items()}, shown)
@@ -116,7 +119,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     bad = [row for row in rows if row.statistics is not None and describe_bad(row.statistics)]
     if not bad:
         return "no NaN or Inf"
-    where = f"{bad[0].what} of <code>{escape(layer_label(bad[0].layer))}</code>"
+    where = f"{bad[0].what} of {_code(bad[0].layer)}"
     return f"<b>NaN or Inf in {len(bad)} of {plural(len(rows), 'row')}</b>, first: {where}"
 
 
@@ -163,7 +166,7 @@ def _row(line: TableLine) -> str:
 
 
 def _sparkline(statistics: Statistics) -> str:
-    """The distribution as bars, one path; in words for those who cannot see it."""
+    """Return the distribution as bars, one path; in words for those who cannot see it."""
     heights = bar_heights(statistics, _BARS)
     if not heights:
         return describe_state(statistics)
@@ -182,22 +185,8 @@ def _sparkline(statistics: Statistics) -> str:
     )
 
 
-def _reasons(missing: Mapping[str, str]) -> list[str]:
-    return [
-        f"<code>{escape(layer_label(layer))}</code>"
-        + (f" ({number} layers)" if number > 1 else "")
-        + f": {escape(reason)}"
-        for layer, number, reason in group_reasons(missing)
-    ]
-
-
-def _remarks(notes: Mapping[str, Sequence[str]]) -> list[str]:
-    remarks = []
-    for text, layers in notes.items():
-        named = [f"<code>{escape(layer_label(layer))}</code>" for layer in layers if layer]
-        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-        remarks.append(escape(text) + (": " if named else "") + ", ".join(named[:3]) + more)
-    return remarks
+def _code(layer: str) -> str:
+    return f"<code>{escape(layer_label(layer))}</code>"
 
 
 def _list_of(heading: str, items: Sequence[str], *, open_if_few: bool = False) -> str:

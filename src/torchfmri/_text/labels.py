@@ -12,12 +12,12 @@ _LONGEST = 1_000
 
 
 def layer_label(layer: str) -> str:
-    """The name as it is shown: control characters replaced, the model itself named."""
+    """Return the name as it is shown: control characters replaced, the model itself named."""
     return printable(layer) or "(the model)"
 
 
 def shorten(name: str, room: int, ellipsis: str = "…") -> str:
-    """The name in `room` columns: words in the middle go first, numbers and the end stay.
+    """Return the name in `room` columns: words in the middle go first, numbers and the end stay.
 
     Example:
         >>> shorten("model.layers.10.self_attn.q_proj", 24)
@@ -53,7 +53,7 @@ def shorten(name: str, room: int, ellipsis: str = "…") -> str:
 
 
 def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dict[str, str]:
-    """Each name in `room` columns; those that would look alike keep their end instead.
+    """Return each name in `room` columns; those that would look alike keep their end instead.
 
     Example:
         >>> list(shorten_apart(["e.0.attention.dense", "e.0.intermediate.dense"], 15).values())
@@ -68,12 +68,12 @@ def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dic
 
 
 def display_width(text: str) -> int:
-    """How many columns of a terminal a text takes: wide characters two, combining ones none."""
+    """Return the columns that a text takes on a terminal: two for wide characters."""
     return len(text) if text.isascii() else sum(map(_character_width, text))
 
 
 def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """The text in lines of at most `width` columns; `first` and `rest` begin them."""
+    """Return the text in lines of at most `width` columns that begin with `first` and `rest`."""
     lines, line, used = [], first, display_width(first)
     empty = True
     for word in printable(text).split():

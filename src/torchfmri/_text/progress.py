@@ -12,7 +12,7 @@ _BAR = 20
 
 
 class Progress:
-    """How far a long piece of work has come: a bar, where standard error is a terminal.
+    """A progress bar on standard error, if that is a terminal.
 
     Args:
         title: What is being done.

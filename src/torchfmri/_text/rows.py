@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from torchfmri._text.labels import layer_label
 from torchfmri.statistics import Statistics, merge_statistics
 
 MEANING = {
@@ -52,7 +53,7 @@ class TableLine(NamedTuple):
 
 
 def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[TableLine]]:
-    """The lines of a table by `what`; rows without statistics are left out.
+    """Return the lines of a table by `what`; rows without statistics are left out.
 
     Args:
         rows: One per layer and thing watched.
@@ -85,7 +86,7 @@ def make_lines(rows: Sequence[Row], *, fold: bool) -> dict[str, list[TableLine]]
 
 
 def group_reasons(missing: Mapping[str, str]) -> list[tuple[str, int, str]]:
-    """(layer or pattern, number of layers, reason), one for names that differ only in numbers."""
+    """Return (layer or pattern, number of layers, reason), one for names alike but for numbers."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for layer, reason in missing.items():
         general = _QUOTED.sub(lambda quoted: f"'{star(quoted[0][1:-1])}'", reason)
@@ -96,8 +97,38 @@ def group_reasons(missing: Mapping[str, str]) -> list[tuple[str, int, str]]:
     ]
 
 
+def say_reasons(
+    missing: Mapping[str, str],
+    mark: Callable[[str], str] = layer_label,
+    plain: Callable[[str], str] = str,
+) -> list[str]:
+    """Return `layer: reason` of what is missing, one for names that differ only in numbers.
+
+    Args:
+        missing: Layer -> the reason.
+        mark: Writes the name of a layer.
+        plain: Writes the rest.
+    """
+    return [
+        mark(layer) + (f" ({number} layers)" if number > 1 else "") + f": {plain(reason)}"
+        for layer, number, reason in group_reasons(missing)
+    ]
+
+
+def say_note(
+    text: str,
+    layers: Sequence[str],
+    mark: Callable[[str], str] = layer_label,
+    plain: Callable[[str], str] = str,
+) -> str:
+    """Return a reservation with the first layers that it holds for; see `say_reasons`."""
+    named = [mark(layer) for layer in layers if layer]
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return plain(text) + (f": {', '.join(named[:3])}{more}" if named else "")
+
+
 def lost_rows(rows: Sequence[Row], missing: Mapping[str, str]) -> dict[str, str]:
-    """`missing`, and the rows without statistics that it does not mention."""
+    """Return `missing`, with the rows without statistics that it does not mention."""
     lost = {
         row.layer: f"{row.what}: nothing arrived"
         for row in rows
@@ -121,7 +152,7 @@ def describe_positions(rows: Sequence[Row]) -> list[str]:
 
 
 def star(layer: str) -> str:
-    """The name with `*` for every segment that is a number."""
+    """Return the name with `*` for every segment that is a number."""
     return _NUMBER.sub("*", layer)
 
 
@@ -144,13 +175,13 @@ def describe_state(statistics: Statistics) -> str:
 
 
 def describe_bad(statistics: Statistics) -> str:
-    """The NaN and Inf in words: `12 NaN, 3 Inf`; "" if there are none."""
+    """Return the NaN and Inf in words: `12 NaN, 3 Inf`; "" if there are none."""
     counts = {"NaN": statistics.nan, "Inf": statistics.inf}
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
 def shape_text(line: TableLine) -> str:
-    """The shape of one call (or how many values there are), and the number of layers or calls."""
+    """Return the shape of one call (or the number of values), and how many layers or calls."""
     shape = line.statistics.shape
     text = f"{line.statistics.count:,}" if shape is None else "x".join(map(str, shape)) or "scalar"
     layers = len(line.scales)
@@ -160,7 +191,7 @@ def shape_text(line: TableLine) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number in eight characters or so: `-99.98`, `0.0124`, `-1.2e-7`."""
+    """Return a number in eight characters or so: `-99.98`, `0.0124`, `-1.2e-7`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "-"
     if value == 0:
@@ -174,7 +205,7 @@ def number_text(value: float) -> str:
 
 
 def share_text(part: int, whole: int) -> str:
-    """A percentage that is 0 or 100 only where that is exact."""
+    """Return a percentage that is 0 or 100 only where that is exact."""
     if not whole or part in (0, whole):
         return "100%" if part else "0"
     share = 100 * part / whole
@@ -182,12 +213,12 @@ def share_text(part: int, whole: int) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """Return a number with its noun: `1 row`, `2 rows`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def bar_heights(statistics: Statistics, bins: int) -> list[float]:
-    """The distribution from the 1st to the 99th percentile as `bins` heights, the largest 1."""
+    """Return the distribution between the 1st and 99th percentile as `bins` heights up to 1."""
     if statistics.histogram is None or describe_state(statistics):
         return []
     low, high = statistics.quantile(0.01), statistics.quantile(0.99)

@@ -34,11 +34,12 @@ from torchfmri._text.rows import (
     describe_bad,
     describe_positions,
     describe_state,
-    group_reasons,
     lost_rows,
     make_lines,
     number_text,
     plural,
+    say_note,
+    say_reasons,
     shape_text,
     share_text,
 )
@@ -62,7 +63,7 @@ def text_table(
     width: int | None = None,
     fold: bool | None = None,
 ) -> str:
-    """A table for the terminal, one line per layer and thing watched.
+    """Return a table for the terminal, one line per layer and thing watched.
 
     It is as wide as the terminal. Colour appears only on a terminal and never with NO_COLOR;
     sparklines turn into ASCII where the output cannot encode blocks.
@@ -89,7 +90,7 @@ def text_table(
     lost = lost_rows(rows, missing)
     if lost:
         parts += ["", style.paint("not captured", BOLD), *_draw_reasons(lost, reasons, width)]
-    remarks = [*describe_positions(rows), *(_remark(*note) for note in notes.items())]
+    remarks = [*describe_positions(rows), *(say_note(*note) for note in notes.items())]
     if remarks:
         parts += ["", style.paint("notes", BOLD)]
         parts += [paragraph(remark, width) for remark in remarks]
@@ -161,7 +162,7 @@ def _sparkline(line: TableLine, style: Style) -> str:
 
 
 def _trend(scales: Sequence[float], style: Style) -> str:
-    """The scale of the layers over depth, logarithmic, at most as long as a sparkline."""
+    """Return the scale of the layers over depth, logarithmic, at most as long as a sparkline."""
     if len(scales) < 2:
         return ""
     step = max(1.0, len(scales) / _SPARK_BINS)
@@ -200,19 +201,8 @@ def _say_folded(
 
 
 def _draw_reasons(missing: Mapping[str, str], place: str, width: int) -> list[str]:
-    groups = group_reasons(missing)
-    drawn = []
-    for layer, number, reason in groups[:_REASONS_SHOWN]:
-        count = f" ({number} layers)" if number > 1 else ""
-        drawn.append(paragraph(f"{layer_label(layer)}{count}: {reason}", width))
-    if len(groups) > _REASONS_SHOWN:
-        drawn.append(f"  and {len(groups) - _REASONS_SHOWN} more: see {place}")
+    reasons = say_reasons(missing)
+    drawn = [paragraph(each, width) for each in reasons[:_REASONS_SHOWN]]
+    if len(reasons) > _REASONS_SHOWN:
+        drawn.append(f"  and {len(reasons) - _REASONS_SHOWN} more: see {place}")
     return drawn
-
-
-def _remark(text: str, layers: Sequence[str]) -> str:
-    named = [layer_label(layer) for layer in layers if layer]
-    if not named:
-        return text
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return f"{text}: {', '.join(named[:3])}{more}"

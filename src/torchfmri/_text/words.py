@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def percent(share: float) -> str:
-    """A share as a percentage: "0.12 %", "45 %"."""
+    """Return a share as a percentage: "0.12 %", "45 %"."""
     value = 100 * share
     return f"{value:,.0f} %" if value >= 10 else f"{value:.2g} %"
 
 
 def apart(one: float, other: float, digits: int = 4) -> tuple[str, str]:
-    """Two numbers with as many digits as it takes to tell them apart, and at least `digits`.
+    """Return two numbers with as many digits as it takes to tell them apart, and at least `digits`.
 
     Example:
         >>> apart(1.0, 1.00003)
@@ -26,7 +26,7 @@ def apart(one: float, other: float, digits: int = 4) -> tuple[str, str]:
 
 
 def listed(layers: Sequence[str], most: int = 3) -> str:
-    """Names in quotes, the first of them if there are many."""
+    """Return names in quotes, of many only the first."""
     shown = ", ".join(repr(each or "the model") for each in layers[:most])
     return shown + (f" and {len(layers) - most} more" if len(layers) > most else "")
 

@@ -10,7 +10,7 @@ and `deferred` fetches numbers from a GPU without waiting for it.
 from torchfmri._torch.attached import Attached, hooked
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
 from torchfmri._torch.deferred import Deferred
-from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
+from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, nodes_behind, view_geometry
 from torchfmri._torch.elements import Element, flatten, flatten_arguments, map_tensors
 from torchfmri._torch.following import Aside, FollowingMode
 from torchfmri._torch.hooks import Hook, ReplacingHook
@@ -95,6 +95,7 @@ __all__ = [
     "map_tensors",
     "may_autocast",
     "node_sequence_number",
+    "nodes_behind",
     "norms",
     "operator_schema",
     "own_copy",

@@ -42,7 +42,7 @@ class Backwards:
         self._at_end: dict[int, dict[object, Callable[[int], None]]] = defaultdict(dict)
 
     def current(self) -> int:
-        """The number of the outermost backward pass that runs in this thread."""
+        """Return the number of the outermost backward pass that runs in this thread."""
         task = current_backward()
         if task == NO_BACKWARD:
             return NO_BACKWARD
@@ -114,7 +114,7 @@ _CHECKPOINTS = frozenset({inspect.unwrap(checkpoint.checkpoint).__code__})
 
 
 def _frames() -> Iterator[FrameType]:
-    """The functions that are running in this thread, innermost first."""
+    """Yield the functions that are running in this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -122,7 +122,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _depth() -> int:
-    """How many backward passes the Python code of this thread is in."""
+    """Return how many backward passes the Python code of this thread is in."""
     return sum(frame.f_code in _BACKWARD for frame in _frames())
 
 

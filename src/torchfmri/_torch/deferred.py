@@ -36,7 +36,7 @@ class Deferred:
         return all(copy.event is None or bool(copy.event.query()) for copy in self._copies)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[list[float]]:
-        """The values of each tensor, in the order given; waits for those not there yet."""
+        """Return the values of each tensor, in the order given; waits for those not there yet."""
         found: list[list[float]] = [[] for _ in self._sizes]
         for places, host, event in self._copies:
             if event is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,21 +24,21 @@ class ViewGeometry:
         self._offset = view.storage_offset() - base.storage_offset()
 
     def part_of(self, gradient: Tensor) -> Tensor:
-        """The part of the base's gradient that belongs to the view."""
+        """Return the part of the base's gradient that belongs to the view."""
         if gradient.stride() != self._base_stride or gradient.storage_offset():
             laid = gradient.new_empty_strided(self._base_shape, self._base_stride)
             gradient = laid.copy_(gradient)
         return gradient.as_strided(self._shape, self._stride, self._offset)
 
     def placed(self, gradient: Tensor) -> Tensor:
-        """A gradient of the base that is `gradient` at the view's place and zero elsewhere."""
+        """Return a gradient of the base: `gradient` at the view's place, zero elsewhere."""
         whole = gradient.new_empty_strided(self._base_shape, self._base_stride).zero_()
         whole.as_strided(self._shape, self._stride, self._offset).copy_(gradient)
         return whole
 
 
 def view_geometry(tensor: Tensor) -> ViewGeometry | None:
-    """The geometry of a view; None where it is no view, or strides do not describe it."""
+    """Return the geometry of a view; None where it is no view, or strides do not describe it."""
     base = tensor._base
     if base is None or tensor.layout != torch.strided or tensor.is_nested:
         return None
@@ -90,7 +92,7 @@ class InputEdge:
         return node_sequence_number(self._node)
 
     def slots_of(self, node: Any) -> list[tuple[int, bool]]:
-        """The gradient slots of `node` that lead here, and whether they lead to the base."""
+        """Return the gradient slots of `node` that lead here, and whether they lead to the base."""
         slots = []
         for slot, (target, target_slot) in enumerate(node.next_functions):
             if target is None:
@@ -102,10 +104,22 @@ class InputEdge:
         return slots
 
 
+def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph behind these, nearest first, each once."""
+    seen: set[Any] = set()
+    waiting = deque(starts)
+    while waiting:
+        node = waiting.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(below for below, _ in node.next_functions)
+
+
 def consumers(
     edge: InputEdge, outputs: list[Any], start: int, end: int = 1 << 64
 ) -> dict[Any, list[tuple[int, bool]]]:
-    """The nodes behind `outputs` that read the edge, with their slots.
+    """Return the nodes behind `outputs` that read the edge, with their slots.
 
     Only those created since `start` and before `end`, by sequence number.
     """

@@ -18,7 +18,7 @@ class Element(NamedTuple):
 
 
 def flatten(value: object, prefix: str = "") -> list[Element]:
-    """The tensors in nested tuples, lists, mappings, named tuples and dataclasses, in order.
+    """Return the tensors in nested tuples, lists, mappings, named tuples and dataclasses, in order.
 
     Mappings include ModelOutput and BatchEncoding. Anything else (`None`, numbers, a KV cache)
     holds no element.
@@ -31,7 +31,7 @@ def flatten(value: object, prefix: str = "") -> list[Element]:
 def flatten_arguments(
     arguments: tuple[object, ...], keywords: Mapping[str, object]
 ) -> list[Element]:
-    """The tensors among a call's arguments: positional ones by index, keywords by name."""
+    """Return the tensors among a call's arguments: positional ones by index, keywords by name."""
     return flatten(arguments) + (flatten(keywords) if keywords else [])
 
 

@@ -69,7 +69,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 def sequence_number() -> int:
-    """The number that the next autograd node of this thread gets.
+    """Return the number that the next autograd node of this thread gets.
 
     Without the symbol it is 0: a search for nodes created since then looks at all of them.
     """
@@ -78,19 +78,19 @@ def sequence_number() -> int:
 
 
 def node_sequence_number(node: Any) -> int:
-    """The number of an autograd node; without the symbol a number that is always recent enough."""
+    """Return the number of an autograd node; without the symbol, one that is recent enough."""
     read = getattr(node, "_sequence_nr", None)
     return int(read()) if read is not None else 1 << 62
 
 
 class _TensorHooks(dict[int, Any]):
-    """The hooks of a tensor, which others may add theirs to: their handles refer to it weakly."""
+    """The hooks of a tensor in a dict that handles of other people's hooks can refer to weakly."""
 
     __slots__ = ("__weakref__",)
 
 
 def operator_schema(func: object) -> Any:
-    """The schema of an operator of `torch.ops`, with name and arguments; None of other functions.
+    """Return the schema of an operator of `torch.ops`; None for other functions.
 
     Without the symbols no operator is known.
     """
@@ -193,7 +193,7 @@ class HookSet:
 
 
 class OutputHooks:
-    """Hooks on what calls return, which itself is left alone: the nodes that made it have them.
+    """Hooks on what calls return, put on the nodes that made it; the tensors are left alone.
 
     There is one for all of them: every node is handed the hooks of one tensor that nobody else has,
     and what is called then looks up whose gradient it is by the node that runs. Without the symbols
@@ -255,7 +255,7 @@ def compiles_backward() -> bool:
 
 
 def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, as it is to be registered: compiled autograd would compile what it does."""
+    """Return the hook so that compiled autograd does not compile what it does."""
     if not compiles_backward():
         return hook
     found: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -288,7 +288,7 @@ def _come(
 
 
 def own_copy(gradient: Tensor) -> Tensor:
-    """The gradient that comes to the node that runs, as it will stay.
+    """Return the gradient at the running node in a form that nobody writes into.
 
     Somebody's Function may write into it next, as fused kernels do, which no version tells: then it
     is a copy. Without the symbol it is not known, and it is the gradient itself.
@@ -329,7 +329,7 @@ def has_post_accumulate_hooks(tensor: Tensor) -> bool:
 
 
 def gradient_scale(scaler: Any) -> Tensor | float:
-    """The factor by which a GradScaler multiplies the loss now, read without waiting for a device.
+    """Return the factor of a GradScaler on the loss, without waiting for a device.
 
     Without the symbol the scaler's public `get_scale()` is asked, which waits.
     """
@@ -340,7 +340,7 @@ def gradient_scale(scaler: Any) -> Tensor | float:
 
 
 def gradient_scale_version(scaler: Any) -> int:
-    """A number that changes whenever the GradScaler's `update()` ran; without the symbol: 0."""
+    """Return a number that changes when a GradScaler is updated; without the symbol: 0."""
     scale = getattr(scaler, "_scale", None)
     return scale._version if isinstance(scale, Tensor) else 0
 
@@ -358,7 +358,7 @@ def scaler_went_on(scaler: Any, version: int) -> bool:
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The Euclidean norm of each tensor, in few launches where torch has foreach operations."""
+    """Return the Euclidean norm of each tensor, in few launches where torch has foreach."""
     foreach = getattr(torch, "_foreach_norm", None)
     if foreach is None or not tensors:
         return [torch.linalg.vector_norm(tensor) for tensor in tensors]
@@ -366,7 +366,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def differences(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Tensor - other for each pair, in few launches where torch has foreach operations."""
+    """Return tensor - other for each pair, in few launches where torch has foreach."""
     subtract = getattr(torch, "_foreach_sub", None)
     if subtract is None or not tensors:
         return [one - other for one, other in zip(tensors, others, strict=True)]
@@ -409,14 +409,14 @@ def infers_shapes() -> bool:
 
 
 def users_of_memory(tensor: Tensor) -> int:
-    """How many tensors share the memory of this one, itself included; without the symbol: 0."""
+    """Return how many tensors share this one's memory, itself included; or 0 if unknown."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
     return 0 if count is None else int(count(storage._cdata)) - 1  # one is the storage itself
 
 
 def compile_cuda(source: str, name: str) -> Any:
-    """The kernel `name` of a CUDA C source, compiled now.
+    """Return the kernel `name` of a CUDA C source, compiled now.
 
     Raises:
         NotImplementedError: This torch has no such compiler; Triton then does the work.
@@ -449,7 +449,7 @@ def saved_tensor_errors(node: Any) -> dict[str, str]:
 
 
 def saved_count(node: Any) -> int | None:
-    """How many tensors a custom Function gave to `save_for_backward`; None where it is not known.
+    """Return how many tensors a custom Function saved for backward; None if unknown.
 
     They are counted only, not unpacked.
     """
@@ -461,7 +461,7 @@ def saved_count(node: Any) -> int | None:
 
 
 def gradient_bytes(node: Any) -> int:
-    """How large the largest gradient is that arrives at an autograd node, in bytes.
+    """Return how large the largest gradient is that arrives at an autograd node, in bytes.
 
     Without the symbol it is not known: 0.
     """
@@ -488,7 +488,7 @@ def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def current_node() -> Any:
-    """The node of the autograd graph whose backward is running in this thread, or None.
+    """Return the node of the autograd graph whose backward is running in this thread, or None.
 
     Without the symbol it is not known.
     """
@@ -496,7 +496,7 @@ def current_node() -> Any:
 
 
 def function_of(node: Any) -> Any:
-    """The class of the custom autograd.Function that made a node, or None.
+    """Return the class of the custom autograd.Function that made a node, or None.
 
     Without the symbol it is not known.
     """
@@ -504,7 +504,7 @@ def function_of(node: Any) -> Any:
 
 
 def checkpointed_function(frame: Any) -> Any:
-    """What `torch.utils.checkpoint` re-runs, from the record it keeps of one call, or None.
+    """Return what `torch.utils.checkpoint` re-runs, from the record it keeps of one call, or None.
 
     Without the symbols it is not known.
     """
@@ -544,7 +544,7 @@ def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
 
 
 def compiled_graphs() -> int | None:
-    """How many graphs were compiled in this process; None where torch does not count them."""
+    """Return how many graphs this process has compiled; None if torch does not count."""
     counters = getattr(getattr(torch._dynamo, "utils", None), "counters", None)
     return None if counters is None else int(counters["stats"]["unique_graphs"])
 
@@ -609,7 +609,7 @@ class CompiledForward:
 
 
 def _context_of(compiled: Any) -> Any:
-    """The settings in the closure of a compiled function; None of any other."""
+    """Return the settings in the closure of a compiled function; None of any other."""
     if not hasattr(compiled, "_torchdynamo_orig_callable"):
         return None
     code = getattr(compiled, "__code__", None)

@@ -67,7 +67,7 @@ class Judgement:
 
     @property
     def status(self) -> str:
-        """By majority: one unlucky direction does not decide."""
+        """The verdict of the majority: one unlucky direction does not decide."""
         if median(each.excess for each in self.comparisons) > 1:
             return WRONG
         doubtful = median(each.doubt for each in self.comparisons) > _UNDECIDED_BEYOND
@@ -75,7 +75,7 @@ class Judgement:
 
     @property
     def deviation(self) -> float:
-        """Relative, the median over directions."""
+        """The relative deviation, as the median over directions."""
         return median(each.deviation for each in self.comparisons)
 
     @property

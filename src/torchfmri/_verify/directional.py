@@ -127,20 +127,20 @@ class _Differences:
         self._ends: dict[float, tuple[float, float]] = {}
 
     def at(self, step: float) -> Slope:
-        """With the rounding error alone."""
+        """Return the difference at one step, with the rounding error alone."""
         low, high = self._both(step)
         bend = abs(high - 2 * self._at_zero + low) / step
         return Slope((high - low) / (2 * step), self._rounding / step, bend)
 
     def around(self, index: int) -> Slope:
-        """At one step, with the disagreement of its neighbours as error."""
+        """Return the difference at one step, with its neighbours' disagreement as error."""
         slopes = [self.at(_STEPS[k]) for k in (index - 1, index, index + 1)]
         values = [slope.value for slope in slopes]
         spread = max(values) - min(values) if all(map(math.isfinite, values)) else math.inf
         return Slope(values[1], spread + slopes[1].error, slopes[1].bend)
 
     def noise(self, step: float) -> float:
-        """An upper bound of the rounding error of one evaluation."""
+        """Return an upper bound of the rounding error of one evaluation."""
         low, high = self._both(step)
         return abs(high - 2 * self._at_zero + low)
 

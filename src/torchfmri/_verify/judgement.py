@@ -41,7 +41,7 @@ class Problem(Protocol):
     variables: list[VariedTensor]
 
     def run(self, values: Sequence[Tensor], use: Callable[[list[Tensor]], T]) -> T:
-        """What `use` makes of the outputs at `values`."""
+        """Return what `use` makes of the outputs at `values`."""
 
 
 def judge(
@@ -100,7 +100,7 @@ class Point:
             raise UndifferentiableError("its output has NaN")
 
     def draw(self, generator: torch.Generator) -> list[Tensor]:
-        """A random number for each number of the outputs; 0 where those are infinite."""
+        """Return a random number for each number of the outputs; 0 where those are infinite."""
         return [
             torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
             * each.isfinite()

@@ -21,6 +21,7 @@ from torchfmri._verify.judgement import (
 )
 from torchfmri._verify.module_calls import ModuleCall, tensors_within
 from torchfmri._verify.random_directions import nudged
+from torchfmri._verify.report import GradientCheck
 from torchfmri._verify.second_derivative import SecondDerivative
 from torchfmri._verify.varied_call import ForwardError, VariedCall, VariedTensor
 
@@ -35,28 +36,17 @@ class Options(NamedTuple):
     second: bool
 
 
-class GradientVerdict(NamedTuple):
-    """The verdict on the gradient of one input or parameter of a layer."""
-
-    of: str
-    status: str
-    deviation: float
-    allowed: float
-    reason: str
-    order: int
-
-
 @dataclass
 class LayerVerdict:
     """The verdict on one call of a layer.
 
     Attributes:
-        findings: One for each input and parameter.
+        checks: One for each input and parameter.
         problem: Why the call could not be verified; "" if it could.
         notes: What else the reader should know.
     """
 
-    findings: list[GradientVerdict] = field(default_factory=list)
+    checks: list[GradientCheck] = field(default_factory=list)
     problem: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -88,18 +78,17 @@ def verify_call(call: ModuleCall, wrong: Mapping[str, nn.Module], options: Optio
     last = failures[-1][1]
     if isinstance(last, BackwardError):
         reason = f"its backward pass raises {_cause(last)}"
-        return LayerVerdict(
-            [
-                GradientVerdict(
-                    of=BACKWARD_PASS,
-                    status=WRONG,
-                    deviation=float("inf"),
-                    allowed=0.0,
-                    reason=reason,
-                    order=1,
-                )
-            ]
+        check = GradientCheck(
+            layer=call.layer,
+            kind=type(call.module).__name__,
+            of=BACKWARD_PASS,
+            status=WRONG,
+            deviation=float("inf"),
+            allowed=0.0,
+            reason=reason,
+            call=call.index,
         )
+        return LayerVerdict([check])
     return LayerVerdict(problem=f"it cannot be run alone: {_cause(last)}")
 
 
@@ -130,14 +119,18 @@ def _verify_in(
         guilty = [each for each in parts if each.status == WRONG]
         if guilty:
             judgements = [each for each in judgements if each is not joint] + guilty
-    verdict.findings = [_finding(each, 1) for each in judgements]
-    if options.second and not any(each.status == WRONG for each in verdict.findings):
-        _verify_second(varied, options, precision, verdict)
+    verdict.checks = [_check(call, each, 1) for each in judgements]
+    if options.second and not any(each.status == WRONG for each in verdict.checks):
+        _verify_second(call, varied, options, precision, verdict)
     return verdict
 
 
 def _verify_second(
-    varied: VariedCall, options: Options, precision: Precision, verdict: LayerVerdict
+    call: ModuleCall,
+    varied: VariedCall,
+    options: Options,
+    precision: Precision,
+    verdict: LayerVerdict,
 ) -> None:
     try:
         problem = SecondDerivative(varied)
@@ -145,7 +138,7 @@ def _verify_second(
     except (BackwardError, ForwardError) as error:
         verdict.notes.append(f"no second derivative: {_cause(error)}")
         return
-    verdict.findings += [_finding(each, 2) for each in judgements]
+    verdict.checks += [_check(call, each, 2) for each in judgements]
 
 
 def _judge_off_kinks(
@@ -170,13 +163,16 @@ def _judge_off_kinks(
     return judgements
 
 
-def _finding(judgement: Judgement, order: int) -> GradientVerdict:
-    return GradientVerdict(
+def _check(call: ModuleCall, judgement: Judgement, order: int) -> GradientCheck:
+    return GradientCheck(
+        layer=call.layer,
+        kind=type(call.module).__name__,
         of=judgement.variable.name,
         status=judgement.status,
         deviation=judgement.deviation,
         allowed=judgement.allowed,
         reason=judgement.reason,
+        call=call.index,
         order=order,
     )
 

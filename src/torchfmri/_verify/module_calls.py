@@ -6,13 +6,15 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchfmri._model import each_once
 from torchfmri._torch import Hook, flatten
 
 CALLS_KEPT = 3
@@ -75,29 +77,20 @@ def logged_calls(layers: Mapping[str, nn.Module], chosen: Iterable[str]) -> Iter
         known.add(signature)
         running.append(copy_call(layer, module, (arguments, dict(keywords)), index))
 
-    def end(layer: str, inputs: Any, output: Any) -> None:
+    def end(layer: str, _: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         call = running.pop()
         if call is not None:
             log.calls.append(call)
-        if log.first_nan is None and _has_nan(output) and not _has_nan(inputs):
+        if log.first_nan is None and _has_nan(output) and not _has_nan((arguments, keywords)):
             log.first_nan = layer
 
-    handles: list[Any] = []
-    first_names: dict[int, str] = {}
-    try:
-        for layer, module in layers.items():
-            if first_names.setdefault(id(module), layer) != layer:
-                continue
-            before = Hook(lambda m, a, k, layer=layer: begin(layer, m, a, k), module)
-            after = Hook(lambda _, a, k, output, layer=layer: end(layer, (a, k), output), module)
-            handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after, with_kwargs=True),
-            ]
+    with ExitStack() as stack:
+        for layer, module in each_once(layers).items():
+            before = Hook(partial(begin, layer), module)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            after = Hook(partial(end, layer), module)
+            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         yield log
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def copy_with(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:

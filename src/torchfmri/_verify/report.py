@@ -12,12 +12,13 @@ from torchfmri._text import (
     Column,
     Grid,
     encodable,
-    group_reasons,
     layer_label,
     line_width,
     number_text,
     paragraph,
     plural,
+    say_note,
+    say_reasons,
     star,
 )
 from torchfmri._verify.comparison import RIGHT, UNDECIDED, WRONG
@@ -154,7 +155,7 @@ class Verification:
         return "\n\n".join([title, *(["\n".join(["wrong", *listed])] if listed else []), *rest])
 
     def _wrong_in_words(self) -> list[str]:
-        """The wrong gradients, first to last."""
+        """Return the wrong gradients, first to last."""
         words = [str(check) for check in self.findings]
         more = [f"and {len(words) - _LISTED} more: see verification.findings"]
         return words[:_LISTED] + (more if len(words) > _LISTED else [])
@@ -192,7 +193,7 @@ class Verification:
             Column("allowed", [_number(line.allowed) for line in lines], 5),
         ]
         wrong = frozenset(k for k, line in enumerate(lines) if line.status == WRONG)
-        names = [line.name for line in lines]
+        names = [line.layer for line in lines]
         return Grid(
             title=title,
             heading="layer",
@@ -203,34 +204,19 @@ class Verification:
         )
 
     def _remarks(self) -> list[str]:
-        said = [
-            f"not verified: {layer_label(layer)}"
-            + (f" ({count} layers)" if count > 1 else "")
-            + f": {reason}"
-            for layer, count, reason in group_reasons(self.missing)
-        ]
+        said = [f"not verified: {each}" for each in say_reasons(self.missing)]
         for text, layers in self.notes.items():
             folded = star if len(layers) > 3 else str
-            named = list(dict.fromkeys(layer_label(folded(layer)) for layer in layers))
-            more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-            said.append(f"{text}: {', '.join(named[:3])}{more}")
+            named = dict.fromkeys(layer_label(folded(layer)) for layer in layers)
+            said.append(say_note(text, list(named), str))
         return said
 
 
-@dataclass(frozen=True)
-class _TableLine:
-    """One line of the table: a wrong gradient, a layer, or several similar layers."""
+def _lines(checks: Sequence[GradientCheck]) -> list[GradientCheck]:
+    """Return wrong gradients first, one by one; then layers, with their largest deviation.
 
-    name: str
-    status: str
-    kind: str
-    of: str
-    deviation: float
-    allowed: float
-
-
-def _lines(checks: Sequence[GradientCheck]) -> list[_TableLine]:
-    """Return wrong gradients first, one by one; then layers, with their largest deviation."""
+    Similar layers share a line, whose `layer` stands for all of them.
+    """
     groups: dict[tuple[Any, ...], list[GradientCheck]] = {}
     for check in checks:
         alone = check.status in (WRONG, UNDECIDED)
@@ -244,8 +230,8 @@ def _lines(checks: Sequence[GradientCheck]) -> list[_TableLine]:
         count = f" ({len(layers)} layers)" if len(layers) > 1 else ""
         worst = max(members, key=lambda check: check.deviation)
         lines.append(
-            _TableLine(
-                name=layer_label(name) + count,
+            GradientCheck(
+                layer=layer_label(name) + count,
                 status=status,
                 kind=first.kind,
                 of=_listed(members),

@@ -30,7 +30,7 @@ class SecondDerivative:
         self.variables = [*call.variables, VariedTensor("gradient that arrives", places)]
 
     def run(self, values: Sequence[Tensor], use: Callable[[list[Tensor]], T]) -> T:
-        """What `use` makes of the gradients at `values`."""
+        """Return what `use` makes of the gradients at `values`."""
         twice = any(value.requires_grad for value in values)
         leaves = [value if twice else value.detach().requires_grad_() for value in values]
         own, cotangents = leaves[: self._count], leaves[self._count :]

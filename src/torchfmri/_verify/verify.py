@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchfmri._model import (
     compiled_code_as_eager,
     copy_of_data,
     find_layers,
+    first_names,
     loss_of,
     named_layers,
     runnable,
@@ -116,25 +117,12 @@ class _Report:
     wrong: dict[str, nn.Module] = field(default_factory=dict)
 
     def add(self, call: ModuleCall, verdict: LayerVerdict) -> None:
-        layer, kind = call.layer, _kind(call)
-        for found in verdict.findings:
-            status = found.status
-            if status == WRONG:
+        layer = call.layer
+        for check in verdict.checks:
+            if check.status == WRONG:
                 self.wrong[layer] = call.module
-                status = EXPECTED if layer in self.expected else WRONG
-            self.checks.append(
-                GradientCheck(
-                    layer=layer,
-                    kind=kind,
-                    of=found.of,
-                    status=status,
-                    deviation=found.deviation,
-                    allowed=found.allowed,
-                    reason=found.reason,
-                    call=call.index,
-                    order=found.order,
-                )
-            )
+                check = replace(check, status=EXPECTED if layer in self.expected else WRONG)
+            self.checks.append(replace(check, kind=_kind(call)))
         if verdict.problem:
             self.missing[layer] = verdict.problem
         for note in verdict.notes:
@@ -190,10 +178,8 @@ def _choose(names: dict[str, nn.Module], layers: Pattern) -> list[str]:
 
 def _canonical(names: Mapping[str, nn.Module], chosen: list[str]) -> list[str]:
     """Return the first name of each module, so that one with two names is verified once."""
-    first: dict[int, str] = {}
-    for name, module in names.items():
-        first.setdefault(id(module), name)
-    return list(dict.fromkeys(first[id(names[name])] for name in chosen))
+    first = first_names(names)
+    return list(dict.fromkeys(first[name] for name in chosen))
 
 
 def _run(

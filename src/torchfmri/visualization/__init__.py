@@ -11,13 +11,14 @@ from torchfmri.visualization import history_plots, plots
 from torchfmri.visualization._brain import Band, Brain, draw_brain
 from torchfmri.visualization._colour_scale import meaning, scale_colours, tops
 from torchfmri.visualization._figure import (
+    MOST_LINES,
     axes_or_new,
     check_picture,
     escape,
     new_figure,
     save_figure,
 )
-from torchfmri.visualization._scan_lines import MOST_LINES, Line, draw_lines, scale_wide
+from torchfmri.visualization._scan_lines import Line, draw_lines, scale_wide
 from torchfmri.visualization._token_track import TokenTrack, in_context, token_label
 from torchfmri.visualization.attention_plots import plot_attention, plot_heads
 from torchfmri.visualization.diagnosis_plots import plot_diagnosis

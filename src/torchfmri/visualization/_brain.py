@@ -104,7 +104,7 @@ class Brain(NamedTuple):
 
 
 def band_edges(bands: Sequence[Band], most: float) -> list[tuple[float, float]]:
-    """Where each band begins and ends, in inches from the top; at most so many in all."""
+    """Return where each band begins and ends, in inches from the top; at most so many in all."""
     if not bands:
         return [(0.0, 0.5)]
     heights = np.array(
@@ -195,7 +195,7 @@ def _draw_band(
 
 
 def _draw_mark(ax: Axes, brain: Brain, edges: Sequence[tuple[float, float]]) -> None:
-    """A ring around one value, which is seen on dark and on bright colours."""
+    """Draw a ring around one value that is visible on dark and on bright colours."""
     assert brain.mark is not None
     row, column = brain.mark
     for band, (top, end) in zip(brain.bands, edges, strict=False):
@@ -209,7 +209,7 @@ def _draw_mark(ax: Axes, brain: Brain, edges: Sequence[tuple[float, float]]) -> 
 
 
 def _label_bands(ax: Axes, bands: Sequence[Band], edges: Sequence[tuple[float, float]]) -> str:
-    """Names of bands, and marks beside the map, where there is room; a remark if not everywhere."""
+    """Write names of bands and marks beside the map; return a remark if some had no room."""
     places: list[float] = []
     texts: list[str] = []
     named = 0
@@ -259,7 +259,7 @@ def _write_title(ax: Axes, brain: Brain, above_track: bool) -> None:
 
 
 def _draw_bar(ax: Axes, image: Any, scale: ColourScale, inches: float) -> None:
-    """The colour bar: what the colours mean, from where to where, and whether values go beyond."""
+    """Draw the colour bar: what colours mean, their range, and whether values go beyond."""
     ticks = ticks_between(scale.low, scale.high) if scale.logarithmic else None
     bar = ax.figure.colorbar(
         image, ax=ax, pad=0.012, fraction=0.04, aspect=max(12.0, 9 * inches), shrink=0.92,

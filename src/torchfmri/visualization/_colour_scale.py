@@ -55,12 +55,12 @@ class ColourScale(NamedTuple):
 
 
 def meaning(metric: str) -> str:
-    """What a metric is, in words."""
+    """Return what a metric is, in words."""
     return _MEANING.get(metric, metric.replace("_", " "))
 
 
 def tops(values: npt.NDArray[np.floating[Any]]) -> Floats:
-    """The 99.5th percentile of each row's finite values, 0 where there is none.
+    """Return the 99.5th percentile of each row's finite values, 0 where there is none.
 
     It is one of the values (the next lower one), so that of a short text the largest does not
     count: its first token is often a hundred times as loud as any other. Of two or three values
@@ -78,7 +78,7 @@ def tops(values: npt.NDArray[np.floating[Any]]) -> Floats:
 def scale_colours(
     values: npt.NDArray[np.floating[Any]], metric: str, normalise: str = "layer"
 ) -> ColourScale:
-    """The colours of values (row, s).
+    """Return how values (row, s) become colours.
 
     Args:
         values: Rows are layers or voxels.
@@ -140,7 +140,7 @@ def _clipped(
 
 
 def pool_rows(shown: Floats, most: int) -> Floats:
-    """At most so many rows: of neighbours the value of the largest size; nan wins.
+    """Return at most so many rows: of neighbours the value of the largest size; nan wins.
 
     Example:
         >>> pool_rows(np.array([[1.0], [-3.0], [2.0]]), 2).tolist()

@@ -48,7 +48,7 @@ def plot_compare(
     names: tuple[str, str] = ("a", "b"),
     ax: Axes | None = None,
 ) -> Axes:
-    """Two inspections side by side: per layer the mean, 50% and 90% of the values of both.
+    """Draw two inspections side by side: per layer the mean, 50% and 90% of the values.
 
     Where both kept their tensors, a second panel (the next axes of the figure) shows how far they
     are apart: |a - b| / |a| over the whole tensor (L2). Layers are matched by name.
@@ -104,7 +104,7 @@ def plot_compare(
 def _draw_bands(
     ax: Axes, layout: LayerLayout, both: Sequence[Sequence[Statistics]], span: tuple[int, int]
 ) -> None:
-    """Many layers of one kind: the first inspection as a filled band, the second as outlines."""
+    """Draw many layers of one kind: the first inspection as a band, the second as outlines."""
     start, end = span
     places = layout.places[start:end]
     for low, high, colour, dash in ((0.05, 0.95, "#cfe3f1", ":"), (0.25, 0.75, "#93c1e0", "-")):
@@ -124,7 +124,7 @@ def _draw_intervals(
     span: tuple[int, int],
     names: Sequence[str],
 ) -> None:
-    """One interval per layer: thin for 90%, thick for 50%, a mark at the mean."""
+    """Draw one interval per layer: thin for 90%, thick for 50%, a mark at the mean."""
     start, end = span
     looks = ((BLUE, "o", -0.2), (ORANGE, "s", 0.2))
     for all_of_one, name, (colour, marker, shift) in zip(both, names, looks, strict=True):
@@ -140,7 +140,7 @@ def _draw_intervals(
 def _relative_difference(
     a: Inspection, b: Inspection, layer: str, what: str, names: tuple[str, str]
 ) -> float | str:
-    """|a - b| / |a| over the calls of a layer; words where that is not a positive number."""
+    """Return |a - b| / |a| over the calls of a layer; words if it is not a positive number."""
     pairs = _pairs(a[layer], b[layer], what)
     if not pairs:
         return "called differently"
@@ -165,7 +165,7 @@ def _relative_difference(
 
 
 def _pairs(one: Record, two: Record, what: str) -> list[tuple[Value | None, Value | None]]:
-    """What to compare of a layer: its parameters by name, its calls in order."""
+    """Return what to compare of a layer: its parameters by name, its calls in order."""
     if "parameter" in what:
         ours, theirs = one.parameter_values(what), two.parameter_values(what)
         return [(value, theirs.get(name)) for name, value in ours.items()]
@@ -189,22 +189,16 @@ def _draw_apart(
     else:
         panel.set_xticks([])
     words = [value if isinstance(value, str) else "" for value in apart]
-    start = 0
-    for index in range(1, len(words) + 1):
-        if index < len(words) and words[index] == words[start] and index not in layout.groups:
-            continue
-        if words[start]:
-            many = f" ({index - start} layers)" if index - start > 1 else ""
-            panel.annotate(
-                escape(words[start] + many),
-                (0.5, float(layout.places[start] + layout.places[index - 1]) / 2),
-                xycoords=("axes fraction", "data"),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=GREY,
-            )
-        start = index
+    for text, first, last in layout.runs(words):
+        panel.annotate(
+            escape(text),
+            (0.5, float(layout.places[first] + layout.places[last]) / 2),
+            xycoords=("axes fraction", "data"),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=GREY,
+        )
     panel.tick_params(axis="y", left=False, labelleft=False)
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="x", color="0.5", alpha=0.25, linewidth=0.6)
@@ -218,7 +212,7 @@ def _mark_differences(
     names: tuple[str, str],
     what: str,
 ) -> None:
-    """Words inside the panel at layers that are not as usual in one of the two."""
+    """Write words at layers that are unusual in one of the two."""
     for index, pair in enumerate(zip(*both, strict=True)):
         words = [
             f"{name}: {state}"
@@ -245,7 +239,7 @@ def _title(
     found: tuple[dict[str, Statistics], dict[str, Statistics]],
     shared: Sequence[str],
 ) -> str:
-    """What is compared, and which layers are in one of the two only."""
+    """Return what is compared, and which layers are in one of the two only."""
     lines = [f"{what} of {names[0]} and {names[1]}"]
     for name, layers in zip(names, found, strict=True):
         alone = [layer_label(layer) for layer in layers if layer not in set(shared)]

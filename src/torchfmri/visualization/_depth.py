@@ -40,7 +40,7 @@ def plot_statistics(
     layers: str | Sequence[str] = "*",
     ax: Axes | None = None,
 ) -> Axes:
-    """How values change over the depth of the model: the mean, and where most values lie.
+    """Draw how values change over the depth of the model: the mean and where most lie.
 
     The input is on top. Layers with NaN, Inf or only one value are marked in words. Where there
     are too many layers to name, those of one kind (`layers.*.mlp`) stand together.

@@ -27,7 +27,7 @@ def plot_feature_maps(
     call: int = 0,
     ax: Axes | None = None,
 ) -> Axes:
-    """The channels of one sample as images, all on one colour scale; needs keep="tensors".
+    """Draw the channels of one sample as images on one colour scale; needs keep="tensors".
 
     Args:
         inspection: What to show.
@@ -79,7 +79,7 @@ def plot_feature_maps(
 
 
 def _images(inspection: Inspection, layer: str, what: str, call: int) -> Any:
-    """The images of one call as an array (b, channels, height, width)."""
+    """Return the images of one call as an array (b, channels, height, width)."""
     record = inspection[layer]
     inspection.statistics(layer, what, call=call)  # raises, with the reason, where there is nothing
     value = record.calls[call].value(what)
@@ -101,14 +101,14 @@ def _check_index(noun: str, index: int, count: int) -> None:
 
 
 def _columns(count: int) -> int:
-    """How many tiles side by side: wider than high, and few gaps in the last row."""
+    """Return how many tiles side by side: wider than high, and few gaps in the last row."""
     ideal = float(np.sqrt(count * 1.8))
     options = range(int(np.ceil(np.sqrt(count))), int(np.ceil(2.2 * np.sqrt(count))) + 1)
     return min(options, key=lambda columns: (-count % columns, abs(columns - ideal)))
 
 
 def _mosaic(tiles: Sequence[Any], columns: int) -> tuple[Any, list[tuple[int, int]]]:
-    """The tiles side by side with a gap between them, and the corner of each."""
+    """Return the tiles side by side with a gap between them, and the corner of each."""
     height, width = tiles[0].shape
     gap = max(1, round(width / 16))
     rows = -(-len(tiles) // columns)
@@ -122,7 +122,7 @@ def _mosaic(tiles: Sequence[Any], columns: int) -> tuple[Any, list[tuple[int, in
 
 
 def _label_tile(ax: Axes, tile: Any, channel: int, x: int, y: int) -> None:
-    """The channel's number, and in words if there is nothing to see in it."""
+    """Write the channel's number, and in words if there is nothing to see in it."""
     box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0}
     ax.text(x, y, str(channel), fontsize=7, va="top", ha="left", color="black", bbox=box)
     lost = int((~np.isfinite(tile)).sum())

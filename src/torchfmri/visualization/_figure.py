@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchfmri._arguments import require
 from torchfmri._files import new_file
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: told apart by all common kinds of colour vision.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#7f7f7f"
+# The palette of lines: without the yellow, which is too pale for a line.
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", "-.", ":")
+MOST_LINES = len(LINE_COLOURS) * len(DASHES)
+WIDE = 30
+"""Values of which the largest is so many times the smallest are drawn on a logarithmic scale."""
 MEANING = {
     "activations": "value of the output",
     "inputs": "value of the input",
@@ -47,7 +53,7 @@ def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> No
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches, which pyplot does not know of, except in a notebook.
+    """Return a figure of that size in inches, unknown to pyplot except in a notebook.
 
     There it is one of pyplot's, because only those are shown; the notebook closes it itself.
 
@@ -91,7 +97,7 @@ def check_picture(name: str, path: Path) -> None:
 
 
 def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
-    """`ax`, or the axes of a new figure of that size in inches."""
+    """Return `ax`, or the axes of a new figure of that size in inches."""
     if ax is None:
         return new_figure(width, height).add_subplot()
     require(hasattr(ax, "get_figure"), "ax", ax, "give matplotlib Axes, or None for a new figure")
@@ -99,7 +105,7 @@ def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
 
 
 def split_right(ax: Axes, share: float) -> Axes:
-    """New axes for the right `share` of the space that `ax` had, with the same y axis."""
+    """Return new axes for the right `share` of the space of `ax`, with the same y axis."""
     figure, spec = ax.figure, ax.get_subplotspec()
     if spec is not None:
         parts = spec.subgridspec(1, 2, width_ratios=[1 - share, share], wspace=0.06)
@@ -111,8 +117,55 @@ def split_right(ax: Axes, share: float) -> Axes:
     return figure.add_axes(bounds, sharey=ax)
 
 
+def panels(
+    count: int, most: int, inches: tuple[float, float], **options: Any
+) -> tuple[Figure, list[Any]]:
+    """Return a new figure and `count` axes on it, at most so many side by side.
+
+    Args:
+        count: How many.
+        most: How many side by side at most.
+        inches: The width and height of each.
+        **options: Of `Figure.subplots`.
+    """
+    columns = min(most, count)
+    rows = -(-count // columns)
+    figure = new_figure(inches[0] * columns + 0.6, inches[1] * rows + 0.6)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for ax in axes[count:]:
+        ax.set_axis_off()
+    return figure, axes[:count]
+
+
+def draw_grid(ax: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
+    """Draw faint lines behind the data, and no frame above and at the right."""
+    ax.grid(axis=axis, color="#e8e8e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw_legend(ax: Axes, size: float = 8) -> None:
+    """Draw the legend at the right of the axes."""
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=size)
+
+
+def draw_colour_bar(ax: Axes, image: Any, label: str = "", **options: Any) -> Any:
+    """Draw the colour bar of an image in small letters, and return it.
+
+    Args:
+        ax: The axes that it stands beside.
+        image: What it explains.
+        label: What the colours mean.
+        **options: Of `Figure.colorbar`.
+    """
+    bar = ax.figure.colorbar(image, ax=ax, **options)
+    bar.set_label(escape(label), fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return bar
+
+
 def scale_values(ax: Axes, ends: Iterable[tuple[float, float]]) -> None:
-    """A linear x axis where layers are of one size, else one that is linear only around zero.
+    """Make the x axis linear only around zero if the sizes of layers differ widely.
 
     Args:
         ax: The axes to scale.
@@ -135,17 +188,17 @@ def scale_values(ax: Axes, ends: Iterable[tuple[float, float]]) -> None:
 
 
 def ink(ax: Axes) -> Any:
-    """The colour of the text, which fits the user's own style, dark ones too."""
+    """Return the colour of the text, which fits the user's own style, dark ones too."""
     return ax.xaxis.label.get_color()
 
 
 def behind_text(ax: Axes) -> dict[str, Any]:
-    """A box that lets a text be read on top of data."""
+    """Return a box that lets a text be read on top of data."""
     return {"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
 
 
 def escape(text: str) -> str:
-    """The text with nothing in it that matplotlib would read as mathematics."""
+    """Return the text with nothing in it that matplotlib would read as mathematics."""
     return text.replace("$", r"\$")
 
 

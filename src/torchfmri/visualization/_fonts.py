@@ -27,7 +27,7 @@ class Fonts(NamedTuple):
     missing: frozenset[str]
 
     def writable(self, text: str) -> str:
-        """The text with a box for each character that no font has."""
+        """Return the text with a box for each character that no font has."""
         return "".join(REPLACEMENT if each in self.missing else each for each in text)
 
     def note(self) -> str:
@@ -43,7 +43,7 @@ class Fonts(NamedTuple):
 
 
 def fonts_for(texts: Iterable[str]) -> Fonts:
-    """The fonts for these texts: matplotlib's own, then others that have what it lacks."""
+    """Return the fonts for these texts: matplotlib's own, then others that have what it lacks."""
     from matplotlib import font_manager, rcParams
 
     families = list(rcParams["font.family"])

@@ -42,7 +42,7 @@ def plot_histogram(
     log: bool = False,
     **options: Any,
 ) -> Axes:
-    """The distribution of one layer's values, merged over its calls, or of any tensor's.
+    """Draw the distribution of one layer's values, merged over its calls, or of any tensor.
 
     Counts come from the statistics, so no tensors need to be kept; within 3 % of a value they are
     spread evenly. Where a few values lie far out, the axis leaves them out and says how many.
@@ -103,7 +103,7 @@ def plot_histogram(
 def _of_layer(
     inspection: Inspection, layer: str | None, what: str | None, options: dict[str, Any]
 ) -> tuple[Statistics, str, str]:
-    """The statistics of a layer, the title and the label of their histogram."""
+    """Return the statistics of a layer, the title and the label of their histogram."""
     if layer is None:
         raise InspectionError(
             f"plot_histogram of an inspection shows one layer; name one of {list(inspection)}."
@@ -115,7 +115,7 @@ def _of_layer(
 
 
 def _summary(statistics: Statistics, outside: int) -> list[str]:
-    """The numbers beside a histogram."""
+    """Return the numbers beside a histogram."""
     lines = [f"{statistics.count:,} values"]
     if statistics.finite:
         lines += [
@@ -135,7 +135,7 @@ def _summary(statistics: Statistics, outside: int) -> list[str]:
 
 
 def _cut_tallest(ax: Axes, counts: Floats, edges: Floats) -> None:
-    """Where one bar dwarfs all others, the axis ends below its top, and its count is written."""
+    """End the axis below the top of a bar that dwarfs the others, and write its count."""
     second, tallest = (float(each) for each in np.sort(counts)[-2:]) if len(counts) > 1 else (0, 0)
     if not 0 < second * _DWARFED < tallest:
         return
@@ -156,7 +156,7 @@ def _cut_tallest(ax: Axes, counts: Floats, edges: Floats) -> None:
 
 
 def _limits(statistics: Statistics) -> tuple[float, float]:
-    """All values, or nearly all where the others would squeeze them into a few bars."""
+    """Return all values, or nearly all where the others would squeeze them into a few bars."""
     low, high = float(statistics.min), float(statistics.max)
     inner = statistics.quantile(_OUTSIDE), statistics.quantile(1 - _OUTSIDE)
     far = 0 < inner[1] - inner[0] < (high - low) / 4

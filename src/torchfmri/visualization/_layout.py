@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,6 +48,17 @@ class LayerLayout(NamedTuple):
         """Where each group begins and ends in `layers`."""
         return list(zip(self.groups, [*self.groups[1:], len(self.layers)], strict=True))
 
+    def runs(self, words: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+        """Yield text, first and last layer of each run of equal words; not of those without."""
+        start = 0
+        for index in range(1, len(words) + 1):
+            if index < len(words) and words[index] == words[start] and index not in self.groups:
+                continue
+            if words[start]:
+                many = f" ({index - start} layers)" if index - start > 1 else ""
+                yield words[start] + many, start, index - 1
+            start = index
+
     @property
     def end(self) -> float:
         """The lower end of the axis."""
@@ -60,7 +71,7 @@ class LayerLayout(NamedTuple):
 
 
 def arrange(layers: Sequence[str]) -> LayerLayout:
-    """Layers in model order; too many to name are put together by kind, each kind by depth.
+    """Return where layers are drawn: in model order, or by kind if they are too many.
 
     `layers.0.mlp`, `layers.1.mlp`, ... make one group, named `layers.*.mlp`.
     """
@@ -89,7 +100,7 @@ def arrange(layers: Sequence[str]) -> LayerLayout:
 
 
 def draw_layers(ax: Axes, layout: LayerLayout, inspection: Inspection) -> None:
-    """The names of the layers, the input on top; with their type where they are only numbered."""
+    """Write the names of the layers, the input on top; with types if names are numbers."""
     ticks = [place for place, _ in layout.labels]
     names = [label_layer(name, inspection) for _, name in layout.labels]
     ax.set_yticks(ticks, names, fontsize=8, family="monospace")
@@ -104,38 +115,31 @@ def draw_layers(ax: Axes, layout: LayerLayout, inspection: Inspection) -> None:
 
 
 def label_layer(name: str, inspection: Inspection) -> str:
-    """A layer's name to write beside it, with its type where it is only a number."""
+    """Return a layer's name to write beside it, with its type where it is only a number."""
     text = shorten(layer_label(name), _LONGEST_LABEL)
     numbered = name in inspection and name.rpartition(".")[2].isdigit()
     return escape(f"{text} {inspection[name].kind}" if numbered else text)
 
 
 def mark_states(ax: Axes, layout: LayerLayout, statistics: Sequence[Statistics], what: str) -> None:
-    """Words in the margin at layers that are not as usual, one for neighbours that share them."""
-    words = [state_in_words(each, what) for each in statistics]
-    start = 0
-    for index in range(1, len(words) + 1):
-        if index < len(words) and words[index] == words[start] and index not in layout.groups:
-            continue
-        if words[start]:
-            top = float(layout.places[start] - layout.heights[start] / 2)
-            end = float(layout.places[index - 1] + layout.heights[index - 1] / 2)
-            ax.axhspan(top, end, color=ORANGE, alpha=0.12, linewidth=0, zorder=0)
-            many = f" ({index - start} layers)" if index - start > 1 else ""
-            ax.annotate(
-                words[start] + many,
-                (1.01, (top + end) / 2),
-                xycoords=("axes fraction", "data"),
-                verticalalignment="center",
-                fontsize=8,
-                color=ORANGE,
-                fontweight="bold",
-            )
-        start = index
+    """Write words in the margin at unusual layers, once for neighbours that share them."""
+    for text, first, last in layout.runs([state_in_words(each, what) for each in statistics]):
+        top = float(layout.places[first] - layout.heights[first] / 2)
+        end = float(layout.places[last] + layout.heights[last] / 2)
+        ax.axhspan(top, end, color=ORANGE, alpha=0.12, linewidth=0, zorder=0)
+        ax.annotate(
+            text,
+            (1.01, (top + end) / 2),
+            xycoords=("axes fraction", "data"),
+            verticalalignment="center",
+            fontsize=8,
+            color=ORANGE,
+            fontweight="bold",
+        )
 
 
 def state_in_words(statistics: Statistics, what: str) -> str:
-    """What a reader has to know of a layer that is not as usual; "" if it is."""
+    """Return what is unusual about a layer; "" if nothing is."""
     state = describe_state(statistics)
     bad = describe_bad(statistics)
     if bad and not state:
@@ -146,7 +150,7 @@ def state_in_words(statistics: Statistics, what: str) -> str:
 def layer_statistics(
     inspection: Inspection, what: str, layers: str | Sequence[str] = "*"
 ) -> tuple[dict[str, Statistics], list[str]]:
-    """The statistics of the layers that match, and the layers without any.
+    """Return the statistics of the layers that match, and the layers without any.
 
     The order is that of execution: a block comes after what it is made of.
 
@@ -184,5 +188,5 @@ def _first_finished(inspection: Inspection, layer: str) -> int:
 
 
 def quantiles(statistics: Sequence[Statistics], q: float) -> Floats:
-    """One quantile of every layer; nan where no value is finite."""
+    """Return one quantile of every layer; nan where no value is finite."""
     return np.array([each.quantile(q) for each in statistics])

@@ -9,18 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfmri._text import layer_label, shorten
-from torchfmri.visualization._figure import GREY, escape
+from torchfmri.visualization._figure import (
+    DASHES,
+    GREY,
+    LINE_COLOURS,
+    WIDE,
+    draw_grid,
+    draw_legend,
+    escape,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = npt.NDArray[np.float64]
 
-# Okabe and Ito's palette without the yellow, which is too pale for a line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-DASHES = ("-", "--", "-.", ":")
-MOST_LINES = len(COLOURS) * len(DASHES)
-_WIDE = 30
 _MOST_NUMBERS = 16
 
 
@@ -54,8 +57,8 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
     """
     for index, line in enumerate(lines):
         look: dict[str, Any] = {
-            "color": COLOURS[index % len(COLOURS)],
-            "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+            "color": LINE_COLOURS[index % len(LINE_COLOURS)],
+            "linestyle": DASHES[index // len(LINE_COLOURS) % len(DASHES)],
             "label": escape(shorten(layer_label(line.label), 36)),
         }
         single = len(line.depths) == 1
@@ -74,18 +77,16 @@ def draw_lines(ax: Axes, lines: Sequence[Line], *, value: str) -> Axes:
                 )
     ax.set_xlabel("depth (number of the block)")
     ax.set_ylabel(escape(value))
-    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    draw_grid(ax)
     _write_depths(ax, lines)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    draw_legend(ax)
     if not any(np.isfinite(line.middle).any() for line in lines):
         ax.text(0.5, 0.5, "no values", transform=ax.transAxes, ha="center", va="center", color=GREY)
     return ax
 
 
 def _write_depths(ax: Axes, lines: Sequence[Line]) -> None:
-    """The numbers of the blocks; what stands before and after them has its name there."""
+    """Write the numbers of the blocks, and the names of layers before and after them."""
     alone = {
         line.depths[0]: layer_label(line.label).rpartition(".")[2]
         for line in lines
@@ -105,12 +106,12 @@ def _write_depths(ax: Axes, lines: Sequence[Line]) -> None:
 
 
 def scale_wide(ax: Axes, lines: Sequence[Line]) -> None:
-    """A logarithmic y axis where all values are positive and some are many times others."""
+    """Make the y axis logarithmic if all values are positive over a wide range."""
     parts = [each for line in lines for each in (line.middle, line.low, line.high)]
     found = [part[np.isfinite(part)] for part in parts if part is not None]
     numbers = np.concatenate(found) if found else np.array([])
     positive = numbers[numbers > 0]
-    if len(positive) and positive.max() > _WIDE * positive.min():
+    if len(positive) and positive.max() > WIDE * positive.min():
         ax.set_yscale("log")
         if positive.min() < positive.max() * 1e-8:
             ax.set_ylim(bottom=float(positive.max()) * 1e-8)

@@ -44,7 +44,7 @@ class TokenTrack(NamedTuple):
 
 
 def token_label(piece: str, longest: int = _LONGEST) -> str:
-    r"""The text of a token to write at a tick: blanks made visible, no longer than `longest`.
+    r"""Return the text of a token for a tick: blanks visible, no longer than `longest`.
 
     Example:
         >>> token_label(" Paris"), token_label("\n\n"), token_label(" "), token_label("")
@@ -107,7 +107,7 @@ def label_tokens(ax: Axes, tokens: TokenTrack, inches: float, remarks: Sequence[
 
 
 def _reading_help(tokens: TokenTrack, every: int, fonts: Fonts, remarks: Sequence[str]) -> str:
-    """What a reader has to know about the texts, and what else is to be said; in lines."""
+    """Return what a reader has to know about the texts, line by line."""
     parts = []
     if every > 1:
         parts.append(f"{every} tokens per tick")
@@ -119,7 +119,7 @@ def _reading_help(tokens: TokenTrack, every: int, fonts: Fonts, remarks: Sequenc
 
 
 def draw_strip(ax: Axes, tokens: TokenTrack) -> None:
-    """Between the axes and the texts: grey for the prompt, blue for what was generated."""
+    """Draw a strip below the axes: grey for the prompt, blue for generated tokens."""
     from matplotlib.patches import Rectangle
     from matplotlib.transforms import blended_transform_factory
 
@@ -135,7 +135,7 @@ def draw_strip(ax: Axes, tokens: TokenTrack) -> None:
 
 
 def draw_surprisal(ax: Axes, tokens: TokenTrack) -> Axes:
-    """A thin track above the axes: surprisal as bars, and which part was generated in words."""
+    """Draw a thin track above the axes: surprisal as bars, and which part was generated."""
     from matplotlib.transforms import blended_transform_factory
 
     place = blended_transform_factory(ax.transAxes, _inches_from(ax, 1))
@@ -164,7 +164,7 @@ def draw_surprisal(ax: Axes, tokens: TokenTrack) -> Axes:
 
 
 def _inches_from(ax: Axes, height: int) -> Any:
-    """A transform in inches, from the lower (0) or the upper (1) edge of the axes."""
+    """Return a transform in inches, from the lower (0) or the upper (1) edge of the axes."""
     from matplotlib.transforms import ScaledTranslation
 
     edges: Any = ax.transAxes
@@ -172,7 +172,7 @@ def _inches_from(ax: Axes, height: int) -> Any:
 
 
 def draw_boundaries(ax: Axes, tokens: TokenTrack) -> None:
-    """A line where the prompt ends."""
+    """Draw a line where the prompt ends."""
     for start, _, generated in spans(tokens.generated):
         if start and generated:
             ax.axvline(start - 0.5, color="white", linewidth=1.6)
@@ -193,7 +193,7 @@ def spans(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int, bool]]:
 
 
 def in_context(pieces: Sequence[str], index: int, around: int = 3) -> str:
-    """A token with those next to it, itself in brackets."""
+    """Return a token with those next to it, itself in brackets."""
     before = "".join(pieces[max(index - around, 0) : index])
     after = "".join(pieces[index + 1 : index + 1 + around])
     parts = [shorten(token_label(part, 40), 40) if part.strip() else "" for part in (before, after)]
@@ -203,6 +203,6 @@ def in_context(pieces: Sequence[str], index: int, around: int = 3) -> str:
 
 
 def _round_down(value: float) -> float:
-    """The largest of 1, 2, 5 times a power of ten that is not above the value."""
+    """Return the largest of 1, 2, 5 times a power of ten that is not above the value."""
     power = 10.0 ** np.floor(np.log10(value))
     return float(max(digit * power for digit in (1, 2, 5) if digit * power <= value * 1.000001))

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchfmri._arguments import require
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import GREY, axes_or_new, escape, ink, new_figure
+from torchfmri.visualization._figure import axes_or_new, draw_colour_bar, escape, ink, panels
 from torchfmri.visualization._fonts import fonts_for
 from torchfmri.visualization._token_track import token_label
 
@@ -30,7 +30,7 @@ def plot_attention(
     heads: Sequence[int] | None = None,
     title: str = "",
 ) -> Figure:
-    """Attention patterns, one panel per head: queries down, keys across, brighter for more.
+    """Draw attention patterns, one panel per head: queries down, keys across.
 
     All panels share one scale, from 0 to the largest weight; it is not linear (square root), so
     that weights of a few per cent can be seen.
@@ -64,19 +64,15 @@ def plot_attention(
         raise InspectionError(f"{len(tokens)} tokens for a pattern over {keys} keys.")
     side_by_side = math.isqrt(len(chosen) - 1) + 1 if len(chosen) > 4 else len(chosen)
     columns = min(_MOST_COLUMNS, side_by_side)
-    rows = -(-len(chosen) // columns)
     side = 3.4 if len(chosen) == 1 else 2.3
-    figure = new_figure(side * columns + 0.9, side * rows * min(1.0, queries / keys + 0.15) + 0.6)
-    grid = figure.subplots(rows, columns, squeeze=False)
+    figure, grid = panels(len(chosen), columns, (side, side * min(1.0, queries / keys + 0.15)))
     top = float(np.nanmax(weights[chosen])) or 1.0
-    for ax in grid.flat[len(chosen) :]:
-        ax.set_axis_off()
-    for index, (ax, head) in enumerate(zip(grid.flat, chosen, strict=False)):
+    for index, (ax, head) in enumerate(zip(grid, chosen, strict=True)):
         image = _draw(ax, weights[head], top)
         ax.set_title(f"head {head}", fontsize=8, loc="left", color=ink(ax))
         _label(ax, tokens, queries, keys, below=index >= len(chosen) - columns,
                left=index % columns == 0)  # fmt: skip
-    bar = figure.colorbar(image, ax=list(grid.flat), shrink=0.6, pad=0.02)
+    bar = figure.colorbar(image, ax=figure.axes, shrink=0.6, pad=0.02)
     bar.set_label("attention", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     if title:
@@ -114,7 +110,7 @@ def _label(
 def plot_heads(
     scores: Any, layers: Sequence[str], *, title: str = "", label: str = "", ax: Axes | None = None
 ) -> Axes:
-    """One number per head: blocks down, heads across, with the number written in each cell.
+    """Draw one number per head: blocks down, heads across, the number in each cell.
 
     Args:
         scores: (layer, head); nan is left grey.
@@ -143,7 +139,5 @@ def plot_heads(
     ax.spines[:].set_visible(False)
     if title:
         ax.set_title(escape(title), fontsize=9, loc="left")
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.02)
-    bar.set_label(label, fontsize=8, color=GREY)
-    bar.ax.tick_params(labelsize=7)
+    draw_colour_bar(ax, image, label, shrink=0.7, pad=0.02)
     return ax

@@ -22,7 +22,7 @@ _PREFERRED = ("gradients", "parameter_gradients", "activations")
 def plot_diagnosis(
     history: History | None, findings: Sequence[Any], model: str, ax: Axes | None = None
 ) -> Axes:
-    """The rms of each layer's gradients over the steps, the loss, and where findings begin.
+    """Draw the rms of each layer's gradients, the loss, and where findings begin.
 
     Args:
         history: Of the run.
@@ -49,7 +49,7 @@ def plot_diagnosis(
 
 
 def _mark(ax: Axes, finding: Any, places: dict[str, int], first: int) -> None:
-    """A line where a finding begins, and frames around its layers."""
+    """Draw a line where a finding begins, and frames around its layers."""
     colour = COLOURS[finding.severity]
     step = first if finding.step is None else finding.step
     ax.axvline(step, color=colour, linewidth=1.4, linestyle="--", zorder=4)
@@ -62,7 +62,7 @@ def _mark(ax: Axes, finding: Any, places: dict[str, int], first: int) -> None:
 
 
 def _name(ax: Axes, findings: Sequence[Any], model: str) -> None:
-    """The findings by name above the map, the worst first."""
+    """Write the findings above the map, the worst first."""
     title = ax.get_title(loc="left")
     ax.set_title("", loc="left")
     lines = [(f"{model}: {'nothing found' if not findings else 'findings'}", "#222222")]

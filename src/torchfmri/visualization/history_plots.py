@@ -11,20 +11,25 @@ from torchfmri._model import match_names, not_found
 from torchfmri._records import COUNTS, NO_STEPS, UPDATES, Floats, History
 from torchfmri._text import layer_label, plural, shorten
 from torchfmri.exceptions import InspectionError
-from torchfmri.visualization._figure import GREY, MEANING, axes_or_new, escape
+from torchfmri.visualization._figure import (
+    DASHES,
+    GREY,
+    LINE_COLOURS,
+    MEANING,
+    MOST_LINES,
+    WIDE,
+    axes_or_new,
+    draw_grid,
+    draw_legend,
+    escape,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette without the yellow, which is too pale for a line.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_DASHES = ("-", "--", "-.", ":")
 _ALARM, _ABSENT = "#D55E00", "#e4e4e4"
 _SIGNED = frozenset({"mean", "min", "max"})
-_WIDE = 30
-"""Values of which the largest is so many times the smallest are drawn on a logarithmic scale."""
 _MOST_NAMES = 56
-_MOST_LINES = len(_COLOURS) * len(_DASHES)
 
 
 def plot_history(
@@ -36,7 +41,7 @@ def plot_history(
     loss: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """A statistic over the steps: of all layers as a heat map, or of chosen layers as lines.
+    """Draw a statistic over the steps: all layers as a heat map, or chosen ones as lines.
 
     Steps in which a layer had NaN or Inf carry a triangle; those in which it was not seen are
     grey and hatched. Values over a wide range are on a logarithmic scale (signed ones: linear
@@ -109,7 +114,7 @@ def _choose(names: list[str], patterns: str | Sequence[str]) -> list[int]:
 
 
 def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str) -> None:
-    """Layers down, steps across."""
+    """Draw layers down and steps across."""
     import matplotlib as mpl
 
     norm, cmap = _norm(values, field)
@@ -144,7 +149,7 @@ def _draw_map(ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, 
 
 
 def _label_layers(ax: Axes, names: list[str]) -> None:
-    """Names down the y axis, the input on top; of many only every n-th."""
+    """Write names down the y axis, the input on top; of many only every n-th."""
     every = -(-len(names) // _MOST_NAMES)
     places = range(0, len(names), every)
     labels = [escape(shorten(layer_label(names[place]), 36)) for place in places]
@@ -168,7 +173,7 @@ def _thin(rows: Any, columns: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def _edges(steps: Any) -> Floats:
-    """The borders of the columns; watched steps may lie apart."""
+    """Return the borders of the columns; watched steps may lie apart."""
     middles = np.asarray(steps, float)
     if len(middles) == 1:
         return np.array([middles[0] - 0.5, middles[0] + 0.5])
@@ -177,7 +182,7 @@ def _edges(steps: Any) -> Floats:
 
 
 def _norm(values: Floats, field: str) -> tuple[Any, str]:
-    """How values become colours: colour-blind safe, logarithmic over a wide range."""
+    """Return how values become colours: colour-blind safe, logarithmic over a wide range."""
     from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 
     finite = values[np.isfinite(values)]
@@ -187,12 +192,12 @@ def _norm(values: Floats, field: str) -> tuple[Any, str]:
         top = float(np.abs(finite).max()) or 1.0
         sizes = np.abs(finite[finite != 0])
         near = float(np.quantile(sizes, 0.1)) if len(sizes) else top
-        if top / near < _WIDE:
+        if top / near < WIDE:
             return Normalize(-top, top), "PuOr_r"
         return SymLogNorm(max(near, top * 1e-6), vmin=-top, vmax=top), "PuOr_r"
     low, high = float(finite.min()), float(finite.max())
     positive = finite[finite > 0]
-    if field not in COUNTS and len(positive) and high / float(positive.min()) > _WIDE:
+    if field not in COUNTS and len(positive) and high / float(positive.min()) > WIDE:
         return LogNorm(max(float(positive.min()), high * 1e-12), high, clip=True), "viridis"
     if field in COUNTS:
         low = 0.0
@@ -210,17 +215,17 @@ def _scale_name(norm: Any) -> str:
 def _draw_lines(
     ax: Axes, steps: Any, names: list[str], values: Floats, bad: Any, field: str
 ) -> None:
-    """One line per layer, told apart by colour and dashes; NaN and Inf as triangles."""
-    if len(names) > _MOST_LINES:
+    """Draw one line per layer, in its own colour and dashes; NaN and Inf as triangles."""
+    if len(names) > MOST_LINES:
         raise InspectionError(
-            f"{len(names)} lines cannot be told apart: choose at most {_MOST_LINES} layers, or "
+            f"{len(names)} lines cannot be told apart: choose at most {MOST_LINES} layers, or "
             "leave out layers= for a heat map."
         )
     marker = "o" if len(steps) <= 30 else ""
     finite = np.where(np.isfinite(values), values, np.nan)
     for index, name in enumerate(names):
-        colour = _COLOURS[index % len(_COLOURS)]
-        dashes = _DASHES[index // len(_COLOURS)]
+        colour = LINE_COLOURS[index % len(LINE_COLOURS)]
+        dashes = DASHES[index // len(LINE_COLOURS)]
         label = escape(shorten(layer_label(name), 36))
         ax.plot(
             steps, finite[index], color=colour, linestyle=dashes, linewidth=1.4, marker=marker,
@@ -237,17 +242,15 @@ def _draw_lines(
         ax.plot([], [], "v", color=GREY, label="NaN or Inf")
     _scale_lines(ax, finite)
     ax.set_ylabel(field)
-    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    draw_grid(ax)
     ax.margins(x=0.01)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    draw_legend(ax)
 
 
 def _scale_lines(ax: Axes, values: Floats) -> None:
     finite = values[np.isfinite(values)]
     sizes = np.abs(finite[finite != 0])
-    if not len(sizes) or sizes.max() / sizes.min() <= _WIDE:
+    if not len(sizes) or sizes.max() / sizes.min() <= WIDE:
         return
     if (finite > 0).all():
         ax.set_yscale("log")
@@ -260,7 +263,7 @@ def _scale_lines(ax: Axes, values: Floats) -> None:
 
 
 def _draw_loss(ax: Axes, history: History) -> None:
-    """The loss beneath, with the same steps."""
+    """Draw the loss beneath, over the same steps."""
     below = _split_below(ax)
     ax.tick_params(axis="x", labelbottom=False)
     below.set_xlabel("step")
@@ -294,12 +297,12 @@ def _draw_loss(ax: Axes, history: History) -> None:
             color=_ALARM,
         )  # fmt: skip
     positive = loss[finite & (loss > 0)]
-    if len(positive) == int(finite.sum()) and positive.max() / positive.min() > _WIDE:
+    if len(positive) == int(finite.sum()) and positive.max() / positive.min() > WIDE:
         below.set_yscale("log")
 
 
 def _split_below(ax: Axes) -> Axes:
-    """New axes for the lower part of the space that `ax` had, with the same x axis."""
+    """Return new axes for the lower part of the space of `ax`, with the same x axis."""
     figure, spec = ax.figure, ax.get_subplotspec()
     box = ax.get_position()
     height = max(box.height * figure.bbox.height / figure.dpi, 0.1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchfmri._arguments import require
-from torchfmri.visualization._figure import BLUE, GREY, ORANGE, axes_or_new, escape
+from torchfmri.visualization._figure import BLUE, GREY, ORANGE, axes_or_new, draw_colour_bar, escape
 from torchfmri.visualization._fonts import fonts_for
 from torchfmri.visualization._token_track import token_label
 
@@ -37,7 +37,7 @@ def plot_lens(
     ahead: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layers up, tokens across; each cell has the likeliest next token written in it.
+    """Draw layers up and tokens across, with the likeliest next token in each cell.
 
     Args:
         values: (layer, s) what colours the cells.
@@ -83,8 +83,7 @@ def plot_lens(
     ax.set_xlabel(f"what was read; the cells say what would {about}", fontsize=8, color=GREY)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.015)
-    bar.ax.tick_params(labelsize=7)
+    draw_colour_bar(ax, image, shrink=0.7, pad=0.015)
     label = _LABELS.get(metric, metric)
     label = label if ahead else label.replace("that came next", "that stands there")
     ax.set_title(f"colour: {label}", fontsize=8, loc="left", color=GREY)
@@ -97,7 +96,7 @@ def _is_dark(image: Any, value: float) -> bool:
 
 
 def _short(layer: str) -> str:
-    """The number of a block, for the axis; other names as they are."""
+    """Return the number of a block, for the axis; other names as they are."""
     above, _, last = layer.rpartition(".")
     return f"after {above.rpartition('.')[2]} {last}" if last.isdigit() else layer
 
@@ -105,7 +104,7 @@ def _short(layer: str) -> str:
 def plot_logit_attribution(
     heads: Any, mlps: Any, *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """What heads and MLPs add to a logit: blocks down, heads across, the MLP in the last column.
+    """Draw what heads and MLPs add to a logit: blocks down, heads across, MLPs last.
 
     Args:
         heads: (block, head); nan where heads could not be told apart.
@@ -128,16 +127,14 @@ def plot_logit_attribution(
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     _write_title(ax, title)
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.7, pad=0.02)
-    bar.set_label("adds to the logit", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    draw_colour_bar(ax, image, "adds to the logit", shrink=0.7, pad=0.02)
     return ax
 
 
 def plot_token_bars(
     values: Any, tokens: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """A bar per token, orange where it adds and blue where it takes away.
+    """Draw a bar per token, orange where it adds and blue where it takes away.
 
     Args:
         values: (s,).

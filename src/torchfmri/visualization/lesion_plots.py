@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchfmri._text import shorten
 from torchfmri.visualization._colour_scale import ticks_between
-from torchfmri.visualization._figure import GREY, escape
+from torchfmri.visualization._figure import GREY, draw_colour_bar, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +73,7 @@ class LesionPicture(NamedTuple):
         return self.blocks
 
     def cells(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """The values as (rows, columns); NaN where there is no lesion."""
+        """Return the values as (rows, columns); NaN where there is no lesion."""
         places = [self.column_of(each) for each in range(len(self.names))]
         table = np.full((int(self.rows.max()) + 1, max(places) + 1), np.nan)
         table[self.rows, places] = values
@@ -135,8 +135,7 @@ def _draw(
     if "places" in picture.kinds:
         ax.set_yticks(range(len(picture.names)), list(map(escape, picture.names)), fontsize=6)
     ax.tick_params(labelsize=7, length=2)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.02, fraction=0.06)
-    bar.set_label(escape(label), fontsize=8)
+    bar = draw_colour_bar(ax, image, label, pad=0.02, fraction=0.06)
     bar.ax.set_yticks(marks, [f"{each:.2g}" for each in marks], fontsize=7)
     bar.ax.set_yticks([], minor=True)
     bar.outline.set_visible(False)
@@ -185,7 +184,5 @@ def draw_patches(figure: Figure, picture: PatchPicture) -> None:
         grey = "\n(grey: no path)" if np.isnan(picture.score).any() else ""
         title += f"\non the direct way to {escape(shorten(picture.to, 40))}{grey}"
     ax.set_title(title, fontsize=9, loc="left")
-    bar = figure.colorbar(image, ax=ax, pad=0.02)
-    bar.set_label(escape(f"{picture.metric}: 0 as corrupted, 1 as clean"), fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    bar = draw_colour_bar(ax, image, f"{picture.metric}: 0 as corrupted, 1 as clean", pad=0.02)
     bar.outline.set_visible(False)

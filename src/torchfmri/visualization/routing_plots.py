@@ -12,12 +12,14 @@ from torchfmri._arguments import require
 from torchfmri._records import Floats, History
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization._figure import (
-    BLUE,
     GREEN,
     GREY,
+    LINE_COLOURS,
     ORANGE,
     axes_or_new,
-    new_figure,
+    draw_grid,
+    draw_legend,
+    panels,
     save_figure,
 )
 
@@ -25,10 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = (
-    BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467bd", "#8c564b",
-    "#6b8e23", "#b22222", "#5f7a8a",
-)  # fmt: skip
+_COLOURS = (*LINE_COLOURS, "#9467bd", "#8c564b", "#6b8e23", "#b22222", "#5f7a8a")
 _MARKS = "os^Dv<>Pdph*"
 _STATES = {"good": (GREEN, "o"), "bad": (ORANGE, "X"), "inactive": ("#b8b8b8", ".")}
 
@@ -54,7 +53,7 @@ class Mapped(Protocol):
 
 
 def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
-    """Every layer's prototypes on their two principal components: good, bad or inactive.
+    """Draw every layer's prototypes on a plane: good, bad or inactive.
 
     Args:
         maps: One per layer.
@@ -62,13 +61,8 @@ def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
     """
     if not maps:
         raise InspectionError("There are no prototypes to draw.")
-    columns = min(4, len(maps))
-    rows = -(-len(maps) // columns)
-    figure = new_figure(2.5 * columns, 2.35 * rows + 0.7)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for ax in grid.flat[len(maps) :]:
-        ax.set_axis_off()
-    for ax, each in zip(grid.flat, maps, strict=False):
+    figure, grid = panels(len(maps), 4, (2.5, 2.35))
+    for ax, each in zip(grid, maps, strict=True):
         points, states = np.asarray(each.points, float), np.asarray(each.states)
         counts = []
         for state in ("inactive", "bad", "good"):
@@ -84,7 +78,7 @@ def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
         ax.set_xlabel(f"{each.variance:.0%} of the variance", fontsize=7, color=GREY)
         ax.spines[:].set_color("#d0d0d0")
     for state, (colour, mark) in _STATES.items():
-        grid.flat[0].scatter([], [], s=30, c=colour, marker=mark, label=state)
+        grid[0].scatter([], [], s=30, c=colour, marker=mark, label=state)
     figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -94,7 +88,7 @@ def plot_prototypes(maps: Sequence[Mapped], title: str = "") -> Figure:
 def plot_activation(
     histories: Mapping[str, Sequence[History]], what: str = "activation_rate"
 ) -> Figure:
-    """The share of active units over training by block: one panel per name, a band over seeds.
+    """Draw the share of active units over training: a panel per name, a band over seeds.
 
     Args:
         histories: Name -> the histories of its runs, with series "blocks.0.query" and so on.
@@ -102,21 +96,16 @@ def plot_activation(
     """
     meaning = "give {name: [history, ...]} with at least one name"
     require(isinstance(histories, Mapping) and bool(histories), "histories", histories, meaning)
-    columns = min(3, len(histories))
-    rows = -(-len(histories) // columns)
-    figure = new_figure(3.2 * columns + 0.6, 2.1 * rows + 0.6)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    for ax in grid.flat[len(histories) :]:
-        ax.set_axis_off()
-    for ax, (name, runs) in zip(grid.flat, histories.items(), strict=False):
+    figure, grid = panels(len(histories), 3, (3.2, 2.1), sharex=True, sharey=True)
+    for ax, (name, runs) in zip(grid, histories.items(), strict=True):
         _draw_blocks(ax, runs, what)
         ax.set_title(name, fontsize=9, loc="left")
-    for ax in grid.flat[max(0, len(histories) - columns) : len(histories)]:  # the lowest of each
+    for ax in grid[-3:]:  # the lowest of each column
         ax.set_xlabel("step", fontsize=9)
         ax.tick_params(labelbottom=True)
-    for row in grid:
-        row[0].set_ylabel(what.replace("_", " "), fontsize=9)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
+    for ax in grid[::3]:
+        ax.set_ylabel(what.replace("_", " "), fontsize=9)
+    handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=8, frameon=False, fontsize=9)
     return figure
 
@@ -131,9 +120,7 @@ def _draw_blocks(ax: Axes, runs: Sequence[History], what: str) -> None:
                 steps, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0
             )
     ax.set_ylim(bottom=0)
-    ax.grid(axis="y", color="#e8e8e8", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    draw_grid(ax)
     ax.tick_params(labelsize=8)
 
 
@@ -152,14 +139,14 @@ def _by_block(runs: Sequence[History], what: str) -> dict[int, Floats]:
 
 
 def _block_of(layer: str) -> int:
-    """The first number in a layer's name."""
+    """Return the first number in a layer's name."""
     return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
 
 
 def plot_selectivity(
     rates: Mapping[str, Any], tasks: Sequence[str], *, ax: Axes | None = None
 ) -> Axes:
-    """How often every unit is on in every task: units sorted by the task they prefer.
+    """Draw how often every unit is on in every task, sorted by the task it prefers.
 
     Args:
         rates: Layer -> (task, o), the share of a task's tokens that reach each unit.
@@ -194,7 +181,7 @@ def plot_tradeoff(
     labels: tuple[str, str] = ("active units", "accuracy, longest"),
     ax: Axes | None = None,
 ) -> Axes:
-    """Two numbers of every run against each other, one colour per variant, its mean as a ring.
+    """Draw two numbers of every run against each other, with the mean as a ring.
 
     Args:
         points: Variant -> (x, y) of each seed.
@@ -216,10 +203,8 @@ def plot_tradeoff(
     ax.set_xlabel(labels[0])
     ax.set_ylabel(labels[1])
     ax.set_xlim(left=0)
-    ax.grid(color="#e8e8e8", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    draw_grid(ax, "both")
+    draw_legend(ax, 9)
     return ax
 
 

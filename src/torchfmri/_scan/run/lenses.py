@@ -22,10 +22,15 @@ from torchfmri._lens import (
     attribute_embeddings,
     read_lens,
 )
-from torchfmri._model import compiled_code_as_eager, generators_restored, runnable, unchanged
+from torchfmri._model import (
+    compiled_code_as_eager,
+    device_of,
+    generators_restored,
+    runnable,
+    unchanged,
+)
 from torchfmri._scan.run.model_call import (
     call_model,
-    device_of,
     is_causal,
     logits_of,
     refuse_unknown_ids,

@@ -96,12 +96,6 @@ def is_causal(model: nn.Module) -> bool:
     return bool(can_generate()) if callable(can_generate) else True
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """The device on which the model takes its ids: that of its first parameter."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
 def like_parameters(model: nn.Module) -> Tensor:
     """A tensor on the device and of the dtype of the model's parameters."""
     floating = (each for each in model.parameters() if each.is_floating_point())

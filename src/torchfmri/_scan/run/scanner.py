@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._arguments import check_number, check_real, require
-from torchfmri._model import find_layers, named_layers, runnable, switched_off, unchanged, unwrap
+from torchfmri._model import (
+    device_of,
+    find_layers,
+    named_layers,
+    runnable,
+    switched_off,
+    unchanged,
+    unwrap,
+)
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.run.batch_rows import BatchRow
 from torchfmri._scan.run.batch_run import BatchRun
@@ -19,7 +27,7 @@ from torchfmri._scan.run.decoding import Decode, Decoding
 from torchfmri._scan.run.description import scan_meta
 from torchfmri._scan.run.live_token import LiveToken
 from torchfmri._scan.run.mean_vectors import VectorPlan, chosen_tokens, plan_vectors
-from torchfmri._scan.run.model_call import device_of, is_causal, refuse_unknown_ids
+from torchfmri._scan.run.model_call import is_causal, refuse_unknown_ids
 from torchfmri._scan.run.prompt import Prompt, encode
 from torchfmri._scan.run.readouts import describe_readouts
 from torchfmri._scan.run.refusals import (

@@ -1,15 +1,18 @@
-"""Which units of a layer were ever on, step by step."""
+"""What single layers did, call by call: units that were ever on, batches that norms were given."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchfmri._checkup.activations import flat_values
-from torchfmri._diagnosis import UnitActivity
+from torchfmri._diagnosis import NormFacts, UnitActivity
 
 LEAST_SAMPLES = 256
 LEAST_STEPS = 10
@@ -71,7 +74,7 @@ class UnitLog:
             self._flat[step], self._samples[step] = share, samples
 
     def activity(self) -> UnitActivity | None:
-        """What it comes to; None where nothing was seen."""
+        """Return what the units did over the run; None if nothing was seen."""
         steps = sorted(self._on)
         if not steps:
             return None
@@ -97,7 +100,7 @@ class UnitLog:
         )
 
     def _window(self, steps: list[int]) -> list[int]:
-        """The last steps that make enough samples."""
+        """Return the last steps that make enough samples."""
         samples = 0
         for count, step in enumerate(reversed(steps), 1):
             samples += self._samples[step]
@@ -106,7 +109,7 @@ class UnitLog:
         return steps
 
     def _first_silent(self, steps: list[int], silent: np.ndarray) -> int | None:
-        """From which step on those units that are silent now have been (nearly all of them)."""
+        """Return the step since which (nearly) all units that are silent now have been silent."""
         if not silent.any():
             return None
         first = steps[-1]
@@ -115,3 +118,53 @@ class UnitLog:
                 break
             first = step
         return first
+
+
+@dataclass
+class NormLog:
+    """One batch norm of a copy, while it is trained.
+
+    Attributes:
+        layer: Where it is.
+        module: The norm itself.
+    """
+
+    layer: str
+    module: _BatchNorm
+    _calls: Counter[tuple[bool, int, int]] = field(default_factory=Counter)
+
+    def add(self, values: Tensor) -> None:
+        """Take in the input of one call: (samples, channels, ...)."""
+        channels = values.shape[1] if values.ndim > 1 else 1
+        per_channel = values.numel() // max(1, channels)
+        self._calls[self.module.training, values.shape[0], per_channel] += 1
+
+    def facts(self) -> NormFacts:
+        """Return what most of its calls were like, and what it will use in evaluation."""
+        training, samples, values = self._calls.most_common(1)[0][0]
+        mean, variance = self.module.running_mean, self.module.running_var
+        untouched = (
+            mean is not None
+            and variance is not None
+            and bool((mean == 0).all())
+            and bool((variance == 1).all())
+        )
+        momentum = self.module.momentum
+        return NormFacts(
+            layer=self.layer,
+            training=training,
+            samples=samples,
+            values=values,
+            untouched=untouched,
+            momentum=float("nan") if momentum is None else float(momentum),
+            calls=self._calls.total(),
+        )
+
+
+def normalises_one(module: nn.Module, values: Tensor) -> bool:
+    """Whether a norm layer takes each mean over a single number: it returns its bias, always."""
+    if isinstance(module, nn.LayerNorm):
+        return math.prod(module.normalized_shape) == 1
+    if isinstance(module, nn.GroupNorm) and values.ndim > 1:
+        return values.numel() == values.shape[0] * module.num_groups
+    return False

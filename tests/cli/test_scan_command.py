@@ -423,7 +423,7 @@ def test_a_line_now_and_then_in_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write_rows(tmp_path / "x.jsonl", *({"text": f"row {number}"} for number in range(3)))
-    monkeypatch.setattr(command, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(command, "LOG_SECONDS", 0.0)
     assert cli.main(["scan", "--dataset", str(rows), "--out", str(tmp_path / "x"), *LIGHT]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [each.partition(",")[0] for each in lines[1:]] == ["scan: 0/3", "scan: 1/3", "scan: 2/3"]

@@ -501,6 +501,15 @@ def test_demo_without_matplotlib_writes_the_rest(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scan.fmri", "scan.html"]
 
 
+def test_demo_on_the_core_install_says_one_thing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs transformers: pip install 'torchfmri[scan,plots,viewer]'" in line
+
+
 @pytest.mark.usefixtures("without_smollm2")
 def test_demo_that_cannot_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], models: list[str]

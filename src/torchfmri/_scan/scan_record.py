@@ -75,7 +75,7 @@ class Scan(ReadoutMethods):
             loss, what was not captured and why (`missed`).
         problems: What could not be read, where it comes from a folder.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
         >>> two = np.zeros(2, np.float32)

@@ -147,7 +147,7 @@ def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
 def read_tokens(text: str) -> Any:
     """What `--tokens` says, as `Scan.contrast` takes it.
 
-    Example:
+    Examples:
         >>> read_tokens("2:5"), read_tokens("-1"), read_tokens("role:user")
         ((2, 5), -1, {'role': 'user'})
     """

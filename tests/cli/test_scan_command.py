@@ -419,6 +419,20 @@ def test_a_bar_with_the_time_left_on_a_terminal(
     assert "\x1b" not in terminal.text
 
 
+def test_a_bar_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    with Progress("verify", 2) as progress:
+        progress.step("layers.0")
+    assert "\rverify [....................] 0/2" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    with Progress("verify", 2) as progress:
+        progress.step("layers.0")
+    assert capsys.readouterr().err == "", "neither a terminal nor a notebook"
+
+
 def test_a_line_now_and_then_in_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

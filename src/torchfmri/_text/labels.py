@@ -1,4 +1,8 @@
-"""Layer names made to fit: into a column of a table, under an axis."""
+"""Layer names made to fit: into a column of a table, under an axis.
+
+Widths are counted with `unicodedata` and not with wcwidth or rich: the core depends on torch and
+numpy alone, and names need no more than wide and combining characters.
+"""
 
 from __future__ import annotations
 

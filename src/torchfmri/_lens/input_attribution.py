@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._model import unwrap
 from torchfmri._text import Column, Grid
+from torchfmri._torch import hooked
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import plot_token_bars
 
@@ -201,8 +202,5 @@ def _hooked(module: nn.Module, act: Callable[[Tensor], Any]) -> Iterator[None]:
         found = act(output)
         return found if isinstance(found, Tensor) else None
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with hooked([module.register_forward_hook(hook)]):
         yield
-    finally:
-        handle.remove()

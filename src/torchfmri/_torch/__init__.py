@@ -7,7 +7,7 @@ finds where an input enters the graph, `backward_passes` numbers backward passes
 fetches numbers from a GPU without waiting for it.
 """
 
-from torchfmri._torch.attached import Attached, hooked
+from torchfmri._torch.attached import Attached, hook_side, hooked
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, view_geometry
@@ -82,6 +82,7 @@ __all__ = [
     "gradient_scale",
     "gradient_scale_version",
     "has_post_accumulate_hooks",
+    "hook_side",
     "hooked",
     "infers_shapes",
     "is_compiled_in_place",

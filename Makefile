@@ -18,7 +18,7 @@ export MPLBACKEND := Agg
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow coverage check lint types layers docs wheel viewer viewer-check bench clean
+.PHONY: help setup demo test test-oldest test-slow coverage check lint types layers docs wheel viewer viewer-check bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -35,6 +35,21 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=l
 
 test: $(STAMPS)/dev ## run the fast tests, some minutes: of every subject the cases that tell most
 	$(PYTEST) -m "not slow" $(OPTIONS)
+
+# uv resolves the lowest versions that pyproject.toml promises; its torch brings CUDA (some 4 GB).
+# The tools of the tests, and what results are compared with, are not part of the promise.
+OLDEST := .venv-oldest
+TOOLS  := $(shell grep -E '^(pytest|pytest-xdist|pytest-random-order|hypothesis|scipy|statsmodels|polars|nbformat|captum|peft)==' constraints.txt)
+test-oldest: $(OLDEST)/.stamp ## run the fast tests with the oldest Python packages that are promised
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses=auto --dist=loadfile -m "not slow" \
+	--ignore=tests/_viewer --ignore=tests/test_notebook.py $(OPTIONS)
+
+$(OLDEST)/.stamp: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
+	-e ".[export,fast,glm,notebook,parquet,plots,scan,tables,tensorboard,viewer]" $(TOOLS)
+	@touch $@
 
 test-slow: $(STAMPS)/dev ## run the other tests: long runs, real models, all cases
 	$(PYTEST) -m slow $(OPTIONS)

@@ -73,3 +73,11 @@ def test_readmes_link_each_other_and_the_same_pages() -> None:
         return {match["target"] for match in found} - {"README.md", "README.zh.md"}
 
     assert targets("README.md") == targets("README.zh.md")
+
+
+def test_examples_of_docstrings_are_shown_as_code() -> None:
+    """The API page reads `Examples:`; it would show an `Example:` as a quotation."""
+    files = sorted((ROOT / "src").rglob("*.py"))
+    assert not [
+        path for path in files if re.search(r"^ *Example:$", path.read_text("utf-8"), re.MULTILINE)
+    ]

@@ -30,6 +30,8 @@ def no_float32() -> Iterator[None]:
 
     def staying(function: Any) -> Any:
         def cast(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+            if function is kept["float"] and tensor.dtype == torch.int64:
+                return kept["to"](tensor, torch.float64)  # positions, which meet frequencies
             if tensor.dtype == torch.float64:
                 if function is kept["float"]:
                     return tensor

@@ -101,7 +101,7 @@ class NonFiniteError(InspectionError, ArithmeticError):
 class MissingTokensWarning(RuntimeWarning):
     """A result over several parameters is without some that have no token gradients.
 
-    Example:
+    Examples:
         >>> import torchfmri, warnings
         >>> warnings.simplefilter("error", torchfmri.MissingTokensWarning)  # to stop there
     """

@@ -42,7 +42,7 @@ class LinearFunction(Function):
     y = x W + b of textbooks, is taken too: where i and o differ, the shapes tell which of the two
     is meant. A square weight is taken as (o, i), with a warning unless `layout` says which it is.
 
-    Example:
+    Examples:
         >>> x, weight, bias = (torch.randn(*shape) for shape in [(5, 3), (2, 3), (2,)])
         >>> y = LinearFunction.apply(x, weight, bias)
         >>> torch.allclose(y, torch.nn.functional.linear(x, weight, bias), atol=1e-6)
@@ -104,7 +104,7 @@ class AttentionFunction(Function):
     their size grows with the square of the length. `apply(query, key, value)` alone returns the
     output only. See `attention` for the arguments.
 
-    Example:
+    Examples:
         >>> from torch.autograd import gradcheck
         >>> inputs = torch.randn(3, 2, 3, 8, dtype=torch.float64, requires_grad=True).unbind()
         >>> gradcheck(AttentionFunction.apply, inputs, eps=1e-6)
@@ -171,7 +171,7 @@ class LightAttentionFunction(Function):
     from them in the backward pass, `block` keys at a time. Only a second derivative
     (`create_graph=True`) lets autograd keep the blocks.
 
-    Example:
+    Examples:
         >>> query, key, value = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
         >>> light, _ = LightAttentionFunction.apply(query, key, value, None, False, 8**-0.5, 4)
         >>> output, _ = AttentionFunction.apply(query, key, value, None, False, 8**-0.5)

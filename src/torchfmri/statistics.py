@@ -3,7 +3,7 @@
 Counts and histograms are integers and merge exactly; mean and variance merge in float64. Values
 that are not finite are counted apart and enter nothing else.
 
-Example:
+Examples:
     >>> import torch
     >>> from torchfmri.statistics import calculate_statistics
     >>> statistics = calculate_statistics(torch.tensor([1.0, 2.0, float("nan"), 3.0]))
@@ -94,7 +94,7 @@ class Statistics(FrozenDict):
         shape: Of the tensor; None after merging tensors of different shapes.
         note: What else a reader has to know, or "".
 
-    Example:
+    Examples:
         >>> first = calculate_statistics(torch.tensor([1.0, 2.0]))
         >>> second = calculate_statistics(torch.tensor([3.0, 6.0]))
         >>> (first + second)["mean"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import assert_same_state, state_of
 from torch import Tensor, nn
+from versions import needs
 
 from torchfmri import History, Monitor
 from torchfmri._kernels import summaries
@@ -130,6 +131,7 @@ def test_it_is_the_eager_monitor_and_changes_nothing(
     assert watched == losses, "bit for bit the run without a Monitor"
 
 
+@needs("torch", "2.13", "it compiles once more")
 def test_the_users_own_graph_is_his_own() -> None:
     backend = Compiler()
     model = compiled(build(), backend, in_place=False)

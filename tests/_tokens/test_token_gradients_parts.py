@@ -11,6 +11,7 @@ from test_token_gradients import assert_close, norms
 from token_oracles import token_truth
 from torch import Tensor, nn
 from torch.nn import functional as F
+from versions import needs
 
 import torchfmri
 
@@ -164,6 +165,7 @@ def test_a_child_that_is_called_without_a_tensor() -> None:
     assert tokens.coverage().residual < 1e-11
 
 
+@needs("transformers", "5.22", "the code of its containers reads weights")
 def test_containers_of_transformers_need_no_hooks_of_their_own() -> None:
     """What is left of them is one hook, unless somebody has put a function into an instance."""
     from transformers import LlamaConfig, LlamaForCausalLM

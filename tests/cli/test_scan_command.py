@@ -419,11 +419,25 @@ def test_a_bar_with_the_time_left_on_a_terminal(
     assert "\x1b" not in terminal.text
 
 
+def test_a_bar_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    with Progress("verify", 2) as progress:
+        progress.step("layers.0")
+    assert "\rverify [....................] 0/2" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    with Progress("verify", 2) as progress:
+        progress.step("layers.0")
+    assert capsys.readouterr().err == "", "neither a terminal nor a notebook"
+
+
 def test_a_line_now_and_then_in_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write_rows(tmp_path / "x.jsonl", *({"text": f"row {number}"} for number in range(3)))
-    monkeypatch.setattr(command, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(command, "LOG_SECONDS", 0.0)
     assert cli.main(["scan", "--dataset", str(rows), "--out", str(tmp_path / "x"), *LIGHT]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [each.partition(",")[0] for each in lines[1:]] == ["scan: 0/3", "scan: 1/3", "scan: 2/3"]
@@ -499,6 +513,15 @@ def test_demo_without_matplotlib_writes_the_rest(
     assert cli.main(["demo", "--out", str(tmp_path), "--max-new-tokens", "2"]) == 0
     assert "no picture: Plots need matplotlib" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scan.fmri", "scan.html"]
+
+
+def test_demo_on_the_core_install_says_one_thing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs transformers: pip install 'torchfmri[scan,plots,viewer]'" in line
 
 
 @pytest.mark.usefixtures("without_smollm2")

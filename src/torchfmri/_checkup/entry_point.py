@@ -52,7 +52,7 @@ def diagnose(
         InspectionError: There is no optimizer or batch, the model cannot be copied, or `step`
             trains the model itself instead of the copy that it is given.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)

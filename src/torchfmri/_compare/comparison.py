@@ -38,7 +38,7 @@ class Comparison:
             parameters. It is listed also where its effect is within noise.
         notes: What to know about the comparison: doubts, what was not compared and why.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
         >>> comparison = torchfmri.compare(model, model.double().float(), data=torch.randn(8, 4))

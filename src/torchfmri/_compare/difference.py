@@ -119,7 +119,7 @@ class Difference:
         kinds: What kind of difference it is, as far as that can be told.
         reason: In words.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.PReLU())
         >>> x, inspector = torch.randn(8, 4), torchfmri.Inspector(model, keep="tensors")

@@ -42,7 +42,7 @@ class StepDifference:
         before: The largest difference of that series in the steps before.
         reason: Both sides in words.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> found = torchfmri.StepDifference(step=37, layer="0", what="activations", relative=0.2,
         ...     allowed=1e-5, before=0.0, reason="mean 0.1 against 0.3")
@@ -80,7 +80,7 @@ class HistoryComparison:
         first: The first step, layer and what beyond that; None where there is none.
         notes: What to know about the comparison.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> def train(rate):
         ...     torch.manual_seed(0)

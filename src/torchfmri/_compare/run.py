@@ -48,7 +48,7 @@ class Run:
         call: `call(model, data)` runs the forward pass and returns the output, where it is more
             than `model(**data)`: with a cache, in parts, inside a context manager.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
         >>> x = torch.randn(8, 4)

@@ -17,7 +17,7 @@ class Calibration(NamedTuple):
         found: In how many of these anything survived.
         alpha: The threshold: the share of draws that is expected of a test that is right.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> found = torchfmri.Calibration("Welch t by voxel, fdr", draws=200, found=5, alpha=0.05)
         >>> found.expected, found.bound, found.is_within

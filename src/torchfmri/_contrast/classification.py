@@ -46,7 +46,7 @@ class LayerAccuracy(NamedTuple):
         p_max: The share in which any row is.
         q: p adjusted for the false discovery rate over all rows.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> torchfmri.LayerAccuracy._fields[:4]
         ('layer', 'features', 'width', 'accuracy')
@@ -76,7 +76,7 @@ class Classification:
         tokens: Over which tokens the features are averaged.
         notes: What has to be known.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> found = torchfmri.Classification("a against b", (), 5, (4, 4), 1001, "the last token")
         >>> found.folds, found.prompts

@@ -14,7 +14,7 @@ Bonferroni or by the permutation distribution of the largest statistic, no corre
 def adjust_fdr(p: Doubles) -> Doubles:
     """Benjamini and Hochberg's q of each p; those that are nan are no tests and stay nan.
 
-    Example:
+    Examples:
         >>> adjust_fdr(np.array([0.01, 0.04, np.nan, 0.03])).round(4).tolist()
         [0.03, 0.04, nan, 0.04]
     """

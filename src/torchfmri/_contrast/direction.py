@@ -20,7 +20,7 @@ class Direction:
         question: Which conditions it is of.
         tokens: Over which tokens the means are.
 
-    Example:
+    Examples:
         >>> direction = Direction("mlp", np.array([3.0, 4.0]), "a - b", "all tokens")
         >>> direction.norm
         5.0

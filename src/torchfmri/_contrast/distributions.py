@@ -22,7 +22,7 @@ _CLOSE = 1e-16
 def t_tail(t: ArrayLike, dof: ArrayLike, *, two_sided: bool = True) -> Doubles:
     """P(|T| >= |t|), or P(T >= t) where it is one-sided; nan where t or dof is.
 
-    Example:
+    Examples:
         >>> t_tail(2.0, 10.0).round(6).item()
         0.073388
     """
@@ -46,7 +46,7 @@ def t_power(
     Given the estimated spread u the statistic is normal, so it is integrated over the distribution
     of u, that of chi over the root of its degrees of freedom.
 
-    Example:
+    Examples:
         >>> round(t_power(2.0, 10.0, 0.05), 6)
         0.439627
     """
@@ -68,7 +68,7 @@ def _normal_below(z: Doubles) -> Doubles:
 def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
     """P(F >= f) with `above` and `below` degrees of freedom.
 
-    Example:
+    Examples:
         >>> f_tail(4.0, 2.0, 20.0).round(6).item()
         0.034572
     """
@@ -85,7 +85,7 @@ def f_tail(f: ArrayLike, above: ArrayLike, below: ArrayLike) -> Doubles:
 def t_quantile(share: float, dof: float) -> float:
     """The t below which so large a share lies, by Newton's method.
 
-    Example:
+    Examples:
         >>> round(t_quantile(0.975, 10.0), 6)
         2.228139
     """

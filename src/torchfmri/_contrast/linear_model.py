@@ -50,7 +50,7 @@ class GLM:
         token_designs: (s, r) of each prompt: the tokens that count, their averages over
             all prompts subtracted.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> rows = [{"prompt": f"{n} {w}", "condition": w} for w in ("is", "was") for n in "ABC"]

@@ -30,7 +30,7 @@ class Peak(NamedTuple):
         survives: Whether q is at most alpha.
         label: The text that the user gave for a feature; "" for all else.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> torchfmri.Peak._fields[:5]
         ('layer', 'module', 'kind', 'head', 'unit')

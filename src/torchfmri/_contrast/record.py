@@ -91,7 +91,7 @@ class Contrast:
         trial: The prompts' own values, to test again with other labels; None after loading.
         stored: Layer -> (w,) the differences of the mean vectors, of a contrast that was loaded.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> rows = [{"prompt": f"{n} {w}", "condition": w} for w in ("is", "was") for n in "ABC"]

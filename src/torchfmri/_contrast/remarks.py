@@ -30,7 +30,7 @@ def detectable(
 ) -> float:
     """Return the smallest g that is found in four of five experiments; nan for one prompt.
 
-    Example:
+    Examples:
         >>> round(detectable(20, 20, 0.05), 2)
         0.91
     """

@@ -35,7 +35,7 @@ class ContrastReport:
         contrast: What it is about.
         peaks: How many rows of the table it shows.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> report = torchfmri.ContrastReport(contrast=None, peaks=5)  # contrast.report(5)
         >>> report.peaks

@@ -140,7 +140,7 @@ def _there_are(conditions: Sequence[str], what: str = "conditions") -> str:
 def words(weights: Doubles, conditions: Sequence[str]) -> str:
     """The contrast of weights (k,) as a text.
 
-    Example:
+    Examples:
         >>> words(np.array([1.0, -0.5, -0.5]), ["a", "b", "c"])
         'a - 0.5 * b - 0.5 * c'
     """

@@ -25,7 +25,7 @@ class Option:
         loss_deviation: The relative deviation of the loss.
         on_front: Whether no other arrangement is both faster and lighter.
 
-    Example:
+    Examples:
         >>> option = Option("SDPA", ("SDPA",), 0.012, 0.001, 2**20, 1e-7, 0.0, True)
         >>> option.peak_bytes
         1048576
@@ -57,7 +57,7 @@ class Advice:
         randomness: That deviation with other random numbers (dropout); 0 for a model without any.
         notes: What the reader should know.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> from torch import nn
         >>> block = lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU())

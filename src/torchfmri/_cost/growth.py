@@ -68,7 +68,7 @@ class Growth:
             the others are too few.
         notes: What the reader should know.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         >>> sizes = {"batch": (1, 2), "length": (4, 8, 16)}

@@ -24,7 +24,7 @@ class Law:
         coefficients: (power of b, power of s) -> coefficient.
         error: The largest relative deviation at the measured sizes.
 
-    Example:
+    Examples:
         >>> law = Law({(1, 2): 4096.0, (1, 1): 131072.0, (0, 0): 12.0}, 0.0)
         >>> str(law), law(2, 8)
         ('4,096·b·s² + 131,072·b·s + 12', 2621452.0)

@@ -33,7 +33,7 @@ class LayerCost:
         backward_seconds: Seconds of the backward pass; NaN if time was not measured.
         own: The cost without the layers inside; None if there are none.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh())
         >>> layer = torchfmri.cost(model, torch.randn(16, 8), rounds=0)["0"]
@@ -108,7 +108,7 @@ class Cost(Mapping[str, LayerCost]):
         growth: The laws of how cost grows with the size of the data, if you gave `sizes`.
         notes: What the reader should know.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -45,7 +45,7 @@ class Diagnosis(Sequence[Finding]):
         observation: Everything that was observed; for those who write diagnoses.
         notes: What to know about the run itself, such as a part that could not be looked at.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)

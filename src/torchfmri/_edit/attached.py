@@ -25,7 +25,7 @@ from torchfmri._model import (
     watched,
 )
 from torchfmri._tokens import VOXEL, describe, head_size
-from torchfmri._torch import ReplacingHook
+from torchfmri._torch import ReplacingHook, hook_side
 from torchfmri.exceptions import InspectionError
 
 
@@ -125,13 +125,8 @@ def attached(
             _refuse_nested(module, what, edits)
             act = _EditedCall(edits, counts)
             # First of all hooks, so that whoever watches the layer sees the edited value.
-            if what == "inputs":
-                hook = ReplacingHook(act.arguments, module)
-                handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-            else:
-                hook = ReplacingHook(act.output, module)
-                handle = module.register_forward_hook(hook, prepend=True)
-            stack.callback(handle.remove)
+            hook = ReplacingHook(act.arguments if what == "inputs" else act.output, module)
+            stack.callback(hook_side(module, what, hook, prepend=True).remove)
         # Last, so that it comes first: the edit of the model's own input needs to know the tokens.
         stack.enter_context(passes.listening(model))
         yield

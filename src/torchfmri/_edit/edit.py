@@ -37,7 +37,7 @@ class Edit:
         rows: The rows of the batch; None for all.
         source: The positions in the donor that stand for `tokens`; None for the same ones.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
         >>> x = torch.randn(2, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import runnable, unwrap
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, hook_side, hooked
 from torchfmri.exceptions import InspectionError
 
 _IDS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -56,14 +56,11 @@ class EditPasses:
             self.current = _fed(arguments, keywords)
             self.with_grad = torch.is_grad_enabled()
 
-        handle = module.register_forward_pre_hook(
-            Hook(begin, module), prepend=True, with_kwargs=True
-        )
-        try:
-            yield
-        finally:
-            handle.remove()
-            self.current = None
+        with hooked([hook_side(module, "inputs", Hook(begin, module), prepend=True)]):
+            try:
+                yield
+            finally:
+                self.current = None
 
     def positions(self, value: Tensor, layer: str) -> tuple[int, int, int]:
         """Rows, tokens and the position of the first token of a layer's value.

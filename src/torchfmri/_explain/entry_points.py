@@ -112,7 +112,7 @@ def explained(
     Raises:
         InspectionError: `model` is not a module.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(4, 2)
         >>> try:

@@ -38,7 +38,7 @@ class Explanation:
         operation: The line of a library that was called there and failed, if any.
         forward: For a backward pass: the line of the forward pass that belongs to it.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(4, 2))
         >>> try:

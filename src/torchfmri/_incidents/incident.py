@@ -21,7 +21,7 @@ class Incident:
         folder: Where it was written; None if nowhere.
         rank: The process whose finding it is.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri import Monitor, NonFiniteError
         >>> model = torch.nn.Linear(2, 1)

@@ -23,7 +23,7 @@ class Incidents:
         most: How many incidents to write and to look into in one run.
         origin: Whether to run the step again at once, to find the origin.
 
-    Example:
+    Examples:
         >>> Incidents("incidents", weights=True).steps
         100
     """

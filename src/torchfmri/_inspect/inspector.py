@@ -59,7 +59,7 @@ class Inspector:
         device: Where to keep tensors; where they are by default.
         dtype: What to keep floating-point tensors as; as they are by default.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import Tensor, nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

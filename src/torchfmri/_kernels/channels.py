@@ -42,7 +42,7 @@ class ChannelStatistics(Mapping[str, Any]):
         zero: How many are zero.
         positions: (positions counted, positions seen) where a mask was applied, else None.
 
-    Example:
+    Examples:
         >>> from torchfmri.statistics import calculate_channel_statistics
         >>> images = torch.arange(8.0).reshape(1, 2, 2, 2)
         >>> calculate_channel_statistics(images, axis=1)["mean"].tolist()

@@ -51,7 +51,7 @@ class Histogram(FrozenDict):
 
     As a dict, which JSON can hold, it has the two as lists.
 
-    Example:
+    Examples:
         >>> from torchfmri.statistics import Histogram
         >>> histogram = Histogram.from_codes([127 << 5], [3])
         >>> [edge.tolist() for edge in histogram.edges]

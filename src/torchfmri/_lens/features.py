@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchfmri._arguments import require
 from torchfmri._model import Place, named_layers, places_of
-from torchfmri._torch import Attached, Hook, flatten
+from torchfmri._torch import Attached, Hook, flatten, hook_side
 from torchfmri.exceptions import InspectionError
 
 
@@ -151,11 +151,7 @@ class FeatureReader(Attached):
         for source in self._sources:
             module = self._layers[source.place.layer]
             hook = Hook(partial(self._read, source), module)
-            if source.place.what == "inputs":
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            else:
-                handle = module.register_forward_hook(hook)
-            stack.callback(handle.remove)
+            stack.callback(hook_side(module, source.place.what, hook).remove)
 
     def _read(self, source: FeatureSource, _: nn.Module, arguments: Any, other: Any) -> None:
         holder = (arguments, other) if source.place.what == "inputs" else other

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchfmri._model import unwrap
 from torchfmri._text import Column, Grid
+from torchfmri._torch import hooked
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import plot_token_bars
 
@@ -42,7 +43,7 @@ class InputAttribution:
         steps: How many points of the way from there integrated gradients looked at; 1 for the
             other method.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> found = torchfmri.attribute_inputs(model, tokenizer, "Once upon a time")
@@ -201,8 +202,5 @@ def _hooked(module: nn.Module, act: Callable[[Tensor], Any]) -> Iterator[None]:
         found = act(output)
         return found if isinstance(found, Tensor) else None
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with hooked([module.register_forward_hook(hook)]):
         yield
-    finally:
-        handle.remove()

@@ -39,7 +39,7 @@ class Lens:
         top_probability: (layer, s, k).
         spelling: Token id -> text, of all ids in `top`; a missing one is shown as its number.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> lens = torchfmri.lens(model, tokenizer, "Once upon a time")

@@ -42,7 +42,7 @@ class LogitAttribution:
         notes: What could not be told apart, and what else has to be known.
         heads: (block, head) what each head adds; nan where heads could not be told apart.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> found = torchfmri.attribute_logit(model, tokenizer, "Once upon a time")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._model import Block, find_stacks, named_layers, unwrap
-from torchfmri._torch import Hook, flatten
+from torchfmri._torch import Hook, flatten, hook_side
 from torchfmri.exceptions import InspectionError
 
 
@@ -115,12 +115,10 @@ class _Keeper:
         after: Callable[..., None] | None = None,
     ) -> None:
         module = self._layers[name]
-        if before is not None:
-            # After other hooks, so that the stream is read as it was edited.
-            handle = module.register_forward_pre_hook(Hook(before, module), with_kwargs=True)
-            stack.callback(handle.remove)
-        if after is not None:
-            stack.callback(module.register_forward_hook(Hook(after, module)).remove)
+        # After other hooks, so that the stream is read as it was edited.
+        for what, act in (("inputs", before), ("outputs", after)):
+            if act is not None:
+                stack.callback(hook_side(module, what, Hook(act, module)).remove)
 
     def outside(self) -> list[str]:
         """The layers that are neither blocks, nor inside of one, nor above them, each once."""

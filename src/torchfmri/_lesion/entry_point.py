@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +109,7 @@ def lesion(
     )
     key = _key(model, questions, targets, (edit, method, seed, repr(tokens)))
     done = _continue(path, key, len(questions))
-    with ExitStack() as stack:
-        for each in (unchanged(model), compiled_code_as_eager(), evaluating(model)):
-            stack.enter_context(each)
+    with unchanged(model), compiled_code_as_eager(), evaluating(model):
         if len(done) < len(questions) and method != "attribution" and batch > 1:
             run.refuse_mixing(questions[0])
         run.gather(questions)

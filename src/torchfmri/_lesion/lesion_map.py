@@ -50,7 +50,7 @@ class LesionMap:
         labels: The user's texts for features, one for each lesion; none where no table was given.
         masked: Whether the answers are masked in the prompts (BERT), and do not come after them.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> lesions = torchfmri.lesion(model, tokenizer, "Once upon a", " time", of="mlps")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchfmri._edit import BoundEdit, Edit, EditPasses, attached, change_arguments, change_output
 from torchfmri._lens import FeatureSource
@@ -18,7 +18,7 @@ from torchfmri._lesion.questions import LesionQuestion, logits_for
 from torchfmri._lesion.targets import LesionTarget
 from torchfmri._model import Place, named_layers, thawed, unwrap
 from torchfmri._tokens import VOXEL
-from torchfmri._torch import Hook
+from torchfmri._torch import Hook, hook_side, hooked
 from torchfmri.exceptions import InspectionError
 
 Key = tuple[str, str]
@@ -256,32 +256,26 @@ class LesionRun:
                 already change it.
         """
         values: dict[Key, Tensor] = {}
-        with ExitStack() as stack:
-            for key in self._keys if keys is None else keys:
-                module, keep = self.layers[key[0]], partial(_keep, values, key)
-                if key[1] == "inputs":
-                    hook = Hook(partial(_see_arguments, keep), module)
-                    handle = module.register_forward_pre_hook(
-                        hook, with_kwargs=True, prepend=before_edits
-                    )
-                else:
-                    hook = Hook(partial(_see_output, keep), module)
-                    handle = module.register_forward_hook(hook, prepend=before_edits)
-                stack.callback(handle.remove)
+        wanted = self._keys if keys is None else keys
+        with hooked(self._hook(values, key, before_edits) for key in wanted):
             yield values
 
+    def _hook(self, values: dict[Key, Tensor], key: Key, first: bool) -> RemovableHandle:
+        """Register the hook that keeps the value at a place, before other hooks or after them."""
+        layer, what = key
 
-def _keep(values: dict[Key, Tensor], key: Key, value: Tensor) -> Tensor:
-    values[key] = value
-    return value
+        def keep(value: Tensor) -> Tensor:
+            values[key] = value
+            return value
 
+        def see(_: object, given: Any, other: Any) -> None:
+            if what == "inputs":  # it is handed arguments and keywords, else arguments and output
+                change_arguments(given, other, keep)
+            else:
+                change_output(other, keep)
 
-def _see_arguments(keep: Callable[[Tensor], Tensor], _: object, given: Any, named: Any) -> None:
-    change_arguments(given, named, keep)
-
-
-def _see_output(keep: Callable[[Tensor], Tensor], _: object, __: object, output: Any) -> None:
-    change_output(output, keep)
+        module = self.layers[layer]
+        return hook_side(module, what, Hook(see, module), prepend=first)
 
 
 class _FedOnce(EditPasses):

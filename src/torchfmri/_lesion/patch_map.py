@@ -38,7 +38,7 @@ class PatchMap:
         unreached: Places from which nothing arrives at `to`, because no path leads there; their
             score is 0.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> patches = torchfmri.patch(model, tokenizer, "Tom had a", "Lily had a", " dog")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -75,9 +74,7 @@ def patch(
     )
     matched = matched_tokens(asked, pairs)
     groups = [matched] if per == "place" else [[each] for each in matched]
-    with ExitStack() as stack:
-        for each in (unchanged(model), compiled_code_as_eager(), evaluating(model)):
-            stack.enter_context(each)
+    with unchanged(model), compiled_code_as_eager(), evaluating(model):
         if batch > 1:
             run.refuse_mixing(asked[1])
         metrics: list[float] = []

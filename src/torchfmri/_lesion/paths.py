@@ -9,7 +9,6 @@ where all else runs freely. Norms are computed anew in both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -110,11 +109,12 @@ class Paths:
         """What receivers are handed in an edited pass."""
         keys = list(dict.fromkeys((each.layer, each.what) for each in self._receivers))
         ids = self._question.ids.expand(count, -1)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(attached(self._run.model, bound, passes, {}))
+        with (
+            torch.no_grad(),
+            attached(self._run.model, bound, passes, {}),
             # Receivers that are held themselves, such as an MLP, are read before they are.
-            values = stack.enter_context(self._run.reading(keys, before_edits=True))
+            self._run.reading(keys, before_edits=True) as values,
+        ):
             logits_for(self._run.model, ids, self._question.needed)
         return values
 

@@ -21,7 +21,7 @@ def match_roles(clean: Sequence[int], corrupted: Sequence[int]) -> Pairs:
     Equal runs of tokens are matched one to one, and so are exchanged runs of equal length. Of
     exchanged runs of different lengths the last tokens are matched: there a name is complete.
 
-    Example:
+    Examples:
         >>> match_roles([1, 2, 3, 9], [1, 7, 8, 3, 9])
         [(0, 0), (1, 2), (2, 3), (3, 4)]
     """

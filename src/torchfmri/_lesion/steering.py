@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Steering:
             plain distribution, in nats.
         random_shifts: (n,) the same of the random directions.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> found = torchfmri.steer(
@@ -135,9 +135,7 @@ def steer(
     refuse_unknown_ids(model, ids)
     answers = _Answers(model, tokenizer, ids.to(device_of(model)), max_new_tokens)
     vectors = [wanted.vector, *wanted.random(random, seed)]
-    with ExitStack() as stack:
-        for each in (unchanged(model), evaluating(model), torch.no_grad()):
-            stack.enter_context(each)
+    with unchanged(model), evaluating(model), torch.no_grad():
         plain, logs = answers.write()
         edits = [Edit.add(torch.as_tensor(each), factor) for each in vectors]
         found = [answers.write({wanted.layer: each}) for each in edits]
@@ -167,7 +165,7 @@ class _Answers:
         here = {
             place: each.at(tokens=slice(count - 1, None)) for place, each in (edits or {}).items()
         }
-        with edited(self._model, here) if here else ExitStack():
+        with edited(self._model, here) if here else nullcontext():
             logs = logits_for(self._model, self._ids, 1)[0, -1].double().log_softmax(-1)
             generate: Any = unwrap(self._model).generate
             written = generate(

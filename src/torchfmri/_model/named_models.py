@@ -65,7 +65,7 @@ class NamedModel:
         model: The model, in evaluation mode unless a function of yours made it.
         tokenizer: Its tokenizer; None where there is none.
 
-    Example:
+    Examples:
         >>> from torchfmri import load_model
         >>> model, tokenizer = load_model("tiny")
         >>> model.config.model_type

@@ -118,7 +118,7 @@ class Monitor(Attached):
         view: Whether to show the run in a browser while it goes on (extra `viewer`). Another
             process can show it from `folder`, with `torchfmri view`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -36,7 +36,7 @@ class Finding:
         evidence: The numbers behind it, by name.
         consequences: Findings that follow from this one, so that they are not listed beside it.
 
-    Example:
+    Examples:
         >>> finding = Finding(
         ...     "dead_units", "alarm", ("1",), "forward", 12,
         ...     "All 64 units of '1' were 0 for 12 steps.", "Lower the learning rate.",

@@ -146,7 +146,7 @@ class History:
         notes: Reservation -> the layers it holds for.
         findings: What was found wrong; filled where a Monitor's folder is loaded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri import calculate_statistics
         >>> history = History(length=100)

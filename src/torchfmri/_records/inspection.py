@@ -30,7 +30,7 @@ class Inspection(Mapping[str, Record]):
         kept: (b, s) False where a position is padding; None where that is not known.
         tokens: The texts of the tokens without padding, row by row, where they are known.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri import Inspector
         >>> inspector = Inspector(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()))

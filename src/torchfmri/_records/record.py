@@ -24,7 +24,7 @@ class Call:
         index: How many calls of it came before.
         order: Its place among all calls of the run, in the order in which they finished.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri import Inspector
         >>> inspector = Inspector(torch.nn.LSTM(4, 8))
@@ -137,7 +137,7 @@ class Record:
         kind: The class of its module.
         calls: One `Call` per execution, in order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri import Inspector
         >>> inspector = Inspector(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()))

@@ -20,8 +20,7 @@ from torchfmri._contrast import (
     difference,
 )
 from torchfmri._files import new_file
-from torchfmri._scan.pictures import figures as pictures
-from torchfmri._scan.pictures.readouts import ReadoutMethods
+from torchfmri._scan.pictures.figures import PictureMethods
 from torchfmri._scan.pictures.scan_board import ScanBoard
 from torchfmri._scan.pictures.summary import failed_checks, sequences_grid, summary_grid
 from torchfmri._scan.prompts.first_level import fit_glm
@@ -46,13 +45,10 @@ from torchfmri._scan.store.variables import to_xarray
 from torchfmri._text import Grid, group_reasons, plural, printable, shorten
 from torchfmri._viewer import Entry, whole_page, widget_of
 from torchfmri.exceptions import FileFormatError, InspectionError
-from torchfmri.visualization import check_picture
 
 if TYPE_CHECKING:
     import pandas
     import xarray
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _LINES_BEFORE_FOLDING = 40
 _SEQUENCES_SHOWN = 20
@@ -61,7 +57,7 @@ _LONGEST = 1_000
 Pattern = str | Sequence[str]
 
 
-class Scan(ReadoutMethods):
+class Scan(PictureMethods):
     """What a model did while it read and wrote, token by token; see `scan` and `load`.
 
     It is a sequence of `ScannedSequence`s. Column t of everything is token t: its surprisal is
@@ -75,7 +71,7 @@ class Scan(ReadoutMethods):
             loss, what was not captured and why (`missed`).
         problems: What could not be read, where it comes from a folder.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
         >>> two = np.zeros(2, np.float32)
@@ -464,103 +460,7 @@ class Scan(ReadoutMethods):
     def _source(self) -> ValueSource:
         return ValueSource(self.anatomy, self._sequences, self.meta, folder=self.folder)
 
-    # -- pictures --------------------------------------------------------------------------------
-
-    def plot_brain(
-        self, metric: str = "activation", *, sequence: int | None = None,
-        layers: Pattern | None = None, normalise: str = "layer", by: str = "layer",
-        order: str = "kind", ax: Axes | None = None,
-    ) -> Axes:  # fmt: skip
-        """Layers down, tokens across, the text below and its surprisal above.
-
-        Colours follow the value divided by the 99.5th percentile of its row: linear for
-        activations, over two powers of ten for gradients and learning costs. What has no value is
-        hatched.
-
-        Args:
-            metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence; may be left out where there is only one.
-            layers: A pattern, or several; "*" for all. By default those that give an overview: the
-                numbered blocks, their parts that have parts (attention, MLP), and what is outside
-                of blocks; the learning cost of a block is then that of everything inside it.
-            normalise: "layer" for each row by itself, "global" for one scale.
-            by: "layer", or "voxel" for a row per voxel.
-            order: "kind" for layers of one kind together, "depth" for the order of the model.
-            ax: Where to draw.
-
-        Raises:
-            LayerNotFoundError: No layer matches.
-            InspectionError: The scan has no such metric.
-        """
-        reading = self._reading(sequence)
-        return pictures.plot_brain(
-            reading, metric, layers=layers, normalise=normalise, by=by, order=order, ax=ax
-        )
-
-    def plot_layers(
-        self, metric: str = "activation", *, sequence: int | None = None,
-        layers: Pattern | None = None, ax: Axes | None = None,
-    ) -> Axes:  # fmt: skip
-        """A metric over depth, a line for each kind of layer: the median and 80% of the tokens.
-
-        Of gradients and learning costs, of the tokens that the loss reaches in that layer.
-
-        Args:
-            metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence; may be left out where there is only one.
-            layers: A pattern, or several; those that give an overview by default.
-            ax: Where to draw.
-        """
-        return pictures.plot_layers(self._reading(sequence), metric, layers=layers, ax=ax)
-
-    def plot_token(
-        self, index: int, metric: str = "activation", *, sequence: int | None = None,
-        layers: Pattern | None = None, ax: Axes | None = None,
-    ) -> Axes:  # fmt: skip
-        """What each layer did at one token against the others: z of log10 values over tokens.
-
-        Args:
-            index: Which token.
-            metric: "activation", "gradient", "learning_cost" or "delta_sc" (without log10).
-            sequence: Which sequence; may be left out where there is only one.
-            layers: A pattern, or several; those that give an overview by default.
-            ax: Where to draw.
-        """
-        return pictures.plot_token(self._reading(sequence), index, metric, layers=layers, ax=ax)
-
-    def plot_voxels(
-        self, layer: str, metric: str = "activation", *, sequence: int | None = None,
-        normalise: str = "layer", ax: Axes | None = None,
-    ) -> Axes:  # fmt: skip
-        """The voxels of one layer down, tokens across.
-
-        Args:
-            layer: Its name.
-            metric: "activation", "gradient", "learning_cost" or "delta_sc".
-            sequence: Which sequence; may be left out where there is only one.
-            normalise: "layer" for each voxel by itself, "global" for one scale.
-            ax: Where to draw.
-        """
-        reading = self._reading(sequence)
-        return pictures.plot_voxels(reading, layer, metric, normalise=normalise, ax=ax)
-
-    def draw(
-        self,
-        path: str | Path | None = None,
-        *,
-        sequence: int | None = None,
-        title: str | None = None,
-    ) -> Figure:
-        """Activation, gradient and learning cost over the same tokens, as one figure.
-
-        Args:
-            path: Where to save it too; the ending says in which format.
-            sequence: Which sequence; may be left out where there is only one.
-            title: Above it; the name of the model by default.
-        """
-        if path is not None:
-            check_picture("path", check_file("path", path))
-        return pictures.draw_scan(self._reading(sequence), path, title)
+    # -- pages -----------------------------------------------------------------------------------
 
     def save_html(
         self, path: str | Path, *, sequence: int | None = None, layers: Pattern = "*"

@@ -1,4 +1,8 @@
-"""Layer names made to fit: into a column of a table, under an axis."""
+"""Layer names made to fit: into a column of a table, under an axis.
+
+Widths are counted with `unicodedata` and not with wcwidth or rich: the core depends on torch and
+numpy alone, and names need no more than wide and combining characters.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def layer_label(layer: str) -> str:
 def shorten(name: str, room: int, ellipsis: str = "…") -> str:
     """Return the name in `room` columns: words in the middle go first, numbers and the end stay.
 
-    Example:
+    Examples:
         >>> shorten("model.layers.10.self_attn.q_proj", 24)
         'model.layers.10.….q_proj'
     """
@@ -55,7 +59,7 @@ def shorten(name: str, room: int, ellipsis: str = "…") -> str:
 def shorten_apart(names: Iterable[str], room: int, ellipsis: str = "…") -> dict[str, str]:
     """Return each name in `room` columns; those that would look alike keep their end instead.
 
-    Example:
+    Examples:
         >>> list(shorten_apart(["e.0.attention.dense", "e.0.intermediate.dense"], 15).values())
         ['…ttention.dense', '…rmediate.dense']
     """

@@ -1,4 +1,8 @@
-"""A progress bar on standard error, where somebody is looking."""
+"""A progress bar on standard error, where somebody is looking.
+
+It is not tqdm's because the core depends on torch and numpy alone, and `verify` runs there too. In
+a notebook the bar is shown as well; a log file gets a line now and then instead.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,15 @@ class Progress:
     Args:
         title: What is being done.
         total: How many steps there are.
-        log_seconds: Where it is not a terminal, write a line every so many seconds; without it,
+        log_seconds: Elsewhere, write a line every so many seconds; without it,
             nothing.
     """
 
     def __init__(self, title: str, total: int, log_seconds: float | None = None) -> None:
         self._title, self._total, self._done = title, total, 0
         self._log_seconds, self._logged = log_seconds, time.monotonic()
-        self._visible = bool(getattr(sys.stderr, "isatty", lambda: False)())
+        terminal = bool(getattr(sys.stderr, "isatty", lambda: False)())
+        self._visible = terminal or _in_notebook()  # a cell's output understands "\r" as well
         self._start = time.monotonic()
         self._width = 0
 
@@ -65,6 +70,11 @@ class Progress:
             end = "" if text else "\r"
             print(f"\r{text}{padding}{end}", end="", file=sys.stderr, flush=True)
             self._width = display_width(text)
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
 
 
 def _duration(seconds: float) -> str:

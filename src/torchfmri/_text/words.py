@@ -14,7 +14,7 @@ def percent(share: float) -> str:
 def apart(one: float, other: float, digits: int = 4) -> tuple[str, str]:
     """Return two numbers with as many digits as it takes to tell them apart, and at least `digits`.
 
-    Example:
+    Examples:
         >>> apart(1.0, 1.00003)
         ('1', '1.00003')
     """

@@ -7,7 +7,7 @@ tensors, `edges` finds where an input enters the graph, `backward_passes` number
 and `deferred` fetches numbers from a GPU without waiting for it.
 """
 
-from torchfmri._torch.attached import Attached, hooked
+from torchfmri._torch.attached import Attached, hook_side, hooked
 from torchfmri._torch.backward_passes import Backwards, runs_checkpoint, runs_grad
 from torchfmri._torch.deferred import Deferred
 from torchfmri._torch.edges import InputEdge, ViewGeometry, consumers, nodes_behind, view_geometry
@@ -86,6 +86,7 @@ __all__ = [
     "gradient_scale",
     "gradient_scale_version",
     "has_post_accumulate_hooks",
+    "hook_side",
     "hooked",
     "infers_shapes",
     "is_compiled_in_place",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 Own = TypeVar("Own", bound="Attached")
@@ -33,6 +34,20 @@ class Attached:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+
+
+def hook_side(module: nn.Module, what: str, hook: Any, *, prepend: bool = False) -> RemovableHandle:
+    """Register a hook before a module, which is handed its keywords too, or after it.
+
+    Args:
+        module: The module.
+        what: "inputs", or anything else for what the module returns.
+        hook: The hook.
+        prepend: Whether it comes before those that are there.
+    """
+    if what == "inputs":
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
+    return module.register_forward_hook(hook, prepend=prepend)
 
 
 @contextmanager

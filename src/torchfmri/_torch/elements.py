@@ -1,4 +1,8 @@
-"""The tensors inside whatever a module takes or returns, in order, each with its path."""
+"""The tensors inside whatever a module takes or returns, in order, each with its path.
+
+Not by `torch.utils._pytree`: to it every container that nobody registered is a leaf (dataclasses,
+BatchEncoding and other mappings), and a container that holds itself ends it with a RecursionError.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class GradientCheck:
         call: Which call of the layer.
         order: 1 for the derivative, 2 for the second derivative.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> verification = torchfmri.verify_gradients(torch.nn.Linear(3, 2), torch.randn(4, 3))
         >>> for check in verification.checks:
@@ -86,7 +86,7 @@ class Verification:
         notes: Reservation -> the layers that it concerns.
         seconds: How long the verification took.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> from torch import nn
         >>> class Doubled(torch.autograd.Function):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 class GrowingTable:
     """(column, row) float32; what was added stays where it is, so that readers need no lock.
 
-    Example:
+    Examples:
         >>> table = GrowingTable(2)
         >>> table.append(np.array([1.0, 2.0]))
         >>> table.append(np.array([3.0, 4.0, 5.0]))  # a row that was not there before

@@ -40,7 +40,7 @@ class View:
         state: What the page shows, as its address has it: metric, sequence, layer, token, and so
             on. It can be set: every open page follows.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> scan = torchfmri.scan(model, tokenizer, "Once upon", max_new_tokens=2, per=None)

@@ -57,7 +57,7 @@ class Plane:
             table that still grows.
         bars: Whether rows are drawn as bars, which end at the largest value.
 
-    Example:
+    Examples:
         >>> plane = Plane(np.array([[1.0, -2.0], [4.0, np.nan]], np.float32), "activation")
         >>> plane.levels, list(plane.tile(0, 0))
         (1, [163, 254, 2, 0])
@@ -264,7 +264,7 @@ def pool(values: Table, step: int, *, mean: bool = False) -> Table:
 
     Infinity wins, NaN loses to everything.
 
-    Example:
+    Examples:
         >>> pool(np.array([[1.0], [-3.0], [2.0], [np.nan]]), 2).tolist()
         [[-3.0], [2.0]]
     """

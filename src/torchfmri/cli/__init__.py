@@ -11,10 +11,10 @@ from torchfmri.cli.commands import (
     FOUND,
     INTERRUPTED,
     Command,
-    Result,
     build_parser,
     main,
 )
+from torchfmri.cli.options import Result
 
 __all__ = [
     "CLEAN",

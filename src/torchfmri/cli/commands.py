@@ -3,8 +3,8 @@
 Results go to standard output, progress to standard error. Exit codes: 0 nothing to report, 1
 something was found, 2 it could not be done.
 
-A command is one entry of `COMMANDS`: its name, a line of help, a function that adds its options to
-a parser, and one that runs it and returns its result as data (for --json), as text, and the code.
+A command is a module with `add_arguments`, which adds its options to a parser, and `run`, which
+returns its result as data (for --json), as text, and the exit code. `_TEXTS` has its line of help.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from torchfmri import __version__
 from torchfmri._files import finite_json
 from torchfmri._text import printable, terminal_text
 from torchfmri.cli import (
+    advise,
     chat,
     compare,
     contrast,
@@ -35,9 +36,8 @@ from torchfmri.cli import (
     verify,
     view,
 )
+from torchfmri.cli.options import Result
 from torchfmri.exceptions import InspectionError
-
-Result = tuple[dict[str, Any], str, int]
 
 CLEAN, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130
 
@@ -51,97 +51,26 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], Result]
 
 
-COMMANDS = (
-    Command(
-        "demo",
-        "scan a real language model while it answers: a table, a picture and a page",
-        demo.add_arguments,
-        demo.run,
-    ),
-    Command(
-        "scan",
-        "watch a language model while it answers: every token, every layer, exact gradients",
-        scan.add_arguments,
-        scan.run,
-    ),
-    Command(
-        "contrast",
-        "compare the conditions of a scan: what differs, with a test over prompts",
-        contrast.add_arguments,
-        contrast.run,
-    ),
-    Command(
-        "lesion",
-        "take every head and MLP out in turn, and map what becomes of the answers",
-        lesion.add_arguments,
-        lesion.run,
-    ),
-    Command(
-        "lens",
-        "what each layer would say next, and which heads, MLPs and input tokens made a logit",
-        lens.add_arguments,
-        lens.run,
-    ),
-    Command(
-        "view",
-        "look at a scan, at two, or at a training run in a browser",
-        view.add_arguments,
-        view.run,
-    ),
-    Command(
-        "chat",
-        "type a prompt into a page and watch the model answer, layer by layer",
-        chat.add_arguments,
-        chat.run,
-    ),
-    Command(
-        "cost",
-        "price every layer: FLOPs, bytes, seconds, and how they grow",
-        cost.add_cost_arguments,
-        cost.run_cost,
-    ),
-    Command(
-        "advise",
-        "try what may save memory or time, and report what it brought",
-        cost.add_advise_arguments,
-        cost.run_advise,
-    ),
-    Command(
-        "verify",
-        "prove that the backward pass of every layer is right, or name the first that is not",
-        verify.add_arguments,
-        verify.run,
-    ),
-    Command(
-        "diagnose",
-        "train a copy for some steps, and say what is wrong, where, why and what to do",
-        diagnose.add_arguments,
-        diagnose.run,
-    ),
-    Command(
-        "compare",
-        "say where two settings, recordings or training runs part, and whether that is rounding",
-        compare.add_arguments,
-        compare.run,
-    ),
-    Command(
-        "replay",
-        "run a step again that turned NaN, and name sample, layer, operation and line",
-        replay.add_arguments,
-        replay.run,
-    ),
-    Command(
-        "repair",
-        "add what a lost or damaged manifest of a scan no longer names; nothing is deleted",
-        repair.add_arguments,
-        repair.run,
-    ),
-    Command(
-        "routing",
-        "train sparse routing from token gradients, and compare what it learns from",
-        routing.add_arguments,
-        routing.run,
-    ),
+_TEXTS = {
+    demo: "scan a real language model while it answers: a table, a picture and a page",
+    scan: "watch a language model while it answers: every token, every layer, exact gradients",
+    contrast: "compare the conditions of a scan: what differs, with a test over prompts",
+    lesion: "take every head and MLP out in turn, and map what becomes of the answers",
+    lens: "what each layer would say next, and which heads, MLPs and input tokens made a logit",
+    view: "look at a scan, at two, or at a training run in a browser",
+    chat: "type a prompt into a page and watch the model answer, layer by layer",
+    cost: "price every layer: FLOPs, bytes, seconds, and how they grow",
+    advise: "try what may save memory or time, and report what it brought",
+    verify: "prove that the backward pass of every layer is right, or name the first that is not",
+    diagnose: "train a copy for some steps, and say what is wrong, where, why and what to do",
+    compare: "say where two settings, recordings or training runs differ, and if that is rounding",
+    replay: "run a step again that turned NaN, and name sample, layer, operation and line",
+    repair: "add what a lost or damaged manifest of a scan no longer names; nothing is deleted",
+    routing: "train sparse routing from token gradients, and compare what it learns from",
+}
+COMMANDS = tuple(
+    Command(module.__name__.rpartition(".")[2], text, module.add_arguments, module.run)
+    for module, text in _TEXTS.items()
 )
 
 

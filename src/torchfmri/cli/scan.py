@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchfmri._arguments import check_number, require
-from torchfmri._model import CHOICES, load_model, unwrap
+from torchfmri._model import load_model, unwrap
 from torchfmri._scan import (
     TELL_EVERY,
     DatasetRow,
@@ -31,82 +31,68 @@ from torchfmri._scan import (
     scan_rows,
 )
 from torchfmri._text import Progress, plural, printable
+from torchfmri.cli.options import (
+    LOG_SECONDS,
+    Result,
+    add_choice,
+    add_device,
+    add_model,
+    add_number,
+    add_path,
+    add_several,
+    add_switch,
+    add_text,
+    dtype_of,
+    say,
+)
 from torchfmri.cli.view import add_server_arguments, served
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import check_picture
 
-Result = tuple[dict[str, Any], str, int]
 _DATASET_ONLY = ("--field", "--condition-field", "--id-field", "--batch", "--strict")
 _PROMPT_ONLY = ("--picture", "--page", "--overwrite", "--live")
-_LOG_SECONDS = 30.0
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri scan`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="scan one prompt")
-    what.add_argument(
-        "--dataset",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="scan every row of a file; run the same command again to go on after an interruption",
-    )
-    parser.add_argument("--model", default="tiny", help=f"{CHOICES} (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, metavar="NAME.fmri", help="the scan's folder (needed for --dataset)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder (--prompt)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the brain (--prompt)")
-    parser.add_argument("--page", type=Path, metavar="FILE.html", help="write a page (--prompt)")
-    parser.add_argument(
-        "--live", action="store_true", help="watch it in a browser, until Ctrl-C (--prompt)"
-    )
-    _add_generation(parser)
-    _add_measurement(parser)
+    add_text(what, "--prompt", "scan one prompt")
+    text = "scan every row of a file; run the same command again to go on after an interruption"
+    add_path(what, "--dataset", text, "FILE.jsonl")
+    add_model(parser)
+    add_path(parser, "--out", "the scan's folder (needed for --dataset)", "NAME.fmri")
+    add_switch(parser, "--overwrite", "replace the folder (--prompt)")
+    add_path(parser, "--picture", "draw the brain (--prompt)")
+    add_path(parser, "--page", "write a page (--prompt)", "FILE.html")
+    add_switch(parser, "--live", "watch it in a browser, until Ctrl-C (--prompt)")
+    _add_generation(parser.add_argument_group("generation"))
+    _add_measurement(parser.add_argument_group("measurement"))
     rows = parser.add_argument_group("datasets")
-    rows.add_argument("--field", metavar="NAME", help="the prompt: prompt, messages, text or ids")
-    rows.add_argument(
-        "--condition-field",
-        metavar="NAME",
-        help="the label for `torchfmri contrast` (default: condition); all fields are kept",
-    )
-    rows.add_argument("--id-field", metavar="NAME", help="what names a row (default: its place)")
-    rows.add_argument("--batch", type=int, metavar="N", help="rows at once (default: 1)")
-    rows.add_argument(
-        "--strict", action="store_true", help="stop at the first row that cannot be scanned"
-    )
+    add_text(rows, "--field", "the prompt: prompt, messages, text or ids", "NAME")
+    text = "the label for `torchfmri contrast` (default: condition); all fields are kept"
+    add_text(rows, "--condition-field", text, "NAME")
+    add_text(rows, "--id-field", "what names a row (default: its place)", "NAME")
+    add_number(rows, "--batch", None, "rows at once (default: 1)")
+    add_switch(rows, "--strict", "stop at the first row that cannot be scanned")
     add_server_arguments(parser)
 
 
-def _add_generation(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("generation")
-    group.add_argument("--chat", action="store_true", help="wrap texts as a user's message")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="0 only reads (default: 64)"
-    )
-    group.add_argument("--sample", action="store_true", help="sample; by default it is greedy")
-    group.add_argument("--temperature", type=float, metavar="T", help="temperature of sampling")
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"
-    )
+def _add_generation(group: Any) -> None:
+    add_switch(group, "--chat", "wrap texts as a user's message")
+    add_number(group, "--max-new-tokens", 64, "0 only reads")
+    add_switch(group, "--sample", "sample; by default it is greedy")
+    add_text(group, "--temperature", "temperature of sampling", "T", type=float)
+    add_number(group, "--seed", 0, "seed of sampling")
 
 
-def _add_measurement(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--per",
-        choices=("position", "token_loss", "cached", "none"),
-        default="position",
-        help="which gradient; none for activations alone (default: %(default)s)",
-    )
-    group.add_argument(
-        "--layers", action="append", metavar="PATTERN", help="which layers; may be repeated"
-    )
-    group.add_argument("--voxel", type=int, default=64, metavar="N", help="units (default: 64)")
-    group.add_argument("--loss", choices=("generated", "all"), help="over which tokens")
-    group.add_argument("--heads", action="store_true", help="also watch what each head wrote")
-    group.add_argument("--tensors", metavar="PATTERN", help="layers to keep in full")
+def _add_measurement(group: Any) -> None:
+    gradients = ("position", "token_loss", "cached", "none")
+    add_choice(group, "--per", gradients, "which gradient; none for activations alone", "position")
+    add_several(group, "--layers", "which layers")
+    add_number(group, "--voxel", 64, "units of a voxel")
+    add_choice(group, "--loss", ("generated", "all"), "over which tokens")
+    add_switch(group, "--heads", "also watch what each head wrote")
+    add_text(group, "--tensors", "layers to keep in full", "PATTERN")
     group.add_argument(
         "--vectors",
         action="append",
@@ -114,17 +100,12 @@ def _add_measurement(parser: ArgumentParser) -> None:
         help="tokens whose mean vector is kept per layer; may be repeated (default: all, generated "
         "and last for a dataset)",
     )
-    group.add_argument(
-        "--attention", nargs="?", const=True, default=False, metavar="PATTERN",
-        help="scores of every head; with a pattern also the whole patterns of those layers",
-    )  # fmt: skip
-    group.add_argument("--lens", action="store_true", help="what each block would say next")
-    group.add_argument("--experts", action="store_true", help="where routers send each token")
-    group.add_argument(
-        "--verify", action="store_true", help="generate once more without hooks and compare"
-    )
-    group.add_argument("--device", help="such as cuda; by default where the model is loaded")
-    group.add_argument("--dtype", choices=DTYPES, help="by default float32")
+    text = "scores of every head; with a pattern also the whole patterns of those layers"
+    add_text(group, "--attention", text, "PATTERN", nargs="?", const=True, default=False)
+    add_switch(group, "--lens", "what each block would say next")
+    add_switch(group, "--experts", "where routers send each token")
+    add_switch(group, "--verify", "generate once more without hooks and compare")
+    add_device(group, dtype=True)
 
 
 def run(options: Namespace) -> Result:
@@ -150,9 +131,9 @@ def run(options: Namespace) -> Result:
         rows = rows_of(
             options.dataset, options.field, label, id_field=options.id_field, strict=options.strict
         )
-    _say(f"loading {options.model}")
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    named = load_model(options.model, dtype=dtype, device=_device(options.device))
+    say("scan", f"loading {options.model}")
+    device = _device(options.device)
+    named = load_model(options.model, dtype=dtype_of(options.dtype), device=device)
     scanner = Scanner(named.model, named.tokenizer, measured)
     generate: dict[str, Any] = {}
     if options.sample or hasattr(unwrap(named.model), "generation_config"):
@@ -222,7 +203,7 @@ def _run_prompt(options: Namespace, scanner: Scanner, generate: dict[str, Any]) 
         board.changed = view.changed
         board.begin("live")
         result = _scan_prompt(options, scanner, generate, board)
-        _say("done; the page stays until Ctrl-C")
+        say("scan", "done; the page stays until Ctrl-C")
         view.wait()
     return result
 
@@ -317,7 +298,7 @@ def spoken() -> Iterator[Any]:
 def _run_dataset(
     options: Namespace, scanner: Scanner, rows: Sequence[DatasetRow], generate: dict[str, Any]
 ) -> Result:
-    with _processes(), Progress("scan", len(rows), log_seconds=_LOG_SECONDS) as progress:
+    with _processes(), Progress("scan", len(rows), log_seconds=LOG_SECONDS) as progress:
         own = scan_rows(
             scanner,
             rows,
@@ -365,8 +346,3 @@ def _gather(own: DatasetScan) -> list[DatasetScan] | None:
     found: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
     torch.distributed.gather_object(own, found)
     return found
-
-
-def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"torchfmri scan: {text}", file=sys.stderr, flush=True)

@@ -53,7 +53,7 @@ class MoIETransformerBlock(nn.Module):
         heads: How many heads; each of an even size.
         number: Which block of its model it is; the cache is kept under it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> block = MoIETransformerBlock(hidden_size=16, heads=2)
         >>> block(torch.randn(2, 5, 16)).hidden.shape

@@ -9,7 +9,7 @@ from torch import Tensor
 class KeyValueCache:
     """What attention needs of earlier tokens; each forward pass with it appends its own.
 
-    Example:
+    Examples:
         >>> import torch
         >>> cache = KeyValueCache()
         >>> keys, values = cache.append(0, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))

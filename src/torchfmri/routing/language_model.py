@@ -27,7 +27,7 @@ class RoutingConfig:
         blocks: How many blocks, of four SparseProtoLinear layers each.
         heads: How many heads in each.
 
-    Example:
+    Examples:
         >>> RoutingConfig(vocab_size=20).blocks
         4
     """
@@ -62,7 +62,7 @@ class RoutingLanguageModel(nn.Module):
     Args:
         config: Its sizes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))
         >>> ids = torch.randint(20, (2, 5))

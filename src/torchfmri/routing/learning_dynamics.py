@@ -75,7 +75,7 @@ class LearningDynamics(Attached):
         step: How many steps were taken.
         ready: Whether the gradients of a step are complete, and wait for `apply_gradients`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri.routing import RoutingConfig, RoutingLanguageModel
         >>> model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=2, heads=2))

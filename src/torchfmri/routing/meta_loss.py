@@ -33,7 +33,7 @@ class Divergence:
             so that it matters which tokens a unit is good for.
         weight: Factor in front of it.
 
-    Example:
+    Examples:
         >>> meta_loss = Divergence(lambda signals: signals.contribution, weight=0.5)
     """
 
@@ -87,7 +87,7 @@ class Price:
     Attributes:
         weight: Factor in front of it.
 
-    Example:
+    Examples:
         >>> meta_loss = Price(0.1)
     """
 

@@ -51,7 +51,7 @@ class Signals:
             alone (`token`) or of the whole batch (`aggregate`, the same for every token).
         mask: (b, s), False where a position is padding; None where all count.
 
-    Example:
+    Examples:
         >>> def cheap(signals):
         ...     return signals.contribution / (signals.cost + 1e-6)
     """

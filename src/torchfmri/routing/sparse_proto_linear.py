@@ -38,7 +38,7 @@ class SparseProtoLinear(nn.Module):
         in_features: Size of the input, d.
         out_features: How many units.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = SparseProtoLinear(8, 8)
         >>> x = torch.randn(2, 5, 8)

@@ -22,7 +22,7 @@ class UnitRates(Sink):
         model: A model of SparseProtoLinear layers.
         tasks: How many tasks there are.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchfmri.routing import RoutingConfig, RoutingLanguageModel
         >>> model = RoutingLanguageModel(RoutingConfig(20, hidden_size=16, blocks=1, heads=2))

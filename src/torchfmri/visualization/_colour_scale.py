@@ -142,7 +142,7 @@ def _clipped(
 def pool_rows(shown: Floats, most: int) -> Floats:
     """Return at most so many rows: of neighbours the value of the largest size; nan wins.
 
-    Example:
+    Examples:
         >>> pool_rows(np.array([[1.0], [-3.0], [2.0]]), 2).tolist()
         [[-3.0], [2.0]]
     """

@@ -46,7 +46,7 @@ class TokenTrack(NamedTuple):
 def token_label(piece: str, longest: int = _LONGEST) -> str:
     r"""Return the text of a token for a tick: blanks visible, no longer than `longest`.
 
-    Example:
+    Examples:
         >>> token_label(" Paris"), token_label("\n\n"), token_label(" "), token_label("")
         ('Paris', '↵↵', '␣', '·')
     """
@@ -182,7 +182,7 @@ def draw_boundaries(ax: Axes, tokens: TokenTrack) -> None:
 def spans(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int, bool]]:
     """(start, end, flag) of each run of equal flags.
 
-    Example:
+    Examples:
         >>> spans(np.array([False, False, True]))
         [(0, 2, False), (2, 3, True)]
     """

@@ -44,7 +44,7 @@ def plot_attention(
     Raises:
         InspectionError: It has another shape, or no such head.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> figure = plot_attention(np.tril(np.ones((2, 3, 3))), ["a", "b", "c"])
         >>> len(figure.axes)

@@ -1,4 +1,4 @@
-"""Pictures of a sequence of a scan: which rows, in which order, under which title."""
+"""The methods of a scan that draw a sequence: which rows, in which order, under which title."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import check_file
 from torchfmri._scan.pictures.bands import in_order, layer_bands, voxel_bands, without_prefix
+from torchfmri._scan.pictures.readouts import ReadoutMethods
 from torchfmri._scan.record.blocks import depth_of, kinds_of, outline_of
 from torchfmri._scan.record.delta_sc import log10, standardised
 from torchfmri._scan.record.reading import (
@@ -31,6 +33,7 @@ from torchfmri.visualization import (
     Line,
     TokenTrack,
     axes_or_new,
+    check_picture,
     draw_brain,
     draw_lines,
     escape,
@@ -53,134 +56,196 @@ _LONGEST = 300
 Pattern = str | Sequence[str] | None
 
 
-def plot_brain(
-    reading: Reading,
-    metric: str,
-    *,
-    layers: Pattern,
-    normalise: str,
-    by: str,
-    order: str,
-    ax: Axes | None,
-) -> Axes:
-    """Layers or voxels down, tokens across; see `Scan.plot_brain`."""
-    brain = _brain(reading, metric, layers, normalise, by, order)
-    return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
+class PictureMethods(ReadoutMethods):
+    """What a `Scan` can draw."""
 
+    def plot_brain(
+        self, metric: str = "activation", *, sequence: int | None = None,
+        layers: Pattern | None = None, normalise: str = "layer", by: str = "layer",
+        order: str = "kind", ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """Layers down, tokens across, the text below and its surprisal above.
 
-def plot_voxels(
-    reading: Reading, layer: str, metric: str, *, normalise: str, ax: Axes | None
-) -> Axes:
-    """The voxels of one layer down, tokens across; see `Scan.plot_voxels`."""
-    layer = only_layer(layer, reading.anatomy, reading.meta)
-    span = reading.anatomy.voxels_of(layer)
-    voxels = list(range(span.start, span.stop))
-    values = reading.table(metric, "voxel")[:, span].T
-    bands = [
-        Band(_part(voxel_name(reading.anatomy, voxel).removeprefix(layer)), [row])
-        for row, voxel in enumerate(voxels)
-    ]
-    title = f"{_model(reading)}: {_words(metric)} of the voxels of {layer}"
-    brain = Brain(
-        bands=bands,
-        values=values,
-        tokens=_track(reading),
-        metric=metric,
-        normalise=normalise,
-        title=title,
-        subtitle=_subtitle(reading, metric),
-    )
-    return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
+        Colours follow the value divided by the 99.5th percentile of its row: linear for
+        activations, over two powers of ten for gradients and learning costs. What has no value is
+        hatched.
 
+        Args:
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            sequence: Which sequence; may be left out where there is only one.
+            layers: A pattern, or several; "*" for all. By default those that give an overview: the
+                numbered blocks, their parts that have parts (attention, MLP), and what is outside
+                of blocks; the learning cost of a block is then that of everything inside it.
+            normalise: "layer" for each row by itself, "global" for one scale.
+            by: "layer", or "voxel" for a row per voxel.
+            order: "kind" for layers of one kind together, "depth" for the order of the model.
+            ax: Where to draw.
 
-def plot_layers(reading: Reading, metric: str, *, layers: Pattern, ax: Axes | None) -> Axes:
-    """A metric over depth by kind of layer; see `Scan.plot_layers`."""
-    values = reading.whole(metric)
-    columns = _rows(reading, layers)
-    kept = reading.counted(metric, values)
-    low, middle, high = (quantile(values, kept, q) for q in (0.1, 0.5, 0.9))
-    lines = [
-        Line(
-            label=kind,
-            depths=depths,
-            middle=middle[members],
-            low=low[members],
-            high=high[members],
-            is_outside=_outside(reading, members),
+        Raises:
+            LayerNotFoundError: No layer matches.
+            InspectionError: The scan has no such metric.
+        """
+        reading = self._reading(sequence)
+        brain = _brain(reading, metric, layers, normalise, by, order)
+        return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
+
+    def plot_layers(
+        self, metric: str = "activation", *, sequence: int | None = None,
+        layers: Pattern | None = None, ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """A metric over depth, a line for each kind of layer: the median and 80% of the tokens.
+
+        Of gradients and learning costs, of the tokens that the loss reaches in that layer.
+
+        Args:
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            sequence: Which sequence; may be left out where there is only one.
+            layers: A pattern, or several; those that give an overview by default.
+            ax: Where to draw.
+        """
+        reading = self._reading(sequence)
+        values = reading.whole(metric)
+        columns = _rows(reading, layers)
+        kept = reading.counted(metric, values)
+        low, middle, high = (quantile(values, kept, q) for q in (0.1, 0.5, 0.9))
+        lines = [
+            Line(
+                label=kind,
+                depths=depths,
+                middle=middle[members],
+                low=low[members],
+                high=high[members],
+                is_outside=_outside(reading, members),
+            )
+            for kind, members, depths in _by_depth(reading, columns)
+        ]
+        ax = draw_lines(axes_or_new(ax, 9.0, 4.6), lines, value=meaning(metric))
+        if metric != DELTA:
+            scale_wide(ax, lines)
+        _name_layers(ax, reading, columns)
+        reached = " that the loss reaches" if metric in FROM_LOSS else ""
+        count = _tokens(reading, kept[:, columns])
+        said = f"median over {count}{reached}, 10th to 90th percentile shaded"
+        ax.set_title(escape(f"{_model(reading)}: {_words(metric)} over depth\n{said}"), fontsize=10)
+        return ax
+
+    def plot_token(
+        self, index: int, metric: str = "activation", *, sequence: int | None = None,
+        layers: Pattern | None = None, ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """What each layer did at one token against the others: z of log10 values over tokens.
+
+        Args:
+            index: Which token.
+            metric: "activation", "gradient", "learning_cost" or "delta_sc" (without log10).
+            sequence: Which sequence; may be left out where there is only one.
+            layers: A pattern, or several; those that give an overview by default.
+            ax: Where to draw.
+        """
+        reading = self._reading(sequence)
+        tokens = reading.sequence.tokens
+        if not hasattr(index, "__index__") or not -len(tokens) <= index < len(tokens):
+            raise InspectionError(
+                f"There is no token {index!r}: this sequence has {plural(len(tokens), 'token')}, "
+                "counted from 0."
+            )
+        index %= len(tokens)
+        values = reading.whole(metric)
+        scores = standardised(values if metric == DELTA else log10(values), axis=0)[index]
+        columns = _rows(reading, layers)
+        lines = [
+            Line(kind, depths, scores[members], is_outside=_outside(reading, members))
+            for kind, members, depths in _by_depth(reading, columns)
+        ]
+        of = "" if metric == DELTA else "log10 of "
+        ax = draw_lines(
+            axes_or_new(ax, 9.0, 4.6), lines, value=f"z of {of}{_words(metric)}\namong the tokens"
         )
-        for kind, members, depths in _by_depth(reading, columns)
-    ]
-    ax = draw_lines(axes_or_new(ax, 9.0, 4.6), lines, value=meaning(metric))
-    if metric != DELTA:
-        scale_wide(ax, lines)
-    _name_layers(ax, reading, columns)
-    reached = " that the loss reaches" if metric in FROM_LOSS else ""
-    count = _tokens(reading, kept[:, columns])
-    said = f"median over {count}{reached}, 10th to 90th percentile shaded"
-    ax.set_title(escape(f"{_model(reading)}: {_words(metric)} over depth\n{said}"), fontsize=10)
-    return ax
+        for height in (-2, 0, 2):
+            ax.axhline(height, color="0.5", linewidth=0.8, linestyle="-" if not height else ":")
+        _name_layers(ax, reading, columns)
+        text = in_context(tokens.pieces, index)
+        surprisal = float(tokens.surprisal[index])
+        said = f"; surprisal {surprisal:.2f} nats" if np.isfinite(surprisal) else ""
+        above = f"{_model(reading)}: {_words(metric)} at token {index}{said}"
+        ax.set_title(escape(f"{above}\n{text}"), fontsize=10)
+        return ax
 
+    def plot_voxels(
+        self, layer: str, metric: str = "activation", *, sequence: int | None = None,
+        normalise: str = "layer", ax: Axes | None = None,
+    ) -> Axes:  # fmt: skip
+        """The voxels of one layer down, tokens across.
 
-def plot_token(
-    reading: Reading, index: int, metric: str, *, layers: Pattern, ax: Axes | None
-) -> Axes:
-    """One token against the others, over depth; see `Scan.plot_token`."""
-    tokens = reading.sequence.tokens
-    if not hasattr(index, "__index__") or not -len(tokens) <= index < len(tokens):
-        raise InspectionError(
-            f"There is no token {index!r}: this sequence has {plural(len(tokens), 'token')}, "
-            "counted from 0."
+        Args:
+            layer: Its name.
+            metric: "activation", "gradient", "learning_cost" or "delta_sc".
+            sequence: Which sequence; may be left out where there is only one.
+            normalise: "layer" for each voxel by itself, "global" for one scale.
+            ax: Where to draw.
+        """
+        reading = self._reading(sequence)
+        layer = only_layer(layer, reading.anatomy, reading.meta)
+        span = reading.anatomy.voxels_of(layer)
+        voxels = list(range(span.start, span.stop))
+        values = reading.table(metric, "voxel")[:, span].T
+        bands = [
+            Band(_part(voxel_name(reading.anatomy, voxel).removeprefix(layer)), [row])
+            for row, voxel in enumerate(voxels)
+        ]
+        title = f"{_model(reading)}: {_words(metric)} of the voxels of {layer}"
+        brain = Brain(
+            bands=bands,
+            values=values,
+            tokens=_track(reading),
+            metric=metric,
+            normalise=normalise,
+            title=title,
+            subtitle=_subtitle(reading, metric),
         )
-    index %= len(tokens)
-    values = reading.whole(metric)
-    scores = standardised(values if metric == DELTA else log10(values), axis=0)[index]
-    columns = _rows(reading, layers)
-    lines = [
-        Line(kind, depths, scores[members], is_outside=_outside(reading, members))
-        for kind, members, depths in _by_depth(reading, columns)
-    ]
-    of = "" if metric == DELTA else "log10 of "
-    ax = draw_lines(
-        axes_or_new(ax, 9.0, 4.6), lines, value=f"z of {of}{_words(metric)}\namong the tokens"
-    )
-    for height in (-2, 0, 2):
-        ax.axhline(height, color="0.5", linewidth=0.8, linestyle="-" if not height else ":")
-    _name_layers(ax, reading, columns)
-    text = in_context(tokens.pieces, index)
-    surprisal = float(tokens.surprisal[index])
-    said = f"; surprisal {surprisal:.2f} nats" if np.isfinite(surprisal) else ""
-    ax.set_title(
-        escape(f"{_model(reading)}: {_words(metric)} at token {index}{said}\n{text}"), fontsize=10
-    )
-    return ax
+        return draw_brain(axes_or_new(ax, *brain.figure_inches), brain)
 
+    def draw(
+        self,
+        path: str | Path | None = None,
+        *,
+        sequence: int | None = None,
+        title: str | None = None,
+    ) -> Figure:
+        """Activation, gradient and learning cost over the same tokens, as one figure.
 
-def draw_scan(reading: Reading, path: str | Path | None = None, title: str | None = None) -> Figure:
-    """All metrics of a sequence over the same tokens, in one figure; see `Scan.draw`."""
-    metrics = [metric for metric in METRICS if metric in reading.sequence.layers]
-    if not metrics:
-        raise InspectionError("This scan has no values per layer: there is nothing to draw.")
-    brains = [
-        _brain(reading, metric, None, "layer", "layer", "kind")._replace(
-            title=f"{letter}   {_words(metric)}",
-            subtitle=_meaning(metric, inside=True),
-            most_inches=_PANEL_INCHES,
-            beside=True,
-            remark=_loss(reading) if len(metrics) > 1 else "",
-        )
-        for letter, metric in zip("abc", metrics, strict=False)
-    ]
-    wide, _ = brains[0].figure_inches
-    high = sum(brain.inches[1] for brain in brains) + 0.4 * len(brains) + 2.2
-    figure = new_figure(max(wide, _NARROWEST_FIGURE), high)
-    panels = figure.subplots(len(brains), 1, squeeze=False)[:, 0]
-    for number, (panel, brain) in enumerate(zip(panels, brains, strict=True)):
-        draw_brain(panel, brain, text=number == len(brains) - 1, surprisal=number == 0)
-    said = title or f"{_model(reading)}, token by token"
-    figure.suptitle(escape(said), fontsize=13, fontweight="bold", x=0.01, ha="left")
-    if path is not None:
-        save_figure(figure, path, dpi=_DOTS_PER_INCH)
-    return figure
+        Args:
+            path: Where to save it too; the ending says in which format.
+            sequence: Which sequence; may be left out where there is only one.
+            title: Above it; the name of the model by default.
+        """
+        if path is not None:
+            check_picture("path", check_file("path", path))
+        reading = self._reading(sequence)
+        metrics = [metric for metric in METRICS if metric in reading.sequence.layers]
+        if not metrics:
+            raise InspectionError("This scan has no values per layer: there is nothing to draw.")
+        brains = [
+            _brain(reading, metric, None, "layer", "layer", "kind")._replace(
+                title=f"{letter}   {_words(metric)}",
+                subtitle=_meaning(metric, inside=True),
+                most_inches=_PANEL_INCHES,
+                beside=True,
+                remark=_loss(reading) if len(metrics) > 1 else "",
+            )
+            for letter, metric in zip("abc", metrics, strict=False)
+        ]
+        wide, _ = brains[0].figure_inches
+        high = sum(brain.inches[1] for brain in brains) + 0.4 * len(brains) + 2.2
+        figure = new_figure(max(wide, _NARROWEST_FIGURE), high)
+        panels = figure.subplots(len(brains), 1, squeeze=False)[:, 0]
+        for number, (panel, brain) in enumerate(zip(panels, brains, strict=True)):
+            draw_brain(panel, brain, text=number == len(brains) - 1, surprisal=number == 0)
+        said = title or f"{_model(reading)}, token by token"
+        figure.suptitle(escape(said), fontsize=13, fontweight="bold", x=0.01, ha="left")
+        if path is not None:
+            save_figure(figure, path, dpi=_DOTS_PER_INCH)
+        return figure
 
 
 # -- rows ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Anatomy:
         count: (v,) how many units it has.
         kind: (v,) an index into KINDS.
 
-    Example:
+    Examples:
         >>> anatomy = Anatomy.of_widths(["q_proj", "mlp"], ["Linear", "MLP"], [128, 100], [64, 64])
         >>> anatomy.count.tolist()
         [64, 64, 64, 36]

@@ -13,7 +13,7 @@ _FEW = 48
 def kinds_of(layers: Sequence[str]) -> dict[str, list[int]]:
     """Kind -> the columns of its layers: names that differ only in numbers are of one kind.
 
-    Example:
+    Examples:
         >>> kinds_of(["embed", "layers.0.mlp", "layers.1.mlp"])
         {'embed': [0], 'layers.*.mlp': [1, 2]}
     """
@@ -26,7 +26,7 @@ def kinds_of(layers: Sequence[str]) -> dict[str, list[int]]:
 def block_of(layer: str) -> str:
     """The numbered block that a layer belongs to: up to its first number; "" outside of blocks.
 
-    Example:
+    Examples:
         >>> block_of("model.layers.3.mlp.up_proj"), block_of("lm_head")
         ('model.layers.3', '')
     """
@@ -61,7 +61,7 @@ def outline_of(layers: Sequence[str]) -> list[int]:
     themselves (attention, MLP), and what is outside of blocks and has no parts (the embedding, the
     last norm, the head). Of a small one: all of them.
 
-    Example:
+    Examples:
         >>> block = ["", ".attn", ".attn.q", ".norm", ".mlp", ".mlp.up"]
         >>> names = ["embed", *(f"h.{n}{part}" for n in range(20) for part in block)]
         >>> [names[column] for column in outline_of(names)][:5]

@@ -18,7 +18,7 @@ Doubles = NDArray[np.float64]
 def standardised(values: NDArray[np.floating], axis: int = -1) -> Doubles:
     """The z of values along an axis; nan where a value is not finite, or all of them are equal.
 
-    Example:
+    Examples:
         >>> standardised(np.array([1.0, 2.0, 3.0])).round(3).tolist()
         [-1.225, 0.0, 1.225]
         >>> standardised(np.array([2.0, 2.0])).tolist()

@@ -211,7 +211,7 @@ def metrics_of(sequence: ScannedSequence, by: str) -> tuple[str, ...]:
 def voxel_name(anatomy: Anatomy, voxel: int) -> str:
     """What a voxel is called: its layer, and which head, expert or units of it.
 
-    Example:
+    Examples:
         >>> anatomy = Anatomy.of_widths(["q", "mlp"], ["Linear"] * 2, [128, 100], [64, 64],
         ...                             ["head", "units"])
         >>> [voxel_name(anatomy, voxel) for voxel in range(4)]

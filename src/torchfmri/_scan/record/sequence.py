@@ -37,7 +37,7 @@ class Tokens:
         generated: (s,) whether the model wrote it.
         special: (s,) whether it is a special token of the tokenizer.
 
-    Example:
+    Examples:
         >>> number, no = np.zeros(3, np.float32), np.zeros(3, bool)
         >>> parts = (b"caf", "é".encode()[:1], "é".encode()[1:])  # a letter in two tokens
         >>> tokens = Tokens(np.arange(3), parts, number, number, no, no)
@@ -122,7 +122,7 @@ class ScannedSequence:
         vectors: Some of VECTORS -> layer -> (unit,), the mean of the layer's signed activation over
             those tokens.
 
-    Example:
+    Examples:
         >>> one, no = np.zeros(1, np.float32), np.zeros(1, bool)
         >>> tokens = Tokens(np.array([7]), (b"Hello",), one, one, no, no)
         >>> sequence = ScannedSequence("greeting", tokens, {"activation": np.ones((1, 2))}, {})

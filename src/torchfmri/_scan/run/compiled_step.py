@@ -29,7 +29,8 @@ _parts: list[tuple[int, Tensor]] = []
 each of them refers to: torch would make sure before every step that it is the same one for all."""
 
 
-@torch.library.custom_op("torchfmri::join", mutates_args=())
+# The schema is written out: torch 2.6 does not read it from `list[Tensor]`.
+@torch.library.custom_op("torchfmri::join", mutates_args=(), schema="(Tensor[] parts) -> Tensor")
 def _join(parts: list[Tensor]) -> Tensor:
     """(b, 1, w) of each layer -> (b, 1, width).
 

@@ -41,7 +41,7 @@ class DatasetScan:
         failed: The name of a sequence -> its row, and why it could not be read or scanned. They are
             tried again next time.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> torchfmri.scan_dataset(model, tokenizer, ["One", "Two"], "x.fmri", 2).scanned

@@ -30,7 +30,7 @@ class LiveToken:
         activation: (layer,) rms of each layer; nan for the last token of all, which is not run.
         voxels: (voxel,) rms.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> said = []

@@ -42,7 +42,7 @@ class ScanOptions:
         heads: Also watch what each attention head wrote: the input of `o_proj`, as a layer
             `o_proj.input` whose voxels are heads. It has activations, and no gradients.
 
-    Example:
+    Examples:
         >>> from torchfmri import ScanOptions
         >>> ScanOptions(per="token_loss", layers="*.mlp").voxel
         64

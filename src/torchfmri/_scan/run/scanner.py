@@ -57,7 +57,7 @@ class Scanner:
         tokenizer: Of the model; None where prompts are token ids.
         options: What to measure.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> scanner = torchfmri.Scanner(model, tokenizer, torchfmri.ScanOptions(per=None))

@@ -92,7 +92,7 @@ class ScanStream:
     Args:
         run: Scans, and calls what it is given with each token.
 
-    Example:
+    Examples:
         >>> import torchfmri
         >>> model, tokenizer = torchfmri.load_model("tiny")
         >>> with torchfmri.stream(model, tokenizer, "Once upon", max_new_tokens=3) as stream:

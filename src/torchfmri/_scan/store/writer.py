@@ -74,7 +74,7 @@ class ScanWriter:
         InspectionError: The folder holds something else, or another process writes it.
         FileFormatError: The folder holds a scan that is damaged so that nothing may be added.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np
         >>> from torchfmri._scan.record.sequence import Tokens
         >>> folder = tempfile.mkdtemp()

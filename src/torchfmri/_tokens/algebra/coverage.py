@@ -23,7 +23,7 @@ class CoverageRow:
         check: "sum" (entry by entry) or "probe" (between two random vectors); "" without one.
         note: Why something is missing, or what has to be known about it.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model) as tokens:
@@ -43,7 +43,7 @@ class CoverageRow:
 class Coverage:
     """The proof beside the numbers, a row per parameter; see `TokenGradients.coverage`.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model) as tokens:

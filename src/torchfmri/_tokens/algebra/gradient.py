@@ -29,7 +29,7 @@ class TopEntries(NamedTuple):
         values: (b, s, k), by falling absolute value.
         indices: (b, s, k, axes of the parameter): where they are.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model) as tokens:
@@ -48,7 +48,7 @@ class TokenGradient:
     Its shape is (b, s, *parameter.shape), and nothing of that size is ever formed: every method
     works on the factors. Padded positions are excluded: they count as zero.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2, bias=False)
         >>> x = torch.randn(1, 4, 3)

@@ -21,7 +21,7 @@ from torchfmri.exceptions import InspectionError
 class TokenSelection:
     """Token gradients of parameters with one token axis, taken together as one long vector.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model) as tokens:

@@ -22,7 +22,7 @@ class TokenVerificationRow:
         verdict: "local", "first", "mixed", "refuted" or "not judged".
         note: Why, where that has to be said.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model) as tokens:
@@ -42,7 +42,7 @@ class TokenVerificationRow:
 class TokenVerification:
     """The rows that changed with each of some tokens; see `TokenGradients.verify`.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model) as tokens:

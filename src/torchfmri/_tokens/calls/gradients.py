@@ -50,7 +50,7 @@ from torchfmri.exceptions import (
 class TokenGradients(Attached):
     """The gradients of a model's parameters, token by token; see `token_gradients`.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -48,7 +48,7 @@ def token_loss_dots(
         InspectionError: An operation has no forward mode, or a shape does not fit.
         LayerNotFoundError: A parameter of that name does not exist.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> x = torch.randn(1, 4, 3)

@@ -45,7 +45,7 @@ class TokenLossGradient:
             relative; checked under a random map, once plainly and once with a weight per token.
         note: A reservation, or "".
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 5)
         >>> with torchfmri.token_gradients(model, per="token_loss") as tokens:

@@ -42,7 +42,7 @@ class TokenLossGradients:
         parameters: Name -> parameter, as selected by a pattern.
         max_bytes: What one chunk of tokens may take, and what the factors may take that are kept.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> model = torch.nn.Linear(3, 2)
         >>> with torchfmri.token_gradients(model, per="token_loss") as tokens:

@@ -45,7 +45,7 @@ def token_losses(
     Raises:
         InspectionError: Shapes, dtypes or labels that do not fit.
 
-    Example:
+    Examples:
         >>> import torch, torchfmri
         >>> logits, ids = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
         >>> torchfmri.token_losses(logits, ids, reduction="mean").shape

@@ -119,7 +119,8 @@ class OperatorCall:
         if "pool" in name or "upsample" in name:
             return [self._by_place(each) for each in self.results]
         tags = getattr(self.function, "tags", ())
-        if torch.Tag.pointwise in tags or name in ("complex", "polar", "copy"):
+        # torch 2.9 has no tag on hardtanh_.
+        if torch.Tag.pointwise in tags or name in ("complex", "polar", "copy", "hardtanh"):
             return [self._entry_by_entry(each.shape) for each in self.results]
         return [self._unknown(each) for each in self.results]
 

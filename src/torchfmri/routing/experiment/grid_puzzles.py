@@ -66,7 +66,7 @@ class GridPuzzles:
         test_puzzles: Each pair of "test" after all of "train".
         skipped: How many puzzles were longer than allowed.
 
-    Example:
+    Examples:
         >>> write_puzzles(Path("puzzles"), count=8)
         >>> puzzles = GridPuzzles.read(Path("puzzles"))
         >>> puzzles.names

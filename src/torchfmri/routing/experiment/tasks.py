@@ -67,7 +67,7 @@ class SequenceTasks:
         lengths: The lengths n, each as likely as the others.
         names: The tasks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> tasks = SequenceTasks(lengths=(3,), names=("reverse",))
         >>> batch = tasks.train(1, torch.Generator().manual_seed(0))

@@ -1,0 +1,54 @@
+"""The command `torchfmri advise`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+import torch
+
+from torchfmri._cost import advise
+from torchfmri._model import load_subject, nearest_names
+from torchfmri.cli.options import Result, add_number, add_subject, add_text, say
+from torchfmri.exceptions import InspectionError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `torchfmri advise`."""
+    add_subject(parser)
+    add_number(parser, "--rounds", 5, "how often to measure time")
+    add_text(parser, "--optimizer", "a class of torch.optim, for example AdamW", "NAME")
+    add_number(parser, "--combine", 6, "combinations to try at most")
+
+
+def run(options: Namespace) -> Result:
+    """Try everything, and return the result as data, as text, and as an exit code."""
+    make = None
+    if options.optimizer:
+        make = _optimizers().get(options.optimizer)
+        if make is None:
+            near = ", ".join(nearest_names(options.optimizer, list(_optimizers())))
+            raise InspectionError(
+                f"There is no torch.optim.{options.optimizer}. Nearest optimizers: {near}."
+            )
+    subject = load_subject(options.subject)
+    found = advise(
+        subject.model,
+        subject.data,
+        subject.loss,
+        make,
+        rounds=options.rounds,
+        combine=options.combine,
+        progress=lambda text: say("advise", text),
+    )
+    return found.to_dict(), found.table(), 0
+
+
+def _optimizers() -> dict[str, Any]:
+    """Name -> class of the optimizers in torch.optim."""
+    base = torch.optim.Optimizer
+    return {
+        name: each
+        for name, each in vars(torch.optim).items()
+        if isinstance(each, type) and issubclass(each, base) and each is not base
+    }

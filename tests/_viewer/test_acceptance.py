@@ -655,7 +655,7 @@ def test_the_difference_of_two_scans(page: Page) -> None:
         assert "second − first" in page.text("h1"), "what is subtracted, though both are unnamed"
         assert "higher in second" in page.text(".bar")
         said = page.text(".health")
-        assert "8 layers only in the second one, hatched" in said
+        assert "8 layers only in second: grey" in said
         page.js("app.goTo('model.layers.1.mlp', 4)")
         page.settle()
         page.until(
@@ -671,3 +671,29 @@ def test_the_difference_of_two_scans(page: Page) -> None:
             "[data-panel=unmatched]"
         ) or "LAYERS WITHOUT" in page.text("[data-panel=unmatched]")
         json.dumps(view.state)
+
+
+def test_a_difference_has_the_curves_of_both(page: Page, tmp_path: Path) -> None:
+    before, after = make_scan(blocks=2, tokens=9), make_scan(blocks=2, tokens=12)
+    for scan, name in ((before, "before.fmri"), (after, "after.fmri")):
+        scan.save(tmp_path / name)
+    pair = [torchfmri.load(tmp_path / name) for name in ("before.fmri", "after.fmri")]
+    with torchfmri.view(*pair, browser=False) as view:
+        page.open(view.url)
+        page.js("app.goTo('model.layers.1.mlp', 4)")
+        page.page.wait_for_selector(".details[data-column='4']:not([aria-busy])")
+        said = dict(re.findall(r"(\w+, \w+\.fmri)\s+([\d.]+)", page.text(".details")))
+        for scan, name in ((before, "before.fmri"), (after, "after.fmri")):
+            for curve in ("surprisal", "entropy"):
+                value = float(getattr(scan.tokens, curve)[4])
+                assert float(said[f"{curve}, {name}"]) == pytest.approx(value, rel=6e-4)
+        names = page.text(".track-names")
+        assert names.count("after.fmri") == names.count("before.fmri") == 3, "one band for both"
+        assert page.js("app.ui.tracks.height") == 3 * 32
+        line = page.js("app.inks().other")
+        drawn = page.js(
+            "[...app.ui.tracks.getContext('2d').getImageData(0, 0, app.ui.tracks.width, 96).data]"
+        )
+    pixels = np.array(drawn).reshape(-1, 4)[:, :3]
+    colour = [int(line[at : at + 2], 16) for at in (1, 3, 5)]
+    assert (pixels == colour).all(1).sum() > 100, "the first is a line over the bars of the second"

@@ -210,12 +210,15 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     board.begin("live")
     assert board.going
     live: dict[str, Any] = {}
+    explained: list[bool] = []  # whether every NaN so far is one that was not measured
 
     def on_token(token: torchfmri.LiveToken) -> None:
         board.on_token(token)
         live["layers"] = board.values(0, "activation", "layers").copy()
         live["missing"] = board.missing(0, "activation", "layers")
         live["pieces"] = board.columns(0, 0, 99)["pieces"]
+        absent = False if live["missing"] is None else live["missing"]
+        explained.append(bool((np.isnan(live["layers"]) <= absent).all()))
 
     scan = scanner.scan("Once upon", 6, on_token=on_token, generate={"do_sample": False})
     assert [each.name for each in board.metrics(0)] == ["activation"]
@@ -227,6 +230,8 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     absent = live["missing"]
     assert (np.isnan(live["layers"]) == absent).all(), "nothing of it is NaN that was computed"
     assert absent.any(), "the head at the prompt, and the last token"
+    prompt = int((~scan.tokens.generated).sum())
+    assert all(explained[prompt - 1 :]), "also before the first token is written"
     board.finish(scan)
     assert not board.going
     np.testing.assert_array_equal(board.values(0, "activation", "layers"), known)

@@ -186,6 +186,22 @@ def test_every_action_has_a_key(page: Page, tmp_path: Path) -> None:
     assert page.page.locator(".viewer[data-theme]").count() == 1
 
 
+def test_whoever_uses_the_keyboard_stays_at_the_button(page: Page, tmp_path: Path) -> None:
+    make_scan(blocks=2, tokens=9).save_html(tmp_path / "scan.html")
+    page.open((tmp_path / "scan.html").as_uri())
+    for name in ("Gradient", "all rows", "viridis"):
+        page.page.get_by_role("button", name=name, exact=True).focus()
+        page.press("Enter")
+        page.settle()
+        then = "cividis" if name == "viridis" else name
+        assert page.js("app.root.activeElement.textContent") == then
+    page.page.wait_for_selector(".bars button")
+    page.page.locator(".bars button").first.focus()
+    page.press("Enter")  # goes to a part of the layer, of which the details have other buttons
+    page.page.wait_for_selector(".details:not([aria-busy])")
+    assert page.js("app.root.activeElement.closest('.details') !== null")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_axe_finds_nothing_serious(chromium: Any, theme: str, tmp_path: Path) -> None:
@@ -285,6 +301,8 @@ def test_a_hundred_thousand_tokens_by_three_hundred_layers(page: Page) -> None:
 @pytest.mark.slow
 def test_first_paint_of_a_long_scan_needs_one_tile(page: Page) -> None:
     board = long_scan(100_000, 300)._board()
+    line = page.page.context.new_cdp_session(page.page)
+    line.send("Performance.enable")
     with served(board) as view:
         started = time.process_time()
         view.desk.answer("sequence", {"sequence": "0"})
@@ -294,10 +312,13 @@ def test_first_paint_of_a_long_scan_needs_one_tile(page: Page) -> None:
         page.page.goto(view.url)
         page.page.wait_for_selector(".heat[data-state=drawn]")
         drawn = page.js("performance.getEntriesByName('torchfmri-drawn')[0].startTime")
+        measured = line.send("Performance.getMetrics")["metrics"]
+        own = next(each["value"] for each in measured if each["name"] == "ProcessTime")
         print(
-            f"server {took:.2f} s of processor time; drawn {drawn:.0f} ms after the page was asked"
+            f"server {took:.2f} s and page {own:.2f} s of processor time; drawn {drawn:.0f} ms after"
         )
-        assert took < 1.5, "0.3 s where nobody else computes"
+        # Processor time, so that it holds on a machine that others use too.
+        assert took + own < 1
         fetched = [each for each in page.requests if "/tile?" in each and "plane=layers" in each]
         assert "level=9" in fetched[0], "one tile holds all, and is drawn before finer ones come"
         assert len(fetched) <= 3

@@ -113,8 +113,11 @@ export class App {
     const metrics = this.data.sequence.metrics.filter((each) => each.shown).map((each) => each.name);
     if (!metrics.includes(this.state.metric)) change.metric = metrics[0] ?? "";
     if (!board.layers.includes(this.state.layer.split("[")[0])) {
-      change.layer = board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
-      if (!this.settled) void this.startColumn();
+      // Begin where something is wrong, if anything is.
+      const alarm = board.going ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && board.layers.includes(each.layer ?? ""));
+      change.layer = alarm?.layer ?? board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
+      if (alarm) change.column = alarm.column ?? this.state.column;
+      else if (!this.settled) void this.startColumn();
     }
     this.settled ||= board.layers.length > 0;
     if (!metrics.length) {

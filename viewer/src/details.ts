@@ -2,7 +2,7 @@
 
 import type { App } from "./app";
 import { NOT_MEASURED } from "./colour";
-import { count, exact, h, say, short, visible } from "./dom";
+import { count, exact, h, refill, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
 import { Panel, drawPanel } from "./panels";
 import { Row } from "./rows";
@@ -33,7 +33,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const header = app.plane(row.plane)?.header;
   const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
   const [parts, panels] = [h("div", {}), h("div", {})];
-  ui.details.replaceChildren(
+  refill(ui.details,
     ...heading(app, row, column),
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
     h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
@@ -67,7 +67,7 @@ function curveFacts({ data }: App, column: number, values: Float32Array[]): HTML
     const name = title[0].toLowerCase() + title.slice(1) + (pair && !beside ? `, ${pair[1]}` : "");
     return fact(name, say(each[column], plane.code(i, column) === NOT_MEASURED));
   });
-  return facts.length ? [h("h3", {}, `This ${axis}`), h("dl", { class: pair ? "wide" : "" }, ...facts)] : [];
+  return facts.length ? [h("h2", {}, `This ${axis}`), h("dl", { class: pair ? "wide" : "" }, ...facts)] : [];
 }
 
 function heading(app: App, row: Row, column: number): HTMLElement[] {
@@ -116,7 +116,7 @@ async function fillParts(app: App, row: Row, column: number, key: string, box: H
   const names = (await data.transport.ask("plane", { sequence, metric, plane: row.name }).catch(() => null))?.names;
   const at = names && (await data.values({ metric, plane: row.name, first: column, last: column + 1 }).catch(() => null));
   if (!names || !at || !at.some(Number.isFinite) || !app.screen.is("details", key)) return;
-  box.replaceChildren(h("h3", {}, `Strongest of ${row.parts} parts here`), bars(names, at, 5, (name) => app.goTo(name, column)));
+  box.replaceChildren(h("h2", {}, `Strongest of ${row.parts} parts here`), bars(names, at, 5, (name) => app.goTo(name, column)));
 }
 
 function sentence(value: number, facts: RowFacts, word: string, missing: boolean): string {

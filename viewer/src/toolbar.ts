@@ -3,7 +3,7 @@
 import type { App } from "./app";
 import { MAPS, SIGNED_MAPS, cssColour, scaleOf } from "./colour";
 import { Health, Metric } from "./data";
-import { count, h, say, short } from "./dom";
+import { count, h, refill, say, short } from "./dom";
 import { topOf } from "./heatmap";
 import { BAND } from "./screen";
 import { State } from "./state";
@@ -65,19 +65,19 @@ function renderHead(app: App, live: string): void {
 function renderChoices(app: App): void {
   const { ui, state, data: { sequence } } = app;
   const shown = sequence.metrics.filter((each) => each.shown);
-  ui.metrics.replaceChildren(...shown.map((each, i) => pressed(each.title, each.name === state.metric, () => app.showMetric(i), `${each.meaning} ${each.unit} (${i + 1})`)));
+  refill(ui.metrics, ...shown.map((each, i) => pressed(each.title, each.name === state.metric, () => app.showMetric(i), `${each.meaning} ${each.unit} (${i + 1})`)));
   ui.meaning.textContent = app.metric?.meaning ?? "";
   ui.meaning.title = app.metric?.meaning ?? "";
-  ui.norms.replaceChildren(
+  refill(ui.norms,
     pressed("each row", state.norm === "row", () => app.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
     pressed("all rows", state.norm === "global", () => app.set({ norm: "global" }), "One scale for all rows (n)"));
   const choices = choicesOf(app);
   ui.choiceLabel.hidden = ui.choices.hidden = !choices.length;
-  ui.choices.replaceChildren(...choices.map((each, i) => pressed(each, state.sequence === i, () => app.set({ sequence: i }), "What is outlined, counted and marked (c)")));
+  refill(ui.choices, ...choices.map((each, i) => pressed(each, state.sequence === i, () => app.set({ sequence: i }), "What is outlined, counted and marked (c)")));
   const depths: State["depth"][] = ["blocks", "parts", "all"];
   const folds = app.tree!.folds;
   ui.depthLabel.hidden = ui.depths.hidden = !folds;
-  ui.depths.replaceChildren(...depths.map((each) => pressed(each, state.depth === each, () => app.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
+  refill(ui.depths, ...depths.map((each) => pressed(each, state.depth === each, () => app.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
 }
 
 /** The thresholds of a contrast; a saved page has one of them alone. */
@@ -98,7 +98,7 @@ function renderHealth(app: App, health: Health[], notes: string[]): void {
   const worst = all.filter((each) => each.severity !== "inform").length;
   ui.allFindings.textContent = worst ? count(worst, "finding") : count(all.length, "note");
   ui.allFindings.className = worst ? `all ${all[0].severity}` : "all";
-  ui.findings.replaceChildren(...all.slice(0, FINDINGS).map((each) => finding(app, each)));
+  refill(ui.findings, ...all.slice(0, FINDINGS).map((each) => finding(app, each)));
 }
 
 export function findings(health: Health[], notes: string[]): Health[] {
@@ -162,7 +162,7 @@ function renderBar(app: App): void {
   const any = (counts: number[]) => counts.some((each) => each > 0);
   const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
   const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
-  app.ui.bar.replaceChildren(
+  refill(app.ui.bar,
     h("span", { class: "unit", title: app.metric!.unit }, app.metric!.unit), h("span", { class: "end" }, words[0]), strip,
     h("span", { class: "end", title: app.state.norm === "row" ? "Each row has its own scale, up to its 99.5th percentile. “all rows” gives them one." : "One scale for all rows." }, words[1]),
     ...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []),

@@ -226,7 +226,7 @@ class ScanBoard(Board):
 
     def _not_compared(self, sequence: int) -> NDArray[np.bool_]:
         """(token, layer) where activation and gradient are not compared, though neither is NaN."""
-        found = np.isnan(self.values(sequence, "delta_sc", LAYERS))
+        found: NDArray[np.bool_] = np.isnan(self.values(sequence, "delta_sc", LAYERS))
         for metric in ("activation", "gradient"):
             computed = ~np.isfinite(self.values(sequence, metric, LAYERS))
             found &= ~computed | self._unmeasured(sequence, metric)

@@ -121,6 +121,10 @@ export class Data {
     return plane;
   }
 
+  unpaint(): void {
+    this.planes.forEach((plane) => plane.unpaint());
+  }
+
   known(metric: string, name: string): Plane | undefined {
     return this.planes.get(`${metric} ${name}`);
   }

@@ -48,6 +48,10 @@ function onHeat(app: App): void {
     drag = null;
   });
   heat.addEventListener("dblclick", () => viewport.expand());
+  heat.addEventListener("contextrestored", () => {
+    app.data.unpaint();
+    app.screen.repaint();
+  });
   heat.addEventListener("wheel", (event) => {
     event.preventDefault();
     const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);

@@ -6,7 +6,7 @@ import { count, h, short, visible } from "./dom";
 
 const [SHOWN, STEP] = [400, 100]; // columns whose texts are on the page, and by how many they move
 
-const [LINE, UNDERLINE] = [24, 5]; // pixels of a line, as in the style sheet, and of the colour below it
+const [LINE, UNDERLINE] = [24, 7]; // pixels of a line, as in the style sheet, and of the colour below it
 
 export function renderStrip(app: App): void {
   if (app.ui.strip.hidden) return;

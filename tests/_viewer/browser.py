@@ -54,14 +54,14 @@ class Page:
         return self
 
     def settle(self) -> None:
-        """Wait until nothing is missing and two frames have been drawn."""
+        """Wait until what was asked for is drawn and nothing is missing."""
+        frames = "() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))"
+        self.page.wait_for_function(f"() => {APP}", timeout=20_000)
+        self.page.evaluate(frames)  # only then is it known what is missing
         self.page.wait_for_function(
-            f"() => {APP} && {APP}.stats.missing === 0 && !!{APP}.plane('layers')?.header",
-            timeout=20_000,
+            f"() => {APP}.stats.missing === 0 && !!{APP}.plane('layers')?.header", timeout=20_000
         )
-        self.page.evaluate(
-            "() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))"
-        )
+        self.page.evaluate(frames)
 
     def js(self, expression: str) -> Any:
         """The value of an expression in which `app` is the viewer."""

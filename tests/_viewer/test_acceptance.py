@@ -15,10 +15,13 @@ import pytest
 from boards import ArrayBoard
 from browser import Page, opened_page
 from scans import make_anatomy, make_scan, make_sequence
+from test_contrast_page import contrast_of
 
 import torchfmri
 from torchfmri import Anatomy, Scan, ScannedSequence, Tokens
-from torchfmri._viewer import Panel, View
+from torchfmri._contrast import ContrastBoard
+from torchfmri._scan import LiveBoard
+from torchfmri._viewer import DiffBoard, Panel, View
 from torchfmri._viewer.state import check_state
 from torchfmri.exceptions import InspectionError
 
@@ -186,29 +189,113 @@ def test_every_action_has_a_key(page: Page, tmp_path: Path) -> None:
     assert page.page.locator(".viewer[data-theme]").count() == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("theme", ["dark", "light"])
-def test_axe_finds_nothing_serious(chromium: Any, theme: str, tmp_path: Path) -> None:
+def test_the_mouse_reads_moves_and_zooms(page: Page) -> None:
+    with served(make_scan(blocks=6, tokens=60)._board()) as view:
+        page.open(view.url)
+        mouse, box = page.page.mouse, page.page.locator(".heat").bounding_box()
+
+        def over(row: int, column: int) -> tuple[float, float]:
+            y, x = cell_centre(page, row, column)
+            return box["x"] + x, box["y"] + y
+
+        before = page.js("app.state")
+        mouse.move(*over(3, 20))  # hovering reads, and changes nothing
+        page.until("app.ui.status.textContent.includes('token 20')")
+        assert page.js("app.state") == before
+        mouse.click(*over(3, 20))
+        assert page.js("app.state.column") == 20
+        assert page.js("app.rowIndex") == 3
+        mouse.wheel(0, -400)
+        page.until("app.state.last > app.state.first && app.state.last - app.state.first < 60")
+        first = page.js("app.scene.first")
+        here = over(3, 20)
+        mouse.down()
+        mouse.move(here[0] + 60, here[1], steps=4)
+        mouse.up()
+        assert page.js("app.scene.first") < first, "dragging to the right shows what is on the left"
+        assert page.js("app.state.column") == 20, "and is no click"
+        mouse.dblclick(*over(3, 20))
+        page.until("app.state.voxels.length === 1")
+        overview = page.page.locator(".overview").bounding_box()
+        mouse.click(overview["x"] + overview["width"] - 5, overview["y"] + 5)
+        page.until("app.state.last > 59")
+
+
+def test_pictures_that_the_browser_lost_are_painted_again(page: Page, tmp_path: Path) -> None:
+    make_scan(blocks=2, tokens=9).save_html(tmp_path / "scan.html")
+    page.open((tmp_path / "scan.html").as_uri())
+    before = page.pixels()
+    page.js(
+        "[...app.plane('layers').tiles.values()].forEach(tile => tile.pictures.forEach("
+        "each => each.canvas.width = each.canvas.width))"  # as when a graphics process crashes
+    )
+    page.js("app.draw()")
+    page.settle()
+    assert np.abs(page.pixels() - before).max() > 20
+    page.js("app.ui.heat.dispatchEvent(new Event('contextrestored'))")
+    page.settle()
+    assert np.abs(page.pixels() - before).max() == 0
+
+
+def test_whoever_uses_the_keyboard_stays_at_the_button(page: Page, tmp_path: Path) -> None:
+    make_scan(blocks=2, tokens=9).save_html(tmp_path / "scan.html")
+    page.open((tmp_path / "scan.html").as_uri())
+    for name in ("Gradient", "all rows", "viridis"):
+        page.page.get_by_role("button", name=name, exact=True).focus()
+        page.press("Enter")
+        page.settle()
+        then = "cividis" if name == "viridis" else name
+        assert page.js("app.root.activeElement.textContent") == then
+    page.page.wait_for_selector(".bars button")
+    page.page.locator(".bars button").first.focus()
+    page.press("Enter")  # goes to a part of the layer, of which the details have other buttons
+    page.page.wait_for_selector(".details:not([aria-busy])")
+    assert page.js("app.root.activeElement.closest('.details') !== null")
+
+
+def check_with_axe(page: Page) -> None:
+    """Whoever cannot see the page, or not its colours, can use it."""
     script = ROOT / "viewer" / "node_modules" / "axe-core" / "axe.min.js"
     if not script.exists():
         pytest.skip("axe-core is not installed: (cd viewer && npm ci)")
-    scan = make_scan(blocks=6, tokens=30)
-    scan.save_html(tmp_path / "scan.html")
+    if not page.page.evaluate("() => 'axe' in window"):
+        page.page.add_script_tag(content=script.read_text("utf-8"))
+    found = page.page.evaluate("() => axe.run(document)")
+    wrong = [
+        (each["id"], each["nodes"][0]["html"][:200], each["nodes"][0]["failureSummary"])
+        for each in found["violations"]
+    ]
+    assert not wrong
+    assert len(found["passes"]) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_axe_finds_nothing(chromium: Any, theme: str) -> None:
+    anatomy = make_anatomy(1)
+    planted = contrast_of(3.0)
+    two = (make_scan(blocks=2, tokens=9)._board(), make_scan(blocks=3, tokens=12)._board())
+    boards: list[tuple[Any, str, dict[str, Any]]] = [
+        (ContrastBoard(planted), ".heat[data-state=drawn]", {}),
+        (DiffBoard(*two), ".heat[data-state=drawn]", {}),
+        (LiveBoard(anatomy, {"model": "m"}), ".ideas button", {"on_prompt": lambda text: None}),
+        (Scan(anatomy, [], {"model": "m"})._board(), ".cover h2", {}),
+    ]
     # The policy of the page forbids scripts from elsewhere, and axe is one.
     with opened_page(chromium, color_scheme=theme, bypass_csp=True) as page:
-        page.open((tmp_path / "scan.html").as_uri())
-        page.page.add_script_tag(content=script.read_text("utf-8"))
-        for keys in ((), ("?",), ("Escape", "s"), ("Escape", "t"), ("Escape", "e")):
-            page.press(*keys)
-            page.page.wait_for_timeout(150)
-            found = page.page.evaluate("() => axe.run(document)")
-            serious = [
-                (each["id"], each["nodes"][0]["html"][:200], each["nodes"][0]["failureSummary"])
-                for each in found["violations"]
-                if each["impact"] in ("serious", "critical")
-            ]
-            assert not serious, serious
-            assert len(found["passes"]) > 10
+        for board, drawn, options in boards:
+            with View(board, token=TOKEN, **options) as view:
+                page.page.goto(view.url)
+                page.page.wait_for_selector(drawn)
+                page.page.wait_for_timeout(500)
+                check_with_axe(page)
+                page.page.goto("about:blank")
+        with served(make_scan(blocks=6, tokens=30)._board()) as view:
+            page.open(view.url)
+            for keys in ((), ("?",), ("Escape", "s"), ("Escape", "t"), ("Escape", "e")):
+                page.press(*keys)
+                page.page.wait_for_timeout(150)
+                check_with_axe(page)
 
 
 # -- 4 and 5: fetches and frames ------------------------------------------------------------------
@@ -285,6 +372,8 @@ def test_a_hundred_thousand_tokens_by_three_hundred_layers(page: Page) -> None:
 @pytest.mark.slow
 def test_first_paint_of_a_long_scan_needs_one_tile(page: Page) -> None:
     board = long_scan(100_000, 300)._board()
+    line = page.page.context.new_cdp_session(page.page)
+    line.send("Performance.enable")
     with served(board) as view:
         started = time.process_time()
         view.desk.answer("sequence", {"sequence": "0"})
@@ -294,10 +383,11 @@ def test_first_paint_of_a_long_scan_needs_one_tile(page: Page) -> None:
         page.page.goto(view.url)
         page.page.wait_for_selector(".heat[data-state=drawn]")
         drawn = page.js("performance.getEntriesByName('torchfmri-drawn')[0].startTime")
-        print(
-            f"server {took:.2f} s of processor time; drawn {drawn:.0f} ms after the page was asked"
-        )
-        assert took < 1.5, "0.3 s where nobody else computes"
+        measured = line.send("Performance.getMetrics")["metrics"]
+        own = next(each["value"] for each in measured if each["name"] == "ProcessTime")
+        print(f"server {took:.2f} s and page {own:.2f} s of processor time; drawn {drawn:.0f} ms")
+        # Processor time, so that it holds on a machine that others use too.
+        assert took + own < 1
         fetched = [each for each in page.requests if "/tile?" in each and "plane=layers" in each]
         assert "level=9" in fetched[0], "one tile holds all, and is drawn before finer ones come"
         assert len(fetched) <= 3
@@ -655,7 +745,7 @@ def test_the_difference_of_two_scans(page: Page) -> None:
         assert "second − first" in page.text("h1"), "what is subtracted, though both are unnamed"
         assert "higher in second" in page.text(".bar")
         said = page.text(".health")
-        assert "8 layers only in the second one, hatched" in said
+        assert "8 layers only in second: grey" in said
         page.js("app.goTo('model.layers.1.mlp', 4)")
         page.settle()
         page.until(
@@ -671,3 +761,29 @@ def test_the_difference_of_two_scans(page: Page) -> None:
             "[data-panel=unmatched]"
         ) or "LAYERS WITHOUT" in page.text("[data-panel=unmatched]")
         json.dumps(view.state)
+
+
+def test_a_difference_has_the_curves_of_both(page: Page, tmp_path: Path) -> None:
+    before, after = make_scan(blocks=2, tokens=9), make_scan(blocks=2, tokens=12)
+    for scan, name in ((before, "before.fmri"), (after, "after.fmri")):
+        scan.save(tmp_path / name)
+    pair = [torchfmri.load(tmp_path / name) for name in ("before.fmri", "after.fmri")]
+    with torchfmri.view(*pair, browser=False) as view:
+        page.open(view.url)
+        page.js("app.goTo('model.layers.1.mlp', 4)")
+        page.page.wait_for_selector(".details[data-column='4']:not([aria-busy])")
+        said = dict(re.findall(r"(\w+, \w+\.fmri)\s+([\d.]+)", page.text(".details")))
+        for scan, name in ((before, "before.fmri"), (after, "after.fmri")):
+            for curve in ("surprisal", "entropy"):
+                value = float(getattr(scan.tokens, curve)[4])
+                assert float(said[f"{curve}, {name}"]) == pytest.approx(value, rel=6e-4)
+        names = page.text(".track-names")
+        assert names.count("after.fmri") == names.count("before.fmri") == 3, "one band for both"
+        assert page.js("app.ui.tracks.height") == 3 * 32
+        line = page.js("app.inks().other")
+        drawn = page.js(
+            "[...app.ui.tracks.getContext('2d').getImageData(0, 0, app.ui.tracks.width, 96).data]"
+        )
+    pixels = np.array(drawn).reshape(-1, 4)[:, :3]
+    colour = [int(line[at : at + 2], 16) for at in (1, 3, 5)]
+    assert (pixels == colour).all(1).sum() > 100, "the first is a line over the bars of the second"

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Page
+from scans import make_scan
 
 import torchfmri
 from torchfmri import Scan
@@ -54,6 +55,32 @@ def test_a_head_that_ran_on_the_last_token_alone_is_no_nan(scanned: Scan) -> Non
     assert not [each for each in board.health(0) if "NaN" in each.text]
 
 
+def test_layers_that_no_gradient_reaches_are_no_nan(named: Any) -> None:
+    board = torchfmri.scan(*named, "The capital of France", 3, per="position")._board()
+    names = list(board.layers)
+    for metric, silent in (("gradient", ["model.rotary_emb"]), ("delta_sc", ["model", "lm_head"])):
+        values, missing = board.values(0, metric, "layers"), board.missing(0, metric, "layers")
+        assert missing is not None
+        assert np.isnan(values[:, [names.index(each) for each in silent]]).all()
+        assert (np.isnan(values) <= missing).all(), metric
+
+
+def test_a_gradient_that_is_nan_is_not_taken_for_unmeasured() -> None:
+    scan = make_scan(blocks=2, tokens=9)
+    gradient = scan.only.layers["gradient"]
+    behind = scan.layers.index("model.layers.1.mlp")
+    gradient[:, : behind + 1] = np.nan  # it came from there, and went on to the embedding
+    missing = scan._board().missing(0, "gradient", "layers")
+    assert missing is not None
+    assert not missing[:-1, : behind + 1].any()
+    scan = make_scan(blocks=2, tokens=9)
+    scan.only.layers["gradient"][3, behind] = np.nan
+    for metric in ("gradient", "delta_sc"):
+        missing = scan._board().missing(0, metric, "layers")
+        assert missing is not None
+        assert not missing[3, behind], "one cell of a row that has gradients"
+
+
 def test_layers_without_one_attention_have_no_panel_of_it(scanned: Scan) -> None:
     assert "attention" in panels(scanned, "model.layers.2", 1), "the block has one inside"
     assert "attention" not in panels(scanned, "model", 1), "it has several"
@@ -90,16 +117,11 @@ def test_the_page_shows_the_panels_of_the_crosshair(page: Page, scanned: Scan) -
     with torchfmri.view(scanned, browser=False) as view:
         page.open(view.url)
         page.js(f"app.goTo('{LAYER}.q_proj[head 1]', 5)")
-        page.settle()  # the panels of the first cell are gone
-        page.page.wait_for_selector("[data-panel=attention]")
-        page.page.wait_for_selector("[data-panel=lens]")
-        assert page.js("app.state.layer") == f"{LAYER}.q_proj[head 1]"
+        cell = f"[data-row='{LAYER}.q_proj[head 1]'][data-column='5']"
+        page.page.wait_for_selector(f".details{cell}:not([aria-busy])")
+        assert "lens" in page.js(
+            "[...app.root.querySelectorAll('.panel')].map(p => p.dataset.panel)"
+        )
         strongest = int(scanned.attention_pattern(LAYER)[1, 5].argmax())
-        for _ in range(10):  # the panel of the cell before may still stand there
-            page.page.locator("[data-panel=attention] button").first.click()
-            if page.js("app.state.column") == strongest:
-                break
-            page.js(f"app.goTo('{LAYER}.q_proj[head 1]', 5)")
-            page.page.wait_for_timeout(1000)
-            page.page.wait_for_selector("[data-panel=attention] button")
+        page.page.locator("[data-panel=attention] button").first.click()
         assert page.js("app.state.column") == strongest

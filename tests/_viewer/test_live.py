@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from boards import StreamBoard, stream_column
-from browser import APP, Page
+from browser import APP, Page, opened_page
 
 import torchfmri
 from torchfmri import Scanner, ScanOptions
@@ -71,6 +72,31 @@ def test_two_hundred_tokens_a_second_none_lost(page: Page, seconds: int) -> None
         stream(board, 200, seconds)
         assert page.js("app.ui.live.textContent").startswith("LIVE")
         check_columns(page, view, 200 * seconds)
+
+
+@pytest.mark.slow
+def test_three_pages_of_which_one_reloads_and_one_is_slow(page: Page, chromium: Any) -> None:
+    board = StreamBoard()
+    with (
+        View(board, token=TOKEN) as view,
+        opened_page(chromium) as reloading,
+        opened_page(chromium) as slow,
+    ):
+        line = slow.page.context.new_cdp_session(slow.page)
+        line.send("Network.enable")
+        speed = {"downloadThroughput": 20_000, "uploadThroughput": 20_000}
+        line.send("Network.emulateNetworkConditions", {"offline": False, "latency": 300, **speed})
+        for each in (page, reloading, slow):
+            each.page.goto(view.url)
+        source = threading.Thread(target=stream, args=(board, 200, 5))
+        source.start()
+        for _ in range(2):
+            time.sleep(1.2)
+            reloading.page.reload()
+        source.join()
+        for each in (page, reloading, slow):
+            check_columns(each, view, 1000)
+            assert not each.errors
 
 
 def test_pausing_keeps_the_view_and_loses_nothing(page: Page) -> None:
@@ -210,12 +236,15 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     board.begin("live")
     assert board.going
     live: dict[str, Any] = {}
+    explained: list[bool] = []  # whether every NaN so far is one that was not measured
 
     def on_token(token: torchfmri.LiveToken) -> None:
         board.on_token(token)
         live["layers"] = board.values(0, "activation", "layers").copy()
         live["missing"] = board.missing(0, "activation", "layers")
         live["pieces"] = board.columns(0, 0, 99)["pieces"]
+        absent = False if live["missing"] is None else live["missing"]
+        explained.append(bool((np.isnan(live["layers"]) <= absent).all()))
 
     scan = scanner.scan("Once upon", 6, on_token=on_token, generate={"do_sample": False})
     assert [each.name for each in board.metrics(0)] == ["activation"]
@@ -227,6 +256,8 @@ def test_a_live_board_has_what_the_scan_has(scanner: Scanner) -> None:
     absent = live["missing"]
     assert (np.isnan(live["layers"]) == absent).all(), "nothing of it is NaN that was computed"
     assert absent.any(), "the head at the prompt, and the last token"
+    prompt = int((~scan.tokens.generated).sum())
+    assert all(explained[prompt - 1 :]), "also before the first token is written"
     board.finish(scan)
     assert not board.going
     np.testing.assert_array_equal(board.values(0, "activation", "layers"), known)

@@ -3,6 +3,7 @@
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,25 @@ def test_a_monitor_that_shows_itself(page: Page, monkeypatch: pytest.MonkeyPatch
         names["view"].close()
     finally:
         monitor.view.close()
+
+
+def test_the_callbacks_of_trainers_show_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    huggingface = pytest.importorskip("torchfmri.integrations.huggingface")
+    callback = huggingface.MonitorCallback(view=True, dashboards=False)
+    callback.on_train_begin(None, None, None, model=model)
+    assert callback.monitor.view.url.startswith("http://127.0.0.1:")
+    callback.monitor.detach()
+    callback.monitor.view.close()
+    lightning = pytest.importorskip("torchfmri.integrations.lightning")
+    callback = lightning.MonitorCallback(view=True, dashboards=False)
+    trainer = SimpleNamespace(precision_plugin=None, optimizers=[optimizer], loggers=[])
+    callback.on_train_start(trainer, model)
+    assert callback.monitor.view.url.startswith("http://127.0.0.1:")
+    callback.monitor.detach()
+    callback.monitor.view.close()
 
 
 def test_a_page_that_is_open_before_the_first_step_shows_the_layers(

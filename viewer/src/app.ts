@@ -3,7 +3,7 @@
 import { Connection } from "./connection";
 import { Data } from "./data";
 import { h } from "./dom";
-import { listen } from "./events";
+import { ask, listen } from "./events";
 import { Exported, save } from "./exports";
 import { Inks } from "./heatmap";
 import { Layout, layout } from "./layout";
@@ -12,9 +12,11 @@ import { Row, Tree, beneathBlock } from "./rows";
 import { Screen } from "./screen";
 import { START, State, clean, fromHash, toHash, toPython } from "./state";
 import css from "./style.css";
-import { barEnds } from "./toolbar";
+import { barEnds, renderTitle } from "./toolbar";
 import { Transport } from "./transport";
 import { Viewport } from "./viewport";
+
+const IDEAS = ["What is the capital of France?", "Why is the sky blue?", "Once upon a time"];
 
 export interface Options {
   transport: Transport;
@@ -81,11 +83,13 @@ export class App {
     this.cover("Opening…", "Reading what there is to see.");
     try {
       const linked = this.options.owns ? fromHash(location.hash) : {};
-      await this.data.open(linked.sequence ?? this.state.sequence);
-      this.state = { ...this.state, ...clean(this.data.board.state ?? {}), ...linked };
-      if (this.data.board.sequences) await this.data.choose(Math.min(this.state.sequence, this.data.board.sequences - 1));
+      await this.data.open((board) => {
+        this.state = { ...this.state, ...clean(board.state ?? {}), ...linked };
+        return this.state.sequence;
+      });
     } catch (error) {
-      this.cover("This cannot be shown", String((error as Error).message), true);
+      const again = h("button", { class: "primary", onclick: () => void this.start() }, "Try again");
+      this.cover("This cannot be shown", String((error as Error).message), again);
       this.connection.open();
       return;
     }
@@ -102,15 +106,18 @@ export class App {
     this.tree = new Tree(board.layers, board.parts, (layer) => this.plane(layer)?.header?.names ?? []);
     this.screen.forget("rows"); // the layers may be others now
     this.ready = false;
-    if (!board.sequences) return this.cover(...this.nothingYet());
+    if (!board.sequences) return this.nothingYet();
     const change: Partial<State> = { sequence: Math.min(this.state.sequence, board.sequences - 1) };
     if (!this.settled && !/depth=/.test(this.options.owns ? location.hash : "") && !board.state?.depth && this.state.depth === START.depth)
       change.depth = this.tree.startDepth();
     const metrics = this.data.sequence.metrics.filter((each) => each.shown).map((each) => each.name);
     if (!metrics.includes(this.state.metric)) change.metric = metrics[0] ?? "";
     if (!board.layers.includes(this.state.layer.split("[")[0])) {
-      change.layer = board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
-      if (!this.settled) void this.startColumn();
+      // Begin where something is wrong, if anything is.
+      const alarm = board.going ? undefined : this.data.sequence.health.find((each) => each.severity === "alarm" && board.layers.includes(each.layer ?? ""));
+      change.layer = alarm?.layer ?? board.layers.find((name) => beneathBlock(name) === 0) ?? board.layers[0] ?? "";
+      if (alarm) change.column = alarm.column ?? this.state.column;
+      else if (!this.settled) void this.startColumn();
     }
     this.settled ||= board.layers.length > 0;
     if (!metrics.length) {
@@ -119,16 +126,21 @@ export class App {
         : this.cover("No values", "This sequence has no values per layer.");
     }
     this.ready = true;
-    this.ui.cover.hidden = true;
+    this.covered(false);
     this.state = { ...this.state, ...change };
     this.set(this.tree.reveal(this.state.layer, this.state));
   }
 
-  private nothingYet(): [string, string] {
+  private nothingYet(): void {
     const { board } = this.data;
-    if (board.prompts) return ["Ask something", "Type a prompt above. Every layer lights up while the model answers."];
-    if (board.kind === "run") return ["Waiting for the first step", "There is no step of a run so far. It appears here as soon as it is written."];
-    return ["Nothing here yet", "There are no sequences so far. They appear here as soon as they are written."];
+    renderTitle(this);
+    if (board.prompts) {
+      const idea = (text: string) => h("button", { onclick: () => ask(this, text) }, text);
+      this.cover("Ask something", "Every layer lights up while the model answers. Type a prompt above, or try one of these.", h("div", { class: "ideas" }, ...IDEAS.map(idea)));
+      return this.ui.prompt.querySelector("input")!.focus();
+    }
+    if (board.kind === "run") return this.cover("Waiting for the first step", "There is no step of a run so far. It appears here as soon as it is written.");
+    this.cover("Nothing here yet", board.live ? "The first token appears here as soon as the model has read the prompt." : "This scan has no sequences so far. They appear here as soon as they are written.");
   }
 
   /** Begin at the first token that the model wrote, where nothing else is asked for. */
@@ -139,10 +151,14 @@ export class App {
       if (this.data.piece(t)?.generated) return this.set({ column: t });
   }
 
-  cover(title: string, text: string, again = false): void {
-    const button = again && h("button", { class: "primary", onclick: () => void this.start() }, "Try again");
-    this.ui.cover.replaceChildren(h("div", { role: "status" }, h("h2", {}, title), h("p", {}, text), button));
-    this.ui.cover.hidden = false;
+  cover(title: string, text: string, ...below: HTMLElement[]): void {
+    this.ui.cover.replaceChildren(h("div", { role: "status" }, h("h2", {}, title), h("p", {}, text), ...below));
+    this.covered(true);
+  }
+
+  private covered(covered: boolean): void {
+    this.ui.cover.hidden = !covered;
+    this.ui.body.classList.toggle("covered", covered);
   }
 
   // -- state ---------------------------------------------------------------------------------

@@ -69,12 +69,12 @@ export class Connection {
   private async openAgain(): Promise<void> {
     const { app } = this;
     const before = app.data.board?.sequences ?? 0;
-    await app.data.open(app.state.sequence).catch(() => undefined);
-    const last = (app.data.board?.sequences ?? 1) - 1;
-    if (last >= before && app.state.follow && app.data.board.live) {
-      await app.data.choose(last, true).catch(() => undefined);
-      app.state = { ...app.state, sequence: last, first: 0, last: 0, column: 0 };
-    }
+    await app.data.open(({ sequences, live }) => {
+      // Whoever follows goes to the newest.
+      if (sequences > before && app.state.follow && live)
+        app.state = { ...app.state, sequence: sequences - 1, first: 0, last: 0, column: 0 };
+      return app.state.sequence;
+    }).catch(() => undefined);
     this.watched = "";
     app.opened();
   }

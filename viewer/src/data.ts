@@ -16,6 +16,7 @@ export interface Metric {
   unit: string;
   signed: boolean;
   shown: boolean; // has a button
+  beside: string; // of a curve: the one over whose bars it is drawn as a line
 }
 export interface Overlay {
   opacity: string; // metrics
@@ -37,6 +38,7 @@ export interface Board {
   notes: string[];
   python: string;
   ends?: [string, string]; // what values below and above 0 mean, where things are compared
+  pair?: [string, string]; // what the curves that are lines are of, and those that are bars
   choices?: string[]; // what its sequences are, where they are the same thing judged in several ways
   rows?: string; // what the rows are, where they are no layers in model order
   panels?: boolean; // whether there is more to say about a cell
@@ -81,9 +83,15 @@ export class Data {
     private readonly changed: () => void,
   ) {}
 
-  async open(index: number): Promise<void> {
+  /** Ask for the board, and for one of its sequences: the one that is chosen, once it is known. */
+  async open(choose: (board: Board) => number): Promise<void> {
     this.board = await this.transport.ask("board");
-    if (this.board.sequences) await this.choose(Math.min(index, this.board.sequences - 1), true);
+    if (this.board.sequences) await this.choose(Math.min(choose(this.board), this.board.sequences - 1), true);
+  }
+
+  /** The curves that have a band of their own. */
+  get bands(): Metric[] {
+    return this.sequence.tracks.filter((each) => !each.beside);
   }
 
   async choose(index: number, anew = false): Promise<void> {
@@ -111,6 +119,10 @@ export class Data {
       plane.load();
     }
     return plane;
+  }
+
+  unpaint(): void {
+    this.planes.forEach((plane) => plane.unpaint());
   }
 
   known(metric: string, name: string): Plane | undefined {

@@ -2,7 +2,7 @@
 
 import type { App } from "./app";
 import { NOT_MEASURED } from "./colour";
-import { count, exact, h, say, short, visible } from "./dom";
+import { count, exact, h, refill, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
 import { Panel, drawPanel } from "./panels";
 import { Row } from "./rows";
@@ -13,11 +13,15 @@ export function renderDetails(app: App): void {
   if (!row) return;
   const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
   if (!app.screen.once("details", key)) return;
-  void fill(app, row, at.column, key).catch((error: Error) => app.ui.details.replaceChildren(h("p", {}, error.message)));
+  void fill(app, row, at.column, key).catch((error: Error) => {
+    app.ui.details.replaceChildren(h("p", {}, error.message));
+    app.ui.details.removeAttribute("aria-busy");
+  });
 }
 
 async function fill(app: App, row: Row, column: number, key: string): Promise<void> {
-  const { data, state } = app;
+  const { data, state, ui } = app;
+  ui.details.setAttribute("aria-busy", "true"); // what stands there is about another cell
   const values = await data.row(state.metric, row.plane, row.index);
   // While columns stream in, as little as possible is asked: every question costs the process that scans.
   const curves = app.streams && app.state.follow ? [] : data.sequence.tracks;
@@ -28,27 +32,42 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
   const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
-  const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));
   const [parts, panels] = [h("div", {}), h("div", {})];
-  app.ui.details.replaceChildren(
+  refill(ui.details,
     ...heading(app, row, column),
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
     h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
-    histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
-    h("dl", {}, ...curves.map((each, i) => fact(each.title.toLowerCase(), say(tracks[i][column], data.plane("tracks", "tracks").code(i, column) === NOT_MEASURED)))),
+    ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
+    h("dl", {}, fact("mean", say(facts.mean)), fact("median", say(facts.median)), fact("std", say(facts.std)),
+      facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
+    ...curveFacts(app, column, tracks),
     parts, panels,
     ...data.sequence.panels.map((each) => panel(app, each)),
-    h("h3", {}, "This row"),
-    h("dl", {}, fact("mean", say(facts.mean)), fact("std", say(facts.std)), fact("min", say(facts.min)), fact("median", say(facts.median)), fact("max", say(facts.max)),
-      facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
     h("div", { class: "buttons" },
       h("button", { onclick: () => app.copy(row.name, "The name") }, "Copy name"),
       h("button", { onclick: () => app.copy(app.python(), "Python") }, "Copy Python"),
       h("button", { onclick: () => app.copy(app.link(), "The link") }, "Copy link")));
-  if (!app.screen.told) app.ui.status.textContent = reading(app, row, column, say(value, missing));
+  if (!app.screen.told) ui.status.textContent = reading(app, row, column, say(value, missing));
   app.screen.told = false;
   await fillPanels(app, row, column, key, panels);
   await fillParts(app, row, column, key, parts);
+  if (!app.screen.is("details", key)) return;
+  Object.assign(ui.details.dataset, { row: row.name, column: String(column) });
+  ui.details.removeAttribute("aria-busy");
+}
+
+const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));
+
+/** The curves at a column. */
+function curveFacts({ data }: App, column: number, values: Float32Array[]): HTMLElement[] {
+  const { pair, axis } = data.board;
+  const plane = data.plane("tracks", "tracks");
+  const facts = values.map((each, i) => {
+    const { title, beside } = data.sequence.tracks[i];
+    const name = title[0].toLowerCase() + title.slice(1) + (pair && !beside ? `, ${pair[1]}` : "");
+    return fact(name, say(each[column], plane.code(i, column) === NOT_MEASURED));
+  });
+  return facts.length ? [h("h2", {}, `This ${axis}`), h("dl", { class: pair ? "wide" : "" }, ...facts)] : [];
 }
 
 function heading(app: App, row: Row, column: number): HTMLElement[] {
@@ -57,13 +76,16 @@ function heading(app: App, row: Row, column: number): HTMLElement[] {
   const piece = data.piece(column);
   const type = row.plane === "layers" ? data.board.types[row.index] : "voxel";
   const written = piece?.generated ? ", written by the model" : piece?.special ? ", special" : "";
-  const place = h("div", { class: "place" }, h("code", { title: row.name }, row.name || "model"), h("span", {}, type));
+  const place = h("div", { class: "place" }, h("code", { title: row.name }, ...breakable(row.name || "model")), h("span", {}, type));
   const text = visible(piece?.text ?? "…");
   // The text of a step is its number.
   return [place, word === "token"
     ? h("div", { class: "token" }, h("q", { dir: "auto" }, short(text, 120)), h("span", {}, `${word} ${column}${written}`))
     : h("div", { class: "token" }, h("b", {}, named(word, text)))];
 }
+
+/** A dotted name that may be broken where its parts begin. */
+const breakable = (name: string) => name.split(/(?=[.[])/).flatMap((each) => [h("wbr", {}), each]);
 
 /** A column that is no token, by its number or by what it is. */
 const named = (word: string, text: string) => (/^\d/.test(text) ? `${word} ${short(text.trim(), 40)}` : short(text, 40));
@@ -94,7 +116,7 @@ async function fillParts(app: App, row: Row, column: number, key: string, box: H
   const names = (await data.transport.ask("plane", { sequence, metric, plane: row.name }).catch(() => null))?.names;
   const at = names && (await data.values({ metric, plane: row.name, first: column, last: column + 1 }).catch(() => null));
   if (!names || !at || !at.some(Number.isFinite) || !app.screen.is("details", key)) return;
-  box.replaceChildren(h("h3", {}, `Strongest of ${row.parts} parts here`), bars(names, at, 5, (name) => app.goTo(name, column)));
+  box.replaceChildren(h("h2", {}, `Strongest of ${row.parts} parts here`), bars(names, at, 5, (name) => app.goTo(name, column)));
 }
 
 function sentence(value: number, facts: RowFacts, word: string, missing: boolean): string {

@@ -13,8 +13,21 @@ export function h<K extends keyof HTMLElementTagNameMap>(
     else if (key === "style") Object.assign(element.style, value);
     else element.setAttribute(key, value === true ? "" : String(value));
   }
-  element.append(...children.filter((each): each is Node | string => each !== null && each !== undefined && each !== false));
+  element.append(...children.filter(there));
   return element;
+}
+
+const there = (each: Child): each is Node | string => each !== null && each !== undefined && each !== false;
+
+/** Replace what an element holds; whoever was at one of its buttons by keyboard stays there. */
+export function refill(parent: HTMLElement, ...children: Child[]): void {
+  const buttons = () => [...parent.querySelectorAll<HTMLElement>("button")];
+  const focused = (parent.getRootNode() as ShadowRoot).activeElement as HTMLElement;
+  const at = buttons().indexOf(focused);
+  parent.replaceChildren(...children.filter(there));
+  if (at < 0) return;
+  const same = buttons().find((each) => each.textContent === focused.textContent);
+  (same ?? (parent.tabIndex < 0 ? buttons()[at] : parent))?.focus();
 }
 
 export function svg(tag: string, options: Options = {}, ...children: Node[]): SVGElement {

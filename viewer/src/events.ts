@@ -48,6 +48,10 @@ function onHeat(app: App): void {
     drag = null;
   });
   heat.addEventListener("dblclick", () => viewport.expand());
+  heat.addEventListener("contextrestored", () => {
+    app.data.unpaint();
+    app.screen.repaint();
+  });
   heat.addEventListener("wheel", (event) => {
     event.preventDefault();
     const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
@@ -86,19 +90,23 @@ function onPrompt(app: App): void {
   const input = app.ui.prompt.querySelector("input")!;
   app.ui.prompt.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!input.value.trim()) return;
-    app.options.transport.prompt!(input.value).then(
-      () => {
-        input.value = "";
-        app.set({ follow: true });
-      },
-      (error: Error) => {
-        app.ui.doing.hidden = false;
-        app.ui.doing.className = "doing problem";
-        app.ui.doing.textContent = error.message;
-      },
-    );
+    if (input.value.trim()) ask(app, input.value, () => (input.value = ""));
   });
+}
+
+/** Hand a prompt to the model; whoever asks wants to see the answer. */
+export function ask(app: App, prompt: string, taken: () => void = () => undefined): void {
+  app.options.transport.prompt!(prompt).then(
+    () => {
+      taken();
+      app.set({ follow: true });
+    },
+    (error: Error) => {
+      app.ui.doing.hidden = false;
+      app.ui.doing.className = "doing problem";
+      app.ui.doing.textContent = error.message;
+    },
+  );
 }
 
 function onKey(app: App, event: KeyboardEvent): void {

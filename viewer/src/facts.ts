@@ -56,16 +56,13 @@ export function percentile(sorted: Float32Array, x: number): number {
 }
 
 /** The row's values as a histogram with the cell's own marked. */
-export function histogram(facts: RowFacts, value: number, logarithmic: boolean): SVGElement {
+export function histogram(facts: RowFacts, value: number, logarithmic: boolean): Element[] {
   const [bins, wide, tall] = [32, 256, 56];
   const root = svg("svg", { viewBox: `0 0 ${wide} ${tall + 2}`, class: "histogram", role: "img", "aria-label": "Histogram of this row" });
   const positive = facts.sorted.find((x) => x > 0) ?? 1;
   const f = (x: number) => (logarithmic ? Math.log(Math.max(x, positive)) : x);
   const [low, high] = [f(facts.min), f(facts.max)];
-  if (!(high > low)) {
-    root.classList.add("none");
-    return root;
-  }
+  if (!(high > low)) return [];
   let counts = facts.bins.get(logarithmic);
   if (!counts) {
     facts.bins.set(logarithmic, (counts = new Array(bins).fill(0) as number[]));
@@ -80,7 +77,8 @@ export function histogram(facts: RowFacts, value: number, logarithmic: boolean):
     const x = ((f(value) - low) / (high - low)) * wide;
     root.append(svg("path", { d: `M${x} 0V${tall + 2}`, class: "now" }));
   }
-  return root;
+  const end = (name: string, x: number) => h("span", {}, h("i", {}, name), ` ${say(x)}`);
+  return [root, h("div", { class: "ends" }, end("min", facts.min), h("i", {}, logarithmic ? "this row, log" : "this row"), end("max", facts.max))];
 }
 
 /** Names with values as bars, the largest first. */

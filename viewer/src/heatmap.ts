@@ -1,6 +1,7 @@
 // The heat map with its axis, the tracks above it and the overview below: canvases over one x axis.
 
 import { Header, NOT_MEASURED, decode } from "./colour";
+import { Metric } from "./data";
 import { short, visible } from "./dom";
 import { Look, Plane } from "./planes";
 import { Row } from "./rows";
@@ -25,6 +26,7 @@ export interface Inks {
   back: string;
   hatch: string;
   none: string;
+  other: string; // of curves beside others
 }
 
 /** Pixels per column from which texts are written under them. */
@@ -252,9 +254,9 @@ export interface Piece {
   special: boolean;
 }
 
-/** One band of bars per track, each up to its largest value. */
+/** One band of bars per curve, up to its largest value; a curve beside it is a line over the bars. */
 export function drawTracks(
-  c: CanvasRenderingContext2D, scene: Scene, plane: Plane, count: number, column: number, inks: Inks, band: number,
+  c: CanvasRenderingContext2D, scene: Scene, plane: Plane, tracks: Metric[], column: number, inks: Inks, band: number,
 ): void {
   const header = plane.header;
   if (!header) return;
@@ -262,22 +264,32 @@ export function drawTracks(
   const wide = scene.cell * 2 ** level;
   const from = Math.max(0, Math.floor(scene.first / 2 ** level));
   const to = Math.ceil(Math.min(scene.columns, scene.first + scene.width / scene.cell) / 2 ** level);
-  for (let row = 0; row < count; row++) {
-    const top = header.tops[row] || 1;
-    const bottom = (row + 1) * band - 4;
+  const walk = (row: number, top: number, see: (tall: number, x: number, at: number) => void) => {
+    const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
+    plane.walk(row, level, from, to, (code, at) => {
+      if (code > NOT_MEASURED) see(Math.min(1, values[code]) * (band - 10), (at * 2 ** level - scene.first) * scene.cell, at);
+    });
+  };
+  tracks.filter((each) => !each.beside).forEach((track, place) => {
+    const top = topOf(header, tracks, track) || 1;
+    const bottom = (place + 1) * band - 4;
     c.fillStyle = inks.line;
     c.fillRect(0, bottom, scene.width, 1);
     c.fillStyle = inks.soft;
-    const values = Array.from({ length: 256 }, (_, code) => Math.abs(decode(header, row, code)) / top);
-    plane.walk(row, level, from, to, (code, at) => {
-      if (code <= NOT_MEASURED) return;
-      const tall = Math.max(1, Math.min(1, values[code]) * (band - 10));
+    walk(tracks.indexOf(track), top, (tall, x, at) => {
       const now = at === column >> level;
       if (now) c.fillStyle = inks.mark;
-      c.fillRect((at * 2 ** level - scene.first) * scene.cell, bottom - tall, Math.max(1, wide - (wide > 4 ? 1 : 0)), tall);
+      c.fillRect(x, bottom - Math.max(1, tall), Math.max(1, wide - (wide > 4 ? 1 : 0)), Math.max(1, tall));
       if (now) c.fillStyle = inks.soft;
     });
-  }
+    c.fillStyle = inks.other;
+    tracks.forEach((each, row) => each.beside === track.name && walk(row, top, (tall, x) => c.fillRect(x, bottom - tall - 1, Math.max(2, wide), 2)));
+  });
+}
+
+/** The largest value of a curve and of those beside it. */
+export function topOf(header: Header, tracks: Metric[], track: Metric): number {
+  return Math.max(...tracks.map((each, row) => (each === track || each.beside === track.name ? header.tops[row] || 0 : 0)));
 }
 
 /** The whole sequence, small, with the part in view framed. */

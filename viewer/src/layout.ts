@@ -6,14 +6,14 @@ export function layout() {
   const canvas = (name: string, label: string, options: Record<string, unknown> = {}) =>
     h("canvas", { class: name, role: "img", "aria-label": label, ...options });
   const parts = {
-    title: h("h1", {}),
+    title: h("h1", {}, h("b", {}, "torchfmri")),
     live: h("button", { class: "live", hidden: true, title: "Pause or follow (Space)" }),
     sequence: h("button", { class: "chip", hidden: true, title: "Choose a sequence (s)" }),
     search: h("input", { type: "search", "aria-label": "Find", spellcheck: "false" }),
-    exportButton: h("button", { title: "Export (e)", "aria-haspopup": "menu" }, "Export"),
-    tableButton: h("button", { title: "The same as a table (t)" }, "Table"),
+    exportButton: h("button", { class: "tool", title: "Export (e)", "aria-haspopup": "menu" }, "Export"),
+    tableButton: h("button", { class: "tool", title: "The same as a table (t)" }, "Table"),
     theme: h("button", { title: "Dark or light (d)", "aria-label": "Dark or light" }, "◐"),
-    help: h("button", { title: "Keys (?)", "aria-label": "Keys and help" }, "?"),
+    help: h("button", { class: "tool", title: "Keys (?)", "aria-label": "Keys and help" }, "?"),
     metrics: h("div", { class: "segments", role: "group", "aria-label": "What to show" }),
     meaning: h("p", { class: "meaning" }),
     choiceLabel: h("span", { class: "label", hidden: true }, "threshold"),

@@ -25,7 +25,8 @@ export function registerPanel(kind: string, draw: Draw): void {
 export function drawPanel(panel: Panel, host: PanelHost): HTMLElement {
   const draw = kinds.get(panel.kind);
   const content = draw ? draw(panel.data, host) : h("p", {}, `This viewer cannot draw “${panel.kind}”.`);
-  return h("section", { class: "panel", "data-panel": panel.name }, h("h3", {}, panel.title), content);
+  if (content.getAttribute("role") === "region") content.setAttribute("aria-label", panel.title);
+  return h("section", { class: "panel", "data-panel": panel.name }, h("h2", {}, panel.title), content);
 }
 
 registerPanel("text", (data) => h("p", {}, String(data.text)));
@@ -40,7 +41,7 @@ registerPanel("table", (data, host) => {
       : h("td", { class: typeof value === "number" ? "number" : "" }, typeof value === "number" ? say(value) : String(value ?? "–"));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" },
     h("table", {},
-      h("thead", {}, h("tr", {}, ...data.columns.map((each: string) => h("th", { scope: "col" }, each)))),
+      h("thead", {}, h("tr", {}, ...data.columns.map((each: string) => (each ? h("th", { scope: "col" }, each) : h("td", {}))))),
       h("tbody", {}, ...data.rows.map((row: unknown[]) => h("tr", {}, ...row.map(cell))))));
 });
 

@@ -77,6 +77,11 @@ export class Plane {
     this.load();
   }
 
+  /** Forget the pictures of the tiles: the browser has lost them. */
+  unpaint(): void {
+    for (const tile of this.tiles.values()) if (tile instanceof Tile) tile.pictures.clear();
+  }
+
   columnsAt(level: number): number {
     return Math.ceil((this.header?.columns ?? 0) / 2 ** level);
   }

@@ -58,7 +58,7 @@ export class Screen {
     if (this.theirInks) return this.theirInks;
     const style = getComputedStyle(this.app.ui.body);
     const get = (name: string) => style.getPropertyValue(`--${name}`).trim();
-    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none") };
+    return this.theirInks = { ink: get("ink"), soft: get("soft"), line: get("line"), mark: get("mark"), back: get("map"), hatch: get("hatch"), none: get("none"), other: get("other") };
   }
 
   render(): void {
@@ -131,10 +131,10 @@ export class Screen {
     c = this.context(ui.axis, axis, ratio);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     drawAxis(c, scene, data.piece, state.column, inks, axis, texts);
-    c = this.context(ui.tracks, BAND * data.sequence.tracks.length, ratio);
+    c = this.context(ui.tracks, BAND * data.bands.length, ratio);
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
-    if (data.sequence.tracks.length)
-      drawTracks(c, scene, data.plane("tracks", "tracks"), data.sequence.tracks.length, state.column, inks, BAND);
+    const { tracks } = data.sequence;
+    if (tracks.length) drawTracks(c, scene, data.plane("tracks", "tracks"), tracks, state.column, inks, BAND);
     c = this.context(ui.overview, OVERVIEW, ratio);
     if (layers) drawOverview(c, scene, layers, look, inks, OVERVIEW, ratio);
     if (budget.late) this.draw();

@@ -6,6 +6,8 @@ import { count, h, short, visible } from "./dom";
 
 const [SHOWN, STEP] = [400, 100]; // columns whose texts are on the page, and by how many they move
 
+const [LINE, UNDERLINE] = [24, 7]; // pixels of a line, as in the style sheet, and of the colour below it
+
 export function renderStrip(app: App): void {
   if (app.ui.strip.hidden) return;
   const { state, data } = app;
@@ -55,5 +57,5 @@ function mark(app: App): void {
   strip.querySelector(".now")?.classList.remove("now");
   const now = strip.querySelector<HTMLElement>(`[data-t="${app.state.column}"]`);
   now?.classList.add("now");
-  if (now && (now.offsetTop < strip.scrollTop || now.offsetTop + 22 > strip.scrollTop + strip.clientHeight)) strip.scrollTop = now.offsetTop - 8;
+  if (now && (now.offsetTop < strip.scrollTop || now.offsetTop + 22 > strip.scrollTop + strip.clientHeight)) strip.scrollTop = LINE * Math.floor((now.offsetTop - LINE) / LINE) + UNDERLINE;
 }

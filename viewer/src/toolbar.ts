@@ -2,8 +2,9 @@
 
 import type { App } from "./app";
 import { MAPS, SIGNED_MAPS, cssColour, scaleOf } from "./colour";
-import { Health } from "./data";
-import { count, h, say, short } from "./dom";
+import { Health, Metric } from "./data";
+import { count, h, refill, say, short } from "./dom";
+import { topOf } from "./heatmap";
 import { BAND } from "./screen";
 import { State } from "./state";
 
@@ -16,11 +17,12 @@ export function renderControls(app: App): void {
   const { state, data } = app;
   const { board, sequence } = data;
   const header = app.plane("layers")?.header;
+  const own = app.rows[app.rowIndex] && app.plane(app.rows[app.rowIndex].plane)?.header;
   const tracks = sequence.tracks.length ? data.plane("tracks", "tracks").header?.tops : [];
   const live = liveText(app);
   const key = [
     state.sequence, state.metric, state.norm, state.map, state.depth, state.follow, state.layer, board.id, board.sequences, board.model, board.notes,
-    sequence.name, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, tracks,
+    sequence.name, sequence.columns, sequence.metrics.length, sequence.health, live, data.columns, app.ui.body.dataset.theme, header?.version, own?.version, tracks,
   ];
   if (!app.screen.once("controls", JSON.stringify(key))) return;
   renderHead(app, live);
@@ -40,11 +42,17 @@ function liveText(app: App): string {
   return `LIVE${rate ? ` ${rate} ${board.axis === "token" ? "tok" : board.axis + "s"}/s` : ""}`;
 }
 
+/** What the page shows, beside the mark. */
+export function renderTitle({ ui, data: { board, sequence } }: App): void {
+  const compares = board.kind === "diff" || board.kind === "contrast";
+  const kind = board.prompts ? "chat" : board.kind;
+  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${kind} `, h("span", {}, compares ? board.title : board.model || sequence?.name || ""), compares ? ` ${board.model}` : "");
+  ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
+}
+
 function renderHead(app: App, live: string): void {
   const { ui, state, data: { board, sequence, columns } } = app;
-  const compares = board.kind === "diff" || board.kind === "contrast";
-  ui.title.replaceChildren(h("b", {}, "torchfmri"), ` ${board.kind} `, h("span", {}, compares ? board.title : board.model || sequence.name), compares ? ` ${board.model}` : "");
-  ui.title.title = `${board.title}${board.notes.length ? "\n" + board.notes.join("\n") : ""}`;
+  renderTitle(app);
   ui.live.hidden = !live;
   ui.live.textContent = live;
   ui.live.classList.toggle("paused", !live.startsWith("LIVE"));
@@ -57,19 +65,19 @@ function renderHead(app: App, live: string): void {
 function renderChoices(app: App): void {
   const { ui, state, data: { sequence } } = app;
   const shown = sequence.metrics.filter((each) => each.shown);
-  ui.metrics.replaceChildren(...shown.map((each, i) => pressed(each.title, each.name === state.metric, () => app.showMetric(i), `${each.meaning} ${each.unit} (${i + 1})`)));
+  refill(ui.metrics, ...shown.map((each, i) => pressed(each.title, each.name === state.metric, () => app.showMetric(i), `${each.meaning} ${each.unit} (${i + 1})`)));
   ui.meaning.textContent = app.metric?.meaning ?? "";
   ui.meaning.title = app.metric?.meaning ?? "";
-  ui.norms.replaceChildren(
+  refill(ui.norms,
     pressed("each row", state.norm === "row", () => app.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
     pressed("all rows", state.norm === "global", () => app.set({ norm: "global" }), "One scale for all rows (n)"));
   const choices = choicesOf(app);
   ui.choiceLabel.hidden = ui.choices.hidden = !choices.length;
-  ui.choices.replaceChildren(...choices.map((each, i) => pressed(each, state.sequence === i, () => app.set({ sequence: i }), "What is outlined, counted and marked (c)")));
+  refill(ui.choices, ...choices.map((each, i) => pressed(each, state.sequence === i, () => app.set({ sequence: i }), "What is outlined, counted and marked (c)")));
   const depths: State["depth"][] = ["blocks", "parts", "all"];
   const folds = app.tree!.folds;
   ui.depthLabel.hidden = ui.depths.hidden = !folds;
-  ui.depths.replaceChildren(...depths.map((each) => pressed(each, state.depth === each, () => app.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
+  refill(ui.depths, ...depths.map((each) => pressed(each, state.depth === each, () => app.set({ depth: each, toggled: [], top: 0 }), "How deep layers are unfolded (l)")));
 }
 
 /** The thresholds of a contrast; a saved page has one of them alone. */
@@ -90,7 +98,7 @@ function renderHealth(app: App, health: Health[], notes: string[]): void {
   const worst = all.filter((each) => each.severity !== "inform").length;
   ui.allFindings.textContent = worst ? count(worst, "finding") : count(all.length, "note");
   ui.allFindings.className = worst ? `all ${all[0].severity}` : "all";
-  ui.findings.replaceChildren(...all.slice(0, FINDINGS).map((each) => finding(app, each)));
+  refill(ui.findings, ...all.slice(0, FINDINGS).map((each) => finding(app, each)));
 }
 
 export function findings(health: Health[], notes: string[]): Health[] {
@@ -109,24 +117,27 @@ export function finding(app: App, each: Health): HTMLElement {
 }
 
 function renderNames(app: App): void {
-  const { ui, data: { board, sequence } } = app;
-  ui.trackNames.replaceChildren(...sequence.tracks.map((each, i) =>
-    h("div", { title: `${each.meaning} (${each.unit})`, style: { height: `${BAND}px` } }, each.title, h("small", {}, trackTop(app, i, each.unit)))));
-  ui.tracks.style.height = ui.trackNames.style.height = `${BAND * sequence.tracks.length}px`;
+  const { ui, data: { board, bands } } = app;
+  ui.trackNames.replaceChildren(...bands.map((each) =>
+    h("div", { title: `${each.meaning} (${each.unit})`, style: { height: `${BAND}px` } },
+      h("span", {}, each.title, h("small", {}, trackTop(app, each))), board.pair && h("small", {}, h("i", { class: "bars-key" }), board.pair[1], h("i", { class: "line-key" }), board.pair[0]))));
+  ui.tracks.style.height = ui.trackNames.style.height = `${BAND * bands.length}px`;
   ui.axisTitle.replaceChildren(h("span", {}, board.rows ?? "↑ layers, input at the top"), h("span", {}, `${board.axis}s →`));
 }
 
-function trackTop(app: App, row: number, unit: string): string {
-  const top = app.data.plane("tracks", "tracks").header?.tops[row];
-  return top ? ` to ${say(top)}${unit.length < 8 ? " " + unit : ""}` : "";
+function trackTop({ data }: App, track: Metric): string {
+  const { header } = data.plane("tracks", "tracks");
+  const top = header && topOf(header, data.sequence.tracks, track);
+  return top ? ` to ${say(top)}${track.unit.length < 8 ? " " + track.unit : ""}` : "";
 }
 
-/** What the ends of the colour bar stand for. */
-export function barEnds(app: App): { words: [string, string]; map: string } | null {
+/** What the ends of the colour bar stand for; a picture that is saved has no row at the crosshair. */
+export function barEnds(app: App, crosshair = false): { words: [string, string]; map: string } | null {
   const header = app.plane("layers")?.header;
   if (!header || !app.metric) return null;
   const at = app.rows[app.rowIndex];
-  const scale = scaleOf(header, app.state.norm, at?.plane === "layers" ? at.index : 0);
+  const own = at && app.plane(at.plane)?.header;
+  const scale = own ? scaleOf(own, app.state.norm, at.index) : scaleOf(header, app.state.norm, 0);
   const map = header.signed ? SIGNED_MAPS[app.state.map] : app.state.map;
   const { ends } = app.data.board;
   const log = scale.logarithmic ? " (log)" : "";
@@ -134,20 +145,26 @@ export function barEnds(app: App): { words: [string, string]; map: string } | nu
     const [low, high] = [say(scale.low), say(scale.high)];
     return { map, words: ends ? [`${ends[0]} ${low}`, `${high} ${ends[1]}`] : [low, high + log] };
   }
-  if (ends) return { map, words: [ends[0], `${ends[1]} (each row to its 99.5th percentile)`] };
-  return { map, words: [header.signed ? "−p99.5" : scale.logarithmic ? "1/100 of it" : "0", "the row’s 99.5th percentile" + log] };
+  if (crosshair && own?.tops[at.index]) {
+    const [low, high] = [say(scale.low), `${say(scale.high)}${ends ? " " + ends[1] : ""} in this row${log}`];
+    return { map, words: [ends ? `${ends[0]} ${low}` : low, high] };
+  }
+  const top = "each row’s 99.5th percentile";
+  if (ends) return { map, words: [ends[0], `${ends[1]} (to ${top})`] };
+  return { map, words: [header.signed ? "−p99.5" : scale.logarithmic ? "1/100 of it" : "0", top + log] };
 }
 
 function renderBar(app: App): void {
-  const found = barEnds(app);
+  const found = barEnds(app, true);
   if (!found) return app.ui.bar.replaceChildren();
   const { words, map } = found;
   const header = app.plane("layers")!.header!;
   const any = (counts: number[]) => counts.some((each) => each > 0);
   const strip = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${Array.from({ length: 17 }, (_, i) => cssColour(map, i / 16))})` } });
   const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
-  app.ui.bar.replaceChildren(
-    h("span", { class: "unit", title: app.metric!.unit }, app.metric!.unit), h("span", { class: "end" }, words[0]), strip, h("span", { class: "end" }, words[1]),
+  refill(app.ui.bar,
+    h("span", { class: "unit", title: app.metric!.unit }, app.metric!.unit), h("span", { class: "end" }, words[0]), strip,
+    h("span", { class: "end", title: app.state.norm === "row" ? "Each row has its own scale, up to its 99.5th percentile. “all rows” gives them one." : "One scale for all rows." }, words[1]),
     ...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []),
     ...(any(header.missing) ? key("not-measured", "not measured") : []),
     ...(app.data.sequence.overlay ? key("survivor", app.data.sequence.overlay.meaning) : []),

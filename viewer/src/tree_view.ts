@@ -28,7 +28,7 @@ function item(app: App, at: number, isNow: boolean): HTMLElement {
     role: "treeitem", "aria-level": row.depth + 1, "aria-selected": String(isNow), "aria-expanded": act ? String(open) : undefined,
     class: isNow ? "row now" : "row", title: [row.name || "model", type].filter(Boolean).join(" · "),
     style: {
-      top: `${Math.max(0, y)}px`, height: `${line}px`, lineHeight: `${line}px`,
+      top: `${y}px`, height: `${line}px`, lineHeight: `${line}px`,
       fontSize: `${Math.max(9.5, Math.min(11.5, line - 2))}px`, paddingLeft: `${6 + Math.min(row.depth, 6) * 10}px`,
     },
   },

@@ -27,6 +27,7 @@ class Metric:
         unit: What a value is, for the colour bar.
         signed: Whether it compares, so that colours go both ways from 0.
         shown: Whether it has a button; others are read for `Overlay`.
+        beside: Of a curve: the name of another one over whose bars it is drawn as a line.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Metric:
     unit: str = ""
     signed: bool = False
     shown: bool = True
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class Board(ABC):
     def about(self) -> dict[str, Any]:
         """`title`, `model`, `notes` (list of texts), `python` (how to get the result).
 
-        Of a board that compares also `ends`: what values below and above 0 mean.
+        Of a board that compares also `ends`: what values below and above 0 mean. Of one with
+        curves `beside` others also `pair`: what those are of, and what the others are of.
         """
 
     @abstractmethod

@@ -236,16 +236,32 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
 
 def to_json(data: dict[str, Any]) -> str:
     """Plain data as JSON, with null for what is not finite."""
+    try:
+        return _dump(data)
+    except (
+        ValueError
+    ):  # NaN or infinity somewhere: rare, and looking for it takes ten times as long
+        return _dump(_finite(data))
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): plain(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
-        if isinstance(value, float | np.floating):
-            return float(value) if math.isfinite(value) else None
-        if isinstance(value, np.integer):
-            return int(value)
-        return value
 
-    return json.dumps(plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def _dump(data: Any) -> str:
+    return json.dumps(
+        data, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with None in place of what is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value

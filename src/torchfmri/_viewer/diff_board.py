@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._text import plural
 from torchfmri._viewer.board import LAYERS, TRACKS, Board, Entry, Health, Metric, Panel
 from torchfmri._viewer.tiles import Table
 
@@ -66,16 +67,20 @@ class DiffBoard(Board):
         """What the head of the page says."""
         first, second = (each.about() for each in self._pair)
         same = first["model"] == second["model"]
-        # Scans that are not saved are called the same.
-        names = second["title"], first["title"]
-        after, before = names if names[0] != names[1] else ("second", "first")
+        before, after = self._titles()
         return {
             "title": f"{after} − {before}",
             "model": first["model"] if same else f"{second['model']} − {first['model']}",
             "notes": [*first["notes"], *second["notes"]],
             "python": f"{second['python']}\nother = {first['python']}",
             "ends": [f"lower in {after}", f"higher in {after}"],
+            "pair": [before, after],
         }
+
+    def _titles(self) -> tuple[str, str]:
+        """What the two are called; scans that are not saved have the same title."""
+        first, second = (str(each.about()["title"]) for each in self._pair)
+        return (first, second) if first != second else ("first", "second")
 
     def entries(self) -> Sequence[Entry]:
         """Pairs of sequences at the same place."""
@@ -106,24 +111,34 @@ class DiffBoard(Board):
         ]  # fmt: skip
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
-        """The curves of the second."""
-        return self._pair[1].tracks(sequence)
+        """The curves of the second, then those of the first beside them."""
+        before, after = self._titles()
+        known = {each.name for each in self._pair[0].tracks(sequence)}
+        second = self._pair[1].tracks(sequence)
+        return [replace(each, meaning=f"{after}. {each.meaning}") for each in second] + [
+            replace(
+                each, name=f"{before} {each.name}", title=f"{each.title}, {before}",
+                meaning=f"{before}. {each.meaning}", beside=each.name,
+            )
+            for each in second if each.name in known
+        ]  # fmt: skip
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
-        """The texts of the longer one; where they differ, both."""
+        """The texts of the longer one; where they differ, both: that of the second first."""
         a, b = (each.columns(sequence, first, last) for each in self._pair)
         longer = dict(max(a, b, key=lambda each: len(each["pieces"])))
         both = min(len(a["pieces"]), len(b["pieces"]))
         pieces = list(longer["pieces"])
         for index in range(both):
             if a["pieces"][index] != b["pieces"][index]:
-                pieces[index] = f"{b['pieces'][index]} ≠ {a['pieces'][index]}"
+                one, other = (each["pieces"][index].strip(" ") for each in (b, a))
+                pieces[index] = f" {one} ≠ {other} "
         return {**longer, "pieces": pieces}
 
     def values(self, sequence: int, metric: str, plane: str) -> Table:
         """(column, row) second - first; NaN where one of them has none."""
         if plane == TRACKS:
-            return self._long(self._pair[1].values(sequence, metric, plane), sequence)
+            return self._curves(sequence)
         tables = [self._long(each.values(sequence, metric, plane), sequence) for each in self._pair]
         if plane != LAYERS:
             return tables[1] - tables[0]
@@ -135,6 +150,14 @@ class DiffBoard(Board):
             - tables[0][:, [places[0][name] for name in self._both]]
         )
         return result
+
+    def _curves(self, sequence: int) -> Table:
+        """(column, curve) as `tracks` names them."""
+        first, second = (self._long(each.values(sequence, TRACKS, TRACKS), sequence)
+                         for each in self._pair)  # fmt: skip
+        names = [each.name for each in self._pair[0].tracks(sequence)]
+        beside = [each.beside for each in self.tracks(sequence) if each.beside]
+        return np.concatenate([second, first[:, [names.index(name) for name in beside]]], 1)
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
         """What is not in both."""
@@ -161,18 +184,20 @@ class DiffBoard(Board):
     def health(self, sequence: int) -> Sequence[Health]:
         """What does not fit together."""
         found = [
-            Health(f"{len(alone)} layers only in the {other} one, hatched", "warn", alone[0])
-            for alone, other in zip(self._alone, ("second", "first"), strict=True) if alone
+            Health(f"{plural(len(alone), 'layer')} only in {other}: grey", "warn", alone[0])
+            for alone, other in zip(self._alone, reversed(self._titles()), strict=True) if alone
         ]  # fmt: skip
         a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
         differs = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if differs is not None:
+            before, after = self._titles()
             text = (
-                f"The texts differ from {self.axis} {differs} on: values beyond compare positions"
+                f"The texts differ from {self.axis} {differs} on, shown as {after} ≠ {before}: "
+                "values beyond compare positions"
             )
             found.append(Health(text, "warn", None, differs))
         elif len(a) != len(b):
-            text = f"One has {len(a)} {self.axis}s, the other {len(b)}: the rest is hatched"
+            text = f"One has {len(a)} {self.axis}s, the other {len(b)}: the rest is grey"
             found.append(Health(text, "inform", None, min(len(a), len(b))))
         return found
 
@@ -180,12 +205,12 @@ class DiffBoard(Board):
         """The layers that are not in both."""
         rows = [
             [name, other]
-            for alone, other in zip(self._alone, ("second", "first"), strict=True)
+            for alone, other in zip(self._alone, reversed(self._titles()), strict=True)
             for name in alone[:_MOST_LISTED]
         ]
         if not rows:
             return ()
-        data = {"columns": ["layer", "only in the"], "rows": rows}
+        data = {"columns": ["layer", "only in"], "rows": rows}
         return (Panel("unmatched", "Layers without a partner", "table", data),)
 
     def refresh(self) -> bool:

@@ -197,9 +197,12 @@ class ScanBoard(Board):
 
         A NaN that the model computed must not be taken for that. So of the tokens only the first
         and last ones count, in which no layer has a value: they were in a cache, or never run. Of
-        the layers, those that the scan says it missed, and those without a learning cost. And a
-        head that `generate` runs on the last token of the prompt alone.
+        the layers, those that the scan says it missed, those without a learning cost, and those
+        that no gradient reached. And a head that `generate` runs on the last token of the prompt
+        alone.
         """
+        if metric == "delta_sc":
+            return self._not_compared(sequence)
         known = ~np.isnan(self.values(sequence, metric, LAYERS))
         columns, rows = known.any(1), known.any(0)
         if not columns.any() or known.all():
@@ -209,12 +212,24 @@ class ScanBoard(Board):
         layers = [self.scan.anatomy.layers[each] for each in self._chosen]
         missed = self.scan.meta.get("missed") or {}
         listed = np.array([name in missed or metric == "learning_cost" for name in layers])
+        if metric == "gradient":
+            # A NaN would have gone on to the embedding, so rows without any gradient had none.
+            embeds = np.array([kind.endswith("Embedding") for kind in self.types])
+            listed |= (rows & embeds).any()
         written = self._written(sequence)
-        start = int(written.argmax()) - 1 if written.any() else 0
+        start = (int(written.argmax()) if written.any() else len(written)) - 1
         outside = np.array([not any(map(str.isdigit, name.split("."))) for name in layers])
         head = outside & rows & (known.argmax(0) == start)
         beyond = (places < first) | (places >= last)
         found: NDArray[np.bool_] = beyond | (~rows & listed) | (head & (places < start))
+        return found
+
+    def _not_compared(self, sequence: int) -> NDArray[np.bool_]:
+        """(token, layer) where activation and gradient are not compared, though neither is NaN."""
+        found: NDArray[np.bool_] = np.isnan(self.values(sequence, "delta_sc", LAYERS))
+        for metric in ("activation", "gradient"):
+            computed = ~np.isfinite(self.values(sequence, metric, LAYERS))
+            found &= ~computed | self._unmeasured(sequence, metric)
         return found
 
     def _written(self, sequence: int) -> NDArray[np.bool_]:

@@ -2,7 +2,8 @@
 
 `--pairs` prints the table of real pairs in docs/compare.md, `--faults` that of planted faults,
 `--unseen` those of architectures on which no threshold was chosen, `--runs` that of training runs;
-without an option all of them.
+without an option all of them. The tables of `--unseen` tell where to cut: how many times its noise
+a pair differs, and how alike the difference is under new rounding.
 """
 
 import argparse
@@ -141,16 +142,20 @@ def _unseen_pairs() -> dict[str, Any]:
         found = compare(a, b)
         pairs.setdefault(kind, []).append(found)
         report(f"{kind}, {name}: {found.summary()}; {_ratio([found]):.2g} times own noise")
-    silent = ["| pair | pairs | part | times own noise |", "|---|---|---|---|"]
+    silent = ["| pair | pairs | part | times own noise | alike |", "|---|---|---|---|---|"]
     for kind, several in pairs.items():
-        parted = sum(not each.agree for each in several)
-        silent.append(f"| {kind} | {len(several)} | {parted} | {_ratio(several):.2g} |")
+        quiet_ones = [each for each in several if each.agree]
+        silent.append(
+            f"| {kind} | {len(several)} | {len(several) - len(quiet_ones)} "
+            f"| {_ratio(quiet_ones):.2g} | {_alike(quiet_ones)} |"
+        )
     return {"unseen_pairs": silent}
 
 
 def _unseen_faults() -> dict[str, Any]:
-    rows = ["| planted | float32 | bfloat16 | of these by size alone | silent but listed |",
-            "|---|---|---|---|---|"]  # fmt: skip
+    columns = ("planted", "float32", "bfloat16", "of these by size alone", "silent but listed",
+               "times own noise in bfloat16", "alike")  # fmt: skip
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for fault in PLANTED:
         found = {low: _found(fault, low) for low in (False, True)}
         rows.append(_fault_row(fault, found[False], found[True]))
@@ -166,19 +171,31 @@ def _fault_row(fault: str, high: list[Comparison], low: list[Comparison]) -> str
     seen = [sum(not each.agree for each in several) for several in (high, low)]
     by_size = sum(any(pair.differs and not pair.repeats for pair in each.pairs) for each in low)
     listed = sum(each.agree and bool(each.changes) for each in low)
+    sizes = sorted(_ratio([each]) for each in low)
     return (
-        f"| {fault} | {seen[0]} of {len(high)} | {seen[1]} of {len(low)} | {by_size} | {listed} |"
+        f"| {fault} | {seen[0]} of {len(high)} | {seen[1]} of {len(low)} | {by_size} | {listed} "
+        f"| {sizes[0]:.2g} to {sizes[-1]:.2g} | {_alike(low)} |"
     )
 
 
 def _ratio(several: Iterable[Comparison]) -> float:
     """The largest difference in units of the measured noise."""
     return max(
-        pair.worst / pair.noise * FACTOR
-        for each in several
-        for pair in each.pairs
-        if 0 < pair.noise < float("inf")
+        (
+            pair.worst / pair.noise * FACTOR
+            for each in several
+            for pair in each.pairs
+            if 0 < pair.noise < float("inf")
+        ),
+        default=0.0,
     )
+
+
+def _alike(several: Iterable[Comparison]) -> str:
+    """How alike differences beyond typical noise are under new rounding: the least and the most."""
+    found = [max((p.alike for p in each.pairs if p.alike == p.alike), default=0.0)
+             for each in several]  # fmt: skip
+    return f"{min(found):.2f} to {max(found):.2f}"
 
 
 # -- training runs -------------------------------------------------------------------------------

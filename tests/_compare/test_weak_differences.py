@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +228,88 @@ def test_factors_have_as_many_digits_as_tell_them_apart() -> None:
     low, high = kind.text.split("own, ")[1].split(", ")[0].split(" to ")
     assert (float(low), float(high)) == pytest.approx((1.000001, 1.000009), abs=2e-6)
     assert low != high
+
+
+# -- noise ---------------------------------------------------------------------------------------
+
+
+def test_rows_that_depend_on_their_place_are_no_noise() -> None:
+    """A mistake in the third row of the batch strikes another sample if rows change places."""
+    a, b = (Run(build("llama"), batch("llama", None)) for _ in range(2))
+    plain = b.model.model.layers[1].mlp.forward
+
+    def wrong(x: Tensor) -> Tensor:
+        y = plain(x)
+        return torch.cat([y[:2], y[2:] * 1.3])
+
+    b.model.model.layers[1].mlp.forward = wrong
+    a, b = lowered(a), lowered(b)
+    first = compare(a, b).first
+    assert first is not None
+    assert (first.layer, first.row) == ("model.layers.1.mlp", 2)
+    assert max(first.spread_a, first.spread_b) < 0.15, "the mistake itself is 0.23"
+
+
+def test_recurrent_layers_compute_in_the_precision_of_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), nn.GRU(16, 24, 2, batch_first=True))
+    run = Run(model, torch.randint(0, 20, (4, 9)))
+    lower = Run(model, run.data, autocast=torch.bfloat16)
+    assert compare(run, lower).agree
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[1].bias_hh_l0.mul_(-1)
+    assert not compare(run, Run(other, run.data, autocast=torch.bfloat16)).agree
+
+
+class Scaled(nn.Module):
+    """Two layers, and code between them that scales one row of the batch by a wrong number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.value, self.o_proj, self.factor = nn.Linear(32, 32), nn.Linear(32, 32), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.value(x)
+        return self.o_proj(torch.cat([y[:1] * self.factor, y[1:]]))
+
+
+def test_few_rows_that_differ_come_from_the_code_between_layers() -> None:
+    def made(factor: float) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [each for _ in range(4) for each in (nn.Linear(32, 32), nn.SiLU())]
+        return nn.Sequential(nn.Embedding(20, 32), *layers, Scaled(factor)).bfloat16()
+
+    ids = torch.randint(0, 20, (4, 12))
+    found = compare(made(1.0), made(1.06), data=ids)
+    assert found.first is not None
+    assert (found.first.layer, found.first.seen_at, found.first.row) == ("9", "9.o_proj", 0)
+    assert all(pair.repeats for pair in found.pairs if pair.differs), "no more than noise"
+
+
+def test_code_behind_the_last_layer_is_the_models_own() -> None:
+    """A gradient that is wrong on its way from the output of the model to its last layer."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    class Model(nn.Module):
+        def __init__(self, wrong: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head, self.wrong = nn.Embedding(20, 16), nn.Linear(16, 20), wrong
+
+        def forward(self, ids: Tensor) -> Tensor:
+            y: Tensor = self.head(self.embed(ids))
+            return Doubled.apply(y) if self.wrong else y.clone()
+
+    ids = torch.randint(0, 20, (3, 8))
+    first = compare(Model(False), Model(True), data=ids, loss=lambda y: y.square().mean()).first
+    assert first is not None
+    assert (first.direction, first.layer, first.seen_at) == ("backward", "", "head")

@@ -49,7 +49,7 @@ def compare(
 
     Each side that can be run is run again: as it was, with the rows of its batch and the number of
     threads arranged otherwise, and with every layer rounding anew. What it then differs from
-    itself, layer by layer, is its noise. A difference counts where it is 8 times as large as the
+    itself, layer by layer, is its noise. A difference counts where it is 5 times as large as the
     noise of both sides.
 
     Args:
@@ -305,14 +305,9 @@ def _first_row(pair: Pair) -> int:
 
     In a tensor that differs a token counts too if its difference is within noise but repeats.
     """
-    counts = pair.gaps > pair.threshold
+    differing = np.flatnonzero(pair.counting).tolist()
     if pair.grid is None:
-        return int(np.flatnonzero(counts)[0])
-    if pair.repeating is not None:
-        counts = (
-            pair.repeating if pair.repeats and pair.repeating.any() else counts | pair.repeating
-        )
-    differing = np.flatnonzero(counts).tolist()
+        return int(differing[0])
     places = pair.grid.places
     return min(differing, key=lambda index: (places[index][1], places[index][0]))
 

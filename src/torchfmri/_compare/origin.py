@@ -6,6 +6,7 @@ differs already, though all layers before it agree, the code of a layer around i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfmri._compare.difference import Pair
+from torchfmri._compare.difference import FACTOR, Pair
 from torchfmri._compare.recording import BACKWARD, FORWARD, Recording, relative
-from torchfmri._compare.run import Run, record
+from torchfmri._compare.repetition import ALIKE, LEAST_UNITS
+from torchfmri._compare.run import Run, record, record_rounded
 from torchfmri._compare.side import Side
 from torchfmri._model import named_layers, whole_restorations
-from torchfmri._records import Call, Value
 from torchfmri._torch import flatten
 
 _LATER_LAYERS = 12
@@ -54,7 +55,12 @@ def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[s
         later = list(dict.fromkeys(o for n in nearest for o in _around(n) if o in before))
         same = _agreeing(pair, later, a, b, names, "input_gradients")
         wrong = [each for each in later if same.get(each) is False]
-        return min(wrong, key=lambda each: -each.count("."), default=layer)
+        if wrong:
+            return min(wrong, key=lambda each: -each.count("."))
+        # Code between layers did it, of the module around them whose own gradient agrees.
+        differing = {each.place.layer for each in pairs if each.differs}
+        outer = (each for each in _around(layer)[1:] if each in before)
+        return next((each for each in outer if each not in differing), layer)
     return layer
 
 
@@ -88,66 +94,79 @@ def _agreeing(
     """Return for each layer whether its inputs, or the gradients of its inputs, agree."""
     if not layers:
         return {}
-    assert a.run is not None
-    assert b.run is not None
-    watched = (what, "gradients") if "gradients" in what else (what,)
-    one = record(a.run, layers=layers, what=watched)
-    two = record(b.run, layers=[names[each] for each in layers], what=watched)
-    sides = Recording(one), Recording(two)
+    recorded = [*_recorded(a, layers, what), *_recorded(b, [names[each] for each in layers], what)]
     found: dict[str, bool] = {}
     for layer in layers:
-        gaps = _gaps(layer, names[layer], pair.place.call, sides, what)
-        if gaps is not None:
-            found[layer] = all(_size(each, pair) <= pair.threshold for each in gaps)
+        at = [(layer, each) for each in recorded[:2]] + [(names[layer], e) for e in recorded[2:]]
+        if not all(side.inspection[name].calls for name, side in at):
+            continue
+        given = [_inputs(side.tensors(name, pair.place.call, what)) for name, side in at]
+        found[layer] = True
+        for several in _matched(given):
+            tables = [
+                side.as_rows(each, what).values for (_, side), each in zip(at, several, strict=True)
+            ]
+            if len({each.shape for each in tables}) == 1 and _differs(tables, pair):
+                found[layer] = False
     return found
 
 
-def _size(gaps: Tensor, pair: Pair) -> float:
-    """Return the distance of rows, measured as for the pair itself: the worst row, or the rms."""
-    if not len(gaps):
-        return 0.0
-    return float(gaps.square().mean().sqrt() if pair.repeats else gaps.max())
+def _recorded(side: Side, layers: Sequence[str], what: str) -> tuple[Recording, Recording]:
+    """Record what some layers are given, and again with every layer rounding anew."""
+    assert side.run is not None
+    watched = (what, "gradients") if "gradients" in what else (what,)
+    passes = (
+        record(side.run, layers=layers, what=watched),
+        record_rounded(side.run, None, layers=layers, what=watched),
+    )
+    found = tuple(Recording(each, parts=side.recording.parts) for each in passes)
+    for each in found:
+        each.grids = side.recording.grids
+    return found[0], found[1]
 
 
-def _gaps(
-    layer: str, partner: str, call: int, sides: tuple[Recording, Recording], what: str
-) -> list[Tensor] | None:
-    """Return the relative differences of a layer's inputs, row by row; None without calls."""
-    calls = [
-        side.inspection[name].calls for side, name in zip(sides, (layer, partner), strict=True)
-    ]
-    if not all(calls):
-        return None
-    ours, theirs = (each[min(call, len(each) - 1)] for each in calls)
-    found = []
-    for value, other in _matched_values(ours, theirs, what):
-        rows = [
-            side.as_rows(each.tensor, what)
-            for side, each in zip(sides, (value, other), strict=True)
-        ]
-        if rows[0].values.shape == rows[1].values.shape:
-            found.append(relative(rows[0].values, rows[1].values))
-    return found
+def _differs(tables: Sequence[Tensor], pair: Pair) -> bool:
+    """Whether a layer is given something that differs, where its output does.
+
+    An input that passes the difference on differs by as much as the output, in units of noise. It
+    counts from half of that on: just below what counts alone, it would be taken for noise.
+
+    Args:
+        tables: The rows of a, of a with new rounding, of b, and of b with new rounding.
+        pair: The output, or its gradient.
+    """
+    one, one_again, two, two_again = tables
+    rows = torch.from_numpy(pair.counting)
+    if len(rows) == len(one):  # few may differ, and the others would hide them
+        one, one_again, two, two_again = (each[rows] for each in tables)
+    if pair.repeats:
+        before, after = two - one, two_again - one_again
+        return float((before * after).sum()) > ALIKE * float(before.norm() * after.norm())
+    gap = float(relative(one, two).max()) if len(one) else 0.0
+    if math.isnan(pair.spread_a) and math.isnan(pair.spread_b):
+        return gap > pair.threshold
+    noise = max(
+        float(relative(tables[at], tables[at + 1]).max()) if len(tables[at]) else 0.0
+        for at in (0, 2)
+    )
+    allowed = min(FACTOR, pair.worst / pair.noise * FACTOR / 2)
+    return gap > max(allowed * noise, LEAST_UNITS * torch.finfo(torch.float32).eps)
 
 
-def _matched_values(ours: Call, theirs: Call, what: str) -> list[tuple[Value, Value]]:
-    """Match the tensors of two calls by path, or by order if a port renamed its arguments."""
-    one, two = _inputs(ours, what), _inputs(theirs, what)
-    if common := [path for path in one if path in two]:
-        return [(one[path], two[path]) for path in common]
-    return list(zip(one.values(), two.values(), strict=False))
+def _matched(given: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, ...]]:
+    """Match the inputs of a, twice, and of b, twice: by path, or by order in a renamed port."""
+    if any(path in given[2] for path in given[0]):
+        common = [path for path in given[0] if all(path in each for each in given)]
+        return [tuple(each[path] for each in given) for path in common]
+    return list(zip(*(each.values() for each in given), strict=False))
 
 
-def _inputs(call: Call, what: str) -> dict[str, Value]:
+def _inputs(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the numbers that a layer is given, by path, without masks.
 
     Whole numbers count for a layer that is given nothing else, such as a table of positions. Beside
     others they may be choices of an earlier layer, which rounding can change.
     """
-    found = {
-        path: value
-        for path, value in zip(call.elements(what), call.values(what), strict=False)
-        if value is not None and "mask" not in path and value.dtype != torch.bool
-    }
-    floating = {path: value for path, value in found.items() if value.dtype.is_floating_point}
+    found = {p: x for p, x in given.items() if "mask" not in p and x.dtype != torch.bool}
+    floating = {path: x for path, x in found.items() if x.is_floating_point()}
     return floating or found

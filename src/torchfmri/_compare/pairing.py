@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from torchfmri._compare.causes import own_tensors, partner_names
-from torchfmri._compare.difference import FACTOR, Floats, Pair
+from torchfmri._compare.difference import FACTOR, Pair
 from torchfmri._compare.kinds import is_same
 from torchfmri._compare.matching import Matching
 from torchfmri._compare.recording import (
@@ -23,22 +21,11 @@ from torchfmri._compare.recording import (
     Recording,
     relative,
 )
+from torchfmri._compare.repetition import LEAST_UNITS, LEAST_VALUES, Repetition, repetition_of
 from torchfmri._compare.side import Side
 from torchfmri._records import Value
 from torchfmri._text import listed, plural
 
-REPEATED, REPEATED_ELSEWHERE = 1.0, 4.0
-"""How many times the typical spread a difference may be if it repeats when both sides round anew:
-if both compute in one precision, and if they do not. Between two precisions the rounding of the
-weights themselves repeats too, so more is allowed."""
-_ALIKE, _ALIKE_ROWS, _ALIKE_ROW = 0.9, 0.7, 0.95
-"""The cosine between a difference and the one that comes back: over all rows, in the median row,
-and in a row that is named. Rounding reached 0.4 in one precision and 0.85 between two over all rows
-(`python -m benchmarks compare`)."""
-_LEAST_ROWS, _LEAST_REPEATED, _LEAST_VALUES = 4, 32, 64
-"""Fewer rows or values may point the same way by chance; the last is for the size of a tensor."""
-LEAST_UNITS = 4.0
-"""How many units in the last place are allowed at least."""
 _ROUNDING = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -68,7 +55,7 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
             if direction == PARAMETERS:
                 element = _parameter_name(a.recording, b.recording, place, layer)
             partner = partners.get(layer, {}).pop((place.call, element), None)
-            if not (same_layout or _has_rows(a.recording, place)):
+            if not (same_layout or _is_comparable(a, b, place, partner)):
                 # Experts are called as often as tokens reach them, and attention weights have a
                 # unit for each padded position.
                 left_out.append(place.layer)
@@ -87,13 +74,24 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
             # Gradients reach other layers where other layers are trained.
             found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
     found = _without_details(found, a)
+    _note_left_out(a, b, left_out)
+    return found
+
+
+def _note_left_out(a: Side, b: Side, left_out: Sequence[str]) -> None:
+    """Say which tensors were not compared, and why."""
+    for side in (a, b):
+        if layers := sorted({layer for layer, _ in side.recording.left_out}):
+            side.notes.append(
+                "tensors of several calls that do not fit together were not compared: of "
+                f"{listed([each or 'the model' for each in layers])}"
+            )
     if left_out:
         a.notes.append(
             f"{plural(len(left_out), 'tensor')} not compared, because the two batches are laid out "
             "differently, and so are these (no token axis, or attention weights): of "
             f"{listed(list(dict.fromkeys(left_out)))}"
         )
-    return found
 
 
 def _without_details(pairs: list[Pair], a: Side) -> list[Pair]:
@@ -191,6 +189,18 @@ def _parameter_name(a: Recording, b: Recording, place: RecordedPlace, layer: str
     return partner_names(*shapes).get(place.element, place.element)
 
 
+def _is_comparable(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace | None) -> bool:
+    """Whether a tensor can be compared though the two batches are laid out differently."""
+    known = [(a.recording, place), *([(b.recording, partner)] if partner is not None else [])]
+    apart = [(side, each) for side, each in known if not side.is_whole(each)]
+    if len(apart) == len(known):
+        return _has_rows(a.recording, place)
+    # Embeddings of positions are one for all rows, and their gradient is a sum over rows.
+    shapes = [side.value(each) for side, each in apart]
+    shared = any(value is not None and value.shape[:1] == (1,) for value in shapes)
+    return not (place.what == WHAT[BACKWARD] and shared and a.recording.batch > 1)
+
+
 def _has_rows(side: Recording, place: RecordedPlace) -> bool:
     """Whether the rows of a tensor are tokens, or do not depend on how the batch is laid out."""
     rows, value = side.rows(place), side.value(place)
@@ -223,6 +233,8 @@ def _absent(
     """
     has, lacks = names
     calls = side.recording.inspection[layer].calls
+    if (layer, place.element) in side.recording.left_out:
+        return ""
     if direction == PARAMETERS:
         module = side.modules.get(layer)
         held = module is None or place.element in own_tensors(module)
@@ -263,7 +275,7 @@ def _pair(
     turned = _is_transposed(a, b, place, partner)
     one, two = a.recording.rows(place), b.recording.rows(partner, transposed=turned)
     grid, largest, reason = None, math.nan, ""
-    repeating = None
+    repetition = Repetition()
     if one is None or two is None:
         gap, reason = _statistics_gap(a.recording.value(place), b.recording.value(partner))
         gaps = np.array([gap])
@@ -277,13 +289,13 @@ def _pair(
         apart = (one.values - two.values).abs()
         largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
         if tolerance is None and not turned:
-            least, repeating = _repeated(a, b, place, partner, gaps)
+            repetition = repetition_of(a, b, place, partner, gaps)
             if gaps.max(initial=0.0) <= threshold:
-                threshold = min(threshold, least)
+                threshold = min(threshold, repetition.threshold)
     return Pair(
         direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
-        repeating=repeating,
+        repeating=repetition.rows, alike=repetition.alike,
     )  # fmt: skip
 
 
@@ -322,70 +334,11 @@ def _threshold(
     units = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     least = LEAST_UNITS * max(units, default=0.0)
     value = a.recording.value(place)
-    if value is not None and math.prod(value.shape) < _LEAST_VALUES:
+    if value is not None and math.prod(value.shape) < LEAST_VALUES:
         # One number, such as the loss, hardly moves in some draws: its spread says little.
         coarsest = [dtype for side in (a, b) if (dtype := side.coarsest) is not None]
         least = max([least, *(torch.finfo(dtype).eps for dtype in coarsest)])
     return max(FACTOR * max(measured), least)
-
-
-def _repeated(
-    a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace, gaps: Floats
-) -> tuple[float, NDArray[np.bool_] | None]:
-    """Return the threshold for a difference that repeats, and the rows in which it does.
-
-    Rounding errors are drawn anew and a mistake is not, so a mistake that is no larger than the
-    noise still shows: the two differences point the same way. The threshold is infinite if they do
-    not, or if that is not known.
-    """
-    spreads = [each for each in (a.spread.get(place), b.spread.get(partner)) if each is not None]
-    tables = _tables(a, b, place, partner)
-    if tables is None or not spreads or not gaps.size:
-        return math.inf, None
-    same = a.coarsest == b.coarsest
-    dtypes = (a.recording.dtype(place), b.recording.dtype(partner))
-    unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
-    typical = max(each.typical for each in spreads)
-    allowed = max((REPEATED if same else REPEATED_ELSEWHERE) * typical, unit)
-    one, two, *again = tables
-    before, after = two - one, again[1] - again[0]
-    products = (before * after).sum(1)
-    sizes = (before.norm(dim=1), after.norm(dim=1))
-    cosines = products / (sizes[0] * sizes[1]).clamp_min(1e-300)
-    least = max(typical, 2 * LEAST_UNITS * unit)
-    large = torch.from_numpy(gaps > least)
-    repeating = (large & (cosines > _ALIKE_ROW)).numpy() if before.shape[1] > 1 else None
-
-    def comes_back(rows: Tensor) -> bool:
-        """Whether the difference points the same way in most of these rows."""
-        few = 1 if "parameter" in place.what else _LEAST_ROWS
-        if int(rows.sum()) < few or before[rows].numel() < _LEAST_REPEATED:
-            return False
-        whole = sizes[0][rows].norm() * sizes[1][rows].norm()
-        alike = float(products[rows].sum() / whole.clamp_min(1e-300))
-        return alike > _ALIKE and float(cosines[rows].median()) > _ALIKE_ROWS
-
-    if before.numel() < _LEAST_VALUES:
-        allowed = max(allowed, least)
-    everywhere = math.sqrt(float(np.square(gaps).mean())) > allowed
-    if everywhere and comes_back(torch.ones_like(large)):
-        return allowed, repeating
-    # A mistake in one row of the batch, or in one expert, is lost among all tokens.
-    return (least if same and comes_back(large) else math.inf), repeating
-
-
-def _tables(a: Side, b: Side, place: RecordedPlace, partner: RecordedPlace) -> list[Tensor] | None:
-    """Return both sides, and both with new rounding, as rows; None if that cannot be had."""
-    if a.rounded is None or b.rounded is None:
-        return None
-    if a.rounded.value(place) is None or b.rounded.value(partner) is None:
-        return None
-    rows = (
-        a.recording.rows(place), b.recording.rows(partner),
-        a.rounded.rows(place), b.rounded.rows(partner),
-    )  # fmt: skip
-    found = [each.values for each in rows if each is not None]
-    return found if len(found) == 4 and len({each.shape for each in found}) == 1 else None
 
 
 def _statistics_gap(value: Value | None, other: Value | None) -> tuple[float, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from functools import cached_property
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from torchfmri._compare.grid import PositionGrid
+from torchfmri._compare.parts import BatchParts, find_parts
 from torchfmri._compare.run import RecordedPass
-from torchfmri._records import Record, Value
+from torchfmri._records import Value
 
 FORWARD, BACKWARD, PARAMETERS = "forward", "backward", "parameters"
 WHAT = {FORWARD: "activations", BACKWARD: "gradients", PARAMETERS: "parameter_gradients"}
 """Direction -> what of each layer is compared, in the order in which they come about."""
-_FIRST = ("activations", None)
 _SMALL = 0.1
 """A token whose values are smaller than this share of the median token's is compared with that:
 what is left of a sum that cancels is all rounding."""
@@ -59,13 +58,22 @@ class Recording:
         passed: The tensors, or the statistics, of the layers, and where the tokens are.
         reduced: What to reduce tensors to before they are compared: "rms", as a scan keeps it, or
             nothing.
+        parts: How its calls make up the batch; found out by default.
+
+    Attributes:
+        parts: How the calls of the model make up the batch.
+        left_out: (layer, path) of tensors of several calls that do not fit together.
     """
 
-    def __init__(self, passed: RecordedPass, reduced: str = "") -> None:
+    def __init__(
+        self, passed: RecordedPass, reduced: str = "", parts: BatchParts | None = None
+    ) -> None:
         self.inspection, self.grids, self.reduced = passed.inspection, list(passed.grids), reduced
         self.batch, self._turned = passed.batch, passed.turned
+        self.parts = find_parts(self.inspection, self.grids, self.batch) if parts is None else parts
+        self._extend(self.parts.length)
+        self.left_out: set[tuple[str, str]] = set()
         self._joined: dict[RecordedPlace, Tensor] = {}
-        self._grows = False
         self._values: dict[RecordedPlace, Value] = {}
         self._order: dict[str, list[RecordedPlace]] = {direction: [] for direction in WHAT}
         self._list_calls()
@@ -91,6 +99,26 @@ class Recording:
             return None
         tensor = self._joined.get(place, value.tensor)
         return self.as_rows(tensor.T if transposed else tensor, place.what)
+
+    def tensors(self, layer: str, call: int, what: str) -> dict[str, Tensor]:
+        """Return what a layer was given or returned in one call, by path; parts put together."""
+        calls = self.inspection[layer].calls
+        if not calls:
+            return {}
+        one = calls[min(call, len(calls) - 1)]
+        joined = bool(self.parts.calls and self._calls_per_part(layer))
+        found = {}
+        for path, value in zip(one.elements(what), one.values(what), strict=False):
+            if value is None or not value.has_tensor:
+                continue
+            tensor = self._join(RecordedPlace(layer, call, what, path)) if joined else value.tensor
+            if tensor is not None:
+                found[path] = tensor
+        return found
+
+    def is_whole(self, place: RecordedPlace) -> bool:
+        """Whether rows that were computed apart were put together as in a batch."""
+        return self.parts.by_rows and place in self._joined
 
     def has_keys(self, place: RecordedPlace) -> bool:
         """Whether the units of a tensor are positions too, as those of attention weights."""
@@ -120,14 +148,12 @@ class Recording:
 
         Such as the experts that a router chose; by layer, call and path.
         """
-        found = {}
+        what, found = WHAT[FORWARD], {}
         for call in self.inspection.calls():
-            what = WHAT[FORWARD]
-            for path, value in zip(call.elements(what), call.values(what), strict=False):
-                whole = value is not None and value.has_tensor and not value.dtype.is_floating_point
-                if value is None or not whole or value.dtype == torch.bool:
+            for path, tensor in self.tensors(call.layer, call.index, what).items():
+                if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
                     continue
-                rows = self.as_rows(value.tensor, what)
+                rows = self.as_rows(tensor, what)
                 if rows.grid is not None:
                     found[call.layer, call.index, path] = rows.values
         return found
@@ -163,92 +189,64 @@ class Recording:
         return list(reversed(order)) if self._turned else list(order)
 
     def _list_calls(self) -> None:
-        self._parts = self._find_parts()
-        joined = self._joined_layers()
+        whole = {layer for layer in self.inspection if self._is_whole(layer)}
         for call in self.inspection.calls():
-            if call.layer in joined and call.index:
-                continue
+            joined = call.layer in whole
+            if joined and call.index >= self._calls_per_part(call.layer):
+                continue  # part of an earlier one
             for direction in (FORWARD, BACKWARD):
                 what = WHAT[direction]
-                paths, values = call.elements(what), call.values(what)
-                for path, value in zip(paths, values, strict=False):
+                for path, value in zip(call.elements(what), call.values(what), strict=False):
                     if value is None or not (
                         value.dtype.is_floating_point or value.dtype.is_complex
                     ):
                         continue
                     place = RecordedPlace(call.layer, call.index, what, path)
-                    if call.layer in joined and not self._join(place):
-                        continue
+                    if joined or self.parts.by_rows:
+                        tensor = self._join(place) if joined else None
+                        if tensor is None:
+                            self.left_out.add((call.layer, path))
+                            continue
+                        self._joined[place] = tensor
                     self._values[place] = value
                     self._order[direction].append(place)
 
-    def _find_parts(self) -> list[int]:
-        """Return how many tokens each call reads, for a model that is called part by part.
+    def _calls_per_part(self, layer: str) -> int:
+        """How often a layer is called for each part of the batch; 0 if that is no whole number."""
+        per_part, rest = divmod(len(self.inspection[layer].calls), max(len(self.parts.calls), 1))
+        return 0 if rest else per_part
 
-        Also of one that generates: its tokens are more than it was given, and without a cache every
-        call runs on all tokens so far. Empty where every call runs on all tokens.
-        """
-        for record in self.inspection.values():
-            lengths = _call_lengths(record)
-            known = [grid.kept.shape[1] for grid in self.grids]
-            if len(lengths) < 2 or not known:
-                continue
-            if sum(lengths) in known:
-                return lengths
-            steps = [later - one for one, later in itertools.pairwise(lengths)]
-            self._grows = min(steps) > 0
-            if lengths[0] == known[0] and (self._grows or set(lengths[1:]) == {1}):
-                self._extend(lengths[-1] if self._grows else sum(lengths))
-                return lengths
-        return []
+    def _is_whole(self, layer: str) -> bool:
+        """Whether a layer is called part by part, and its parts can be put together."""
+        if not self.parts.calls or not self._calls_per_part(layer):
+            return False
+        what = WHAT[FORWARD]
+        paths = self.inspection[layer].calls[0].elements(what)
+        return any(self._join(RecordedPlace(layer, 0, what, path)) is not None for path in paths)
+
+    def _join(self, place: RecordedPlace) -> Tensor | None:
+        """Put the parts of a tensor together as that of the batch; None if they do not fit."""
+        calls = self.inspection[place.layer].calls[place.call :: self._calls_per_part(place.layer)]
+        known = [call for call in calls if place.element in call.elements(place.what)]
+        values = [call.value(place.what, place.element) for call in known]
+        tensors = [v.tensor.detach().cpu() for v in values if v is not None and v.has_tensor]
+        if len(tensors) < len(self.parts.calls):
+            return None
+        return self.parts.join(tensors, self.grids[0].kept if self.grids else None)
 
     def _extend(self, length: int) -> None:
         """Count the tokens that the model generated; their numbers are not known."""
+        if not self.grids or length <= self.grids[0].kept.shape[1]:
+            return
         kept = self.grids[0].kept
         more = kept.new_ones(kept.shape[0], length - kept.shape[1])
         self.grids[0] = replace(self.grids[0], kept=torch.cat([kept, more], 1), ids=None)
-
-    def _joined_layers(self) -> set[str]:
-        """The layers that are called part by part, and whose parts can be put together."""
-        parts = len(self._parts)
-        found = (each for each in self.inspection.values() if parts and len(each.calls) == parts)
-        return {each.layer for each in found if self._parts_of(each.layer, *_FIRST) is not None}
-
-    def _join(self, place: RecordedPlace) -> bool:
-        """Put the parts of a tensor together along its tokens; False where it has none."""
-        parts = self._parts_of(place.layer, place.what, place.element)
-        if parts is not None:
-            self._joined[place] = parts[-1] if self._grows else torch.cat(parts, 1)
-        return parts is not None
-
-    def _parts_of(self, layer: str, what: str, element: str | None) -> list[Tensor] | None:
-        """Return the tensor of each call of a layer, (b, s, ...); None if one has no token axis."""
-        rows = self.grids[0].kept.shape[0]
-        found: list[Tensor] = []
-        for call, length in zip(self.inspection[layer].calls, self._parts, strict=True):
-            path = next(iter(call.elements(what)), "") if element is None else element
-            value = call.value(what, path)
-            if value is None or not value.has_tensor:
-                return None
-            grid = PositionGrid(
-                kept=torch.ones(rows, length, dtype=torch.bool), order=tuple(range(rows))
-            )
-            tensor = value.tensor.detach().cpu()
-            if tensor.ndim == 2 and len(tensor) == rows * length:
-                # A router returns (b * s, w), which a grid of one token takes for (b, w).
-                tensor = tensor.view(rows, length, -1)
-            part = grid.aligned(tensor)
-            # Attention weights grow along the keys, so that their parts do not fit together.
-            if part is None or (found and not self._grows and part.shape[2:] != found[0].shape[2:]):
-                return None
-            found.append(part)
-        return found
 
     @property
     def layout(self) -> tuple[object, ...]:
         """The layout of the batch, on which the order of values without a token axis depends."""
         grids = [(grid.order, grid.kept.tolist()) for grid in self.grids]
-        return (tuple(self._parts), self._turned, str(grids))
+        return (self.parts.calls, self._turned, str(grids))
 
     def _list_parameters(self) -> None:
         seen = set()
@@ -260,15 +258,6 @@ class Recording:
                 place = RecordedPlace(record.layer, 0, WHAT[PARAMETERS], name)
                 self._values[place] = value
                 self._order[PARAMETERS].append(place)
-
-
-def _call_lengths(record: Record) -> list[int]:
-    """Return how many tokens each call of a layer returns, (b, s, w); empty for other shapes."""
-    values = [call.values("activations")[:1] for call in record.calls]
-    shapes = [each[0].shape for each in values if each and each[0] is not None]
-    if len(shapes) < len(record.calls) or any(len(shape) != 3 for shape in shapes):
-        return []
-    return [shape[1] for shape in shapes]
 
 
 def relative(one: Tensor, two: Tensor) -> Tensor:

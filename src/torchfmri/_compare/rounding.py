@@ -21,12 +21,15 @@ _SEED = 20_26
 
 
 @contextmanager
-def rounding_redrawn(model: nn.Module, coarsest: torch.dtype | None) -> Iterator[None]:
+def rounding_redrawn(
+    model: nn.Module, coarsest: torch.dtype | None, autocast: torch.dtype | None = None
+) -> Iterator[None]:
     """While the block runs, layers without layers inside them round at random.
 
     Args:
         model: Whose layers; hooks are on them during the block only.
         coarsest: Round to this precision where the values are finer; None for their own.
+        autocast: The dtype in which recurrent layers compute; None for their own.
     """
     draw = _Draw(coarsest)
     with whole_restorations(), ExitStack() as stack:
@@ -35,7 +38,7 @@ def rounding_redrawn(model: nn.Module, coarsest: torch.dtype | None) -> Iterator
                 module, torch.jit.ScriptModule
             ):
                 continue
-            hooks = _Hooks(draw, max(map(_unit, _held_dtypes(module)), default=0.0))
+            hooks = _Hooks(draw, max(map(_unit, _held_dtypes(module, autocast)), default=0.0))
             if next(module.parameters(recurse=False), None) is not None:
                 handle = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 stack.callback(handle.remove)
@@ -43,10 +46,17 @@ def rounding_redrawn(model: nn.Module, coarsest: torch.dtype | None) -> Iterator
         yield
 
 
-def _held_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """The precision of what a layer holds: it may compute in float32 with bfloat16 frequencies."""
+def _held_dtypes(module: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
+    """Return the precisions of what a layer holds, and that in which autocast lets it compute.
+
+    A layer may compute in float32 with frequencies of bfloat16, and an LSTM may return float32
+    that it computed in bfloat16.
+    """
     held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return {each.dtype for each in held if each.is_floating_point()}
+    found = {each.dtype for each in held if each.is_floating_point()}
+    if autocast is not None and isinstance(module, nn.RNNBase):
+        found.add(autocast)
+    return found
 
 
 def _unit(dtype: torch.dtype) -> float:

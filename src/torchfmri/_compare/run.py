@@ -290,5 +290,5 @@ def record_rearranged(run: Run, **options: Any) -> RecordedPass:
 
 def record_rounded(run: Run, coarsest: torch.dtype | None, **options: Any) -> RecordedPass:
     """A pass in which every layer rounds anew, to the coarser of two precisions."""
-    with rounding_redrawn(runnable(run.model), coarsest):
+    with rounding_redrawn(runnable(run.model), coarsest, run.autocast):
         return record(run, **options)

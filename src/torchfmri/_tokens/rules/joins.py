@@ -225,6 +225,7 @@ class Joins:
         samples_a, samples_b = self.sources.sample_of(a), self.sources.sample_of(b)
         if not bool((samples_a == samples_b)[both].all()):
             return self._by_first_axis(one, other)
+        one, other = self._without_constants(one), self._without_constants(other)
         single_a, single_b = self._is_position(one), self._is_position(other)
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
@@ -275,14 +276,15 @@ class Joins:
         seen, rows = self._seen(newer), rows_of(newer.first)
         shift = rows - rows_of(older.first)
         is_fresh = len(seen) == 1
-        self._recurrences.step(newer.chain, older.chain, rows, shift, is_fresh)
         pair = None
         if is_fresh and len(self._seen(older)) == 1:
-            key = int(rows[0]), int(shift[0])
-            pair = self._pairs.setdefault(key, TwoPositions(key[1]))
-            pair.is_step |= self._is_told(rows[:1], older)
+            pair = self._pair(rows, shift, older)
         elif older.pair is not None and newer.pair is None:
             older.pair.is_step |= int(shift[0]) == older.pair.shift
+        self._recurrences.step(newer.chain, older.chain, rows, shift, is_fresh, pair=pair)
+        if self._seen(older) < seen:
+            for each in (each for uses in newer.chain.values() for each in uses):
+                each.is_again |= each.shift is None
         chain = united(newer.chain, without_fixed(older.chain))
         return newer.but(seen=seen | self._seen(older), pair=pair, chain=chain)
 
@@ -295,14 +297,18 @@ class Joins:
         is_fresh = len(self._seen(step)) == 1 and step.is_sample
         return is_fresh and self._seen(step) < self._seen(state) and step.born > state.born > 0
 
-    def _is_told(self, row: Tensor, older: Origins) -> bool:
-        """Whether two positions are steps for sure: there are no others, or a state came first."""
-        sources = self.sources.present(row)
+    def _pair(self, rows: Tensor, shift: Tensor, older: Origins) -> TwoPositions:
+        """Two positions, of which one is new; steps for sure where a state came first."""
+        key = int(rows[0]), int(shift[0])
+        pair = self._pairs.setdefault(key, TwoPositions(key[1]))
+        sources = self.sources.present(rows[:1])
         others = self.sources.present(rows_of(older.first)[:1])
-        if not sources or sources != others:
-            return True
-        is_all = 2 in sources[0].grid if older.is_sample else sources[0].grid[1] == 2
-        return is_all or _has_begun(older.chain)
+        if not sources or sources != others or _has_begun(older.chain):
+            pair.is_step = True
+        else:
+            grid = sources[0].grid
+            pair.is_all = 2 in grid if older.is_sample else grid[1] == 2
+        return pair
 
     def _newer(self, one: Origins, other: Origins) -> Origins | None:
         """The one of two steps to which a result that is computed from both belongs.
@@ -337,6 +343,19 @@ class Joins:
                     shift = rows - rows_of(state.first)
                     is_fresh = len(self._seen(new)) == 1
                     self._recurrences.step(new.chain, state.chain, rows, shift, is_fresh)
+
+    def are_steps(self, *several: Origins) -> bool:
+        """Whether each of these may be a step, beside constants (states to begin with) maybe."""
+        return all(self.is_step(self._without_constants(each)) for each in several)
+
+    def _without_constants(self, origins: Origins) -> Origins:
+        """The origins of a step that stands beside constants, which have no say."""
+        small = compact(origins.first)
+        if small.ndim < 2 or not bool((small == NOBODY).any()) or not self._grids.is_single(small):
+            return origins
+        highest = small.amax(tuple(range(1, small.ndim)), keepdim=True)
+        first = torch.where(small == NOBODY, highest, small).expand(origins.first.shape)
+        return origins.but(first=first)
 
     def is_step(self, origins: Origins) -> bool:
         """Whether this may be a step of a recurrence, along the positions or the first axis."""

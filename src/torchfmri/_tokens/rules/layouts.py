@@ -126,7 +126,9 @@ class Layouts:
         if origins.second is None:
             return origins
         if origins.is_raw:
-            fits = all(is_constant_along(origins.first, axis) for axis in axes)
+            layout = self.layout_of(origins)
+            is_told = layout is not None and layout.last and not layout.second
+            fits = is_told or all(is_constant_along(origins.first, axis) for axis in axes)
             if fits or not are_features:
                 return origins.but(second=None, is_decided=True, is_raw=False)
         return self._settled(origins, axes)

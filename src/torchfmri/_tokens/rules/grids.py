@@ -180,11 +180,23 @@ class Grids:
     def is_single(self, numbers: Tensor) -> bool:
         """Whether each sample has one position in a tensor."""
         small = compact(numbers)
+        if self._are_two(small.flatten()[:2].tolist()):  # most tensors have all positions
+            return False
         small = small[small >= 0]
         if not small.numel():
             return False
         found = unique(small)
         return len(unique(self.sources.sample_of(found))) == len(found)
+
+    def _are_two(self, some: Sequence[int]) -> bool:
+        """Whether two numbers are two positions of one sample."""
+        samples = {
+            (number - each.start) // each.grid[1]
+            for number in some
+            for each in self.sources.all
+            if each.start <= number < each.stop
+        }
+        return len({*some}) == 2 and min(some) >= 0 and len(samples) == 1
 
     def is_whole(self, numbers: Tensor) -> bool:
         """Whether a tensor has all tokens of a source, each at one place."""
@@ -207,12 +219,13 @@ def _sets(rows: Tensor) -> Tensor | None:
     """A number for each row (n, k), the same for rows of the same tokens, in order of appearance.
 
     None where this does not tell rows apart: the same tokens in another order are another row, as
-    in x + x.flip(1), and so are two rows among others that they overlap with.
+    in x + x.flip(1), and so are two rows among others that they overlap with, unless all rows come
+    equally often (windows of every feature).
     """
     columns = torch.arange(rows.shape[1], device=rows.device)
     unordered = torch.where(rows < 0, 0, _scrambled(rows)).sum(1)
     ordered = torch.where(rows < 0, 0, _scrambled(rows * len(columns) + columns)).sum(1)
-    sets, inverse = unique(unordered, return_inverse=True)
+    sets, inverse, counts = unique(unordered, return_inverse=True, return_counts=True)
     if len(sets) != len(unique(ordered)):
         return None
     first = torch.full((len(sets),), len(rows), device=rows.device)
@@ -221,7 +234,7 @@ def _sets(rows: Tensor) -> Tensor | None:
     keys = first[inverse]
     known = rows >= 0
     apart = _sets_are_apart(rows[known], keys[:, None].expand(rows.shape)[known])
-    return keys if apart or len(sets) == len(rows) else None
+    return keys if apart or bool((counts == counts[0]).all()) else None
 
 
 def _sets_are_apart(numbers: Tensor, keys: Tensor) -> bool:

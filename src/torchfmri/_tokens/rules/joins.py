@@ -370,8 +370,10 @@ class Joins:
         first = origins.first
         if not bool((compact(first) >= 0).all()) or not first.numel():
             return False
-        rows = all(is_constant_along(first, axis) for axis in range(1, first.ndim))
-        return self._grids.is_single(first) or (rows and (origins.is_slice or origins.is_sample))
+        if self._grids.is_single(first):
+            return True
+        is_one = origins.is_slice or origins.is_sample
+        return is_one and all(is_constant_along(first, axis) for axis in range(1, first.ndim))
 
     def _seen(self, origins: Origins) -> frozenset[int]:
         """The tokens of the first row that a step has taken in."""

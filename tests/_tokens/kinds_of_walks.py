@@ -178,6 +178,23 @@ class Walks(Kind):
         return found
 
 
+@kind("a bilinear layer of state and position")
+class BilinearSteps(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.head = nn.Bilinear(H, H, H), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for t in range(1, S):
+            h = self.product(h, x[:, t]).tanh()
+        return self.head(h)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(x_at(at).T[1:])
+        return {"product": steps, "head": steps[-1:]}
+
+
 @kind("two positions in all, a decay", "decay")
 @kind("two positions in all, a layer before the step", "before")
 @kind("two positions in all, a layer after the step", "after")
@@ -237,28 +254,3 @@ class Sequences(Kind):
     def rows(self, at: Places) -> Ids:
         each = [at("short", 3, 1)[:, 0], at("long", 5, 1)[:, 0]]
         return {"layer": [nn.utils.rnn.pad_sequence(each, True, -1)]}
-
-
-@kind("patches of every feature by itself", 4, False)
-@kind("overlapping patches of every feature by itself", 2, False)
-@kind("patches of every feature, normalised", 4, True)
-class FeaturePatches(Kind):
-    """A series (b, s, d) whose features are cut into patches: these are tokens, as heads are."""
-
-    def __init__(self, step: int, is_normalised: bool) -> None:
-        super().__init__()
-        self.step, self.is_normalised = step, is_normalised
-        self.embed, self.after = linear(4), linear()
-
-    def inputs(self) -> tuple[Any, ...]:
-        return (torch.randn(B, 12, 3),)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_normalised:
-            x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
-        return self.after(self.embed(x.mT.unfold(-1, 4, self.step)).tanh())
-
-    def rows(self, at: Places) -> Ids:
-        count = 1 + 8 // self.step
-        ids = at("patches", B, count)[:, None].expand(B, 3, count)
-        return {"embed": [ids], "after": [ids]}

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from attribution import REFUSED, RIGHT, Truth, judge
+from kinds_of_grids import KINDS
 from kinds_of_models import B, H, Kind, S, free, linear, truth_by_rows
-from kinds_of_walks import KINDS
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint

@@ -25,7 +25,7 @@ from torchfmri._tokens.rules.recurrences import (
     united,
     without_fixed,
 )
-from torchfmri._tokens.rules.sources import Sources
+from torchfmri._tokens.rules.sources import MadeOf, Sources
 
 
 class Joins:
@@ -195,15 +195,19 @@ class Joins:
         """Tokens of two sources of one size, at the same position of the same sample.
 
         Arguments of the model that are added place by place are aligned. So are the grids that two
-        layers have made, as the two branches of a residual block: from here on they are one.
+        layers have made of the same tokens, as the two branches of a residual block: from here on
+        they are one. Grids of different tokens of one argument (frames) are not aligned.
         """
         result = torch.zeros_like(a, dtype=torch.bool)
         for one in self.sources.present(a):
             for other in self.sources.present(b):
-                if one is not other and one.grid == other.grid:
+                roots = one.made_of, other.made_of
+                is_same = None in roots or roots[0] == roots[1]
+                is_aligned = is_same or _are_apart(*roots)
+                if one is not other and one.grid == other.grid and is_aligned:
                     inside = (a >= one.start) & (a < one.stop) & (b >= other.start)
                     found = inside & (b < other.stop) & (a - one.start == b - other.start)
-                    made = not (one.is_given or other.is_given)
+                    made = is_same and not (one.is_given or other.is_given)
                     if made and bool((found | (a == b)).all()) and one.true is not other.true:
                         early, late = sorted((one.true, other.true), key=lambda e: e.start)
                         late.same_as = early
@@ -236,7 +240,8 @@ class Joins:
         if finer is not None:
             return one if self.equal(finer, one.first) else other
         whole_a, whole_b = (self._grids.is_whole(each) for each in (one.first, other.first))
-        if whole_a != whole_b:
+        ours, theirs = ({e.true.start for e in self.sources.present(each)} for each in (a, b))
+        if whole_a != whole_b and ours == theirs:
             return one if whole_a else other
         return None
 
@@ -378,6 +383,11 @@ class Joins:
     def _seen(self, origins: Origins) -> frozenset[int]:
         """The tokens of the first row that a step has taken in."""
         return origins.seen | {int(rows_of(origins.first)[0])}
+
+
+def _are_apart(one: MadeOf | None, other: MadeOf | None) -> bool:
+    """Whether two grids were made of different arguments."""
+    return one is None or other is None or one.given.isdisjoint(other.given)
 
 
 def _has_begun(chain: Chain) -> bool:

@@ -166,8 +166,7 @@ class Layouts:
             found = origins.but(first=kept, second=None, is_decided=True, is_raw=False)
         elif found.is_raw:  # an argument in another form: frames of a video, one below the other
             shape = origins.first.shape
-            samples = self.sources.sample_of(origins.first)
-            first = self._grids.by_place(samples, [shape[0], 1, *shape[2:]]).expand(shape)
+            first = self._grids.by_place(origins.first, [shape[0], 1, *shape[2:]]).expand(shape)
             found = origins.but(first=first, second=None, is_decided=True, is_raw=False)
         return found
 

@@ -91,8 +91,8 @@ def _programs(seeds: range) -> dict[str, Any]:
 
 def _kinds() -> dict[str, Any]:
     from attribution import failed, judge
+    from kinds_of_grids import KINDS
     from kinds_of_models import truth_by_rows
-    from kinds_of_moves import KINDS
 
     outcomes: Counter[str] = Counter()
     others = []

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 B, S, H = 2, 6, 4
 M = 5  # of a second sequence
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Conv1d, nn.Conv2d,
-          nn.ConvTranspose1d, nn.ConvTranspose2d, nn.PReLU, nn.GroupNorm)  # fmt: skip
+          nn.ConvTranspose1d, nn.ConvTranspose2d, nn.PReLU, nn.GroupNorm, nn.Bilinear)  # fmt: skip
 Ids = dict[str, list[Tensor]]
 
 

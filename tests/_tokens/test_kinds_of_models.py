@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from attribution import REFUSED, RIGHT, Truth, judge
+from kinds_of_grids import KINDS
 from kinds_of_models import B, H, Kind, S, free, linear, truth_by_rows
-from kinds_of_moves import KINDS
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +63,18 @@ def test_every_row_has_its_token(name: str) -> None:
     assert found
     allowed = {RIGHT: set(truth.readings), REFUSED: {*model.refused}}
     assert [each for each in found if each.name not in allowed.get(each.outcome, ())] == []
+
+
+@pytest.mark.parametrize("how", ["a decay", "a layer before the step", "a layer after the step"])
+def test_two_positions_that_are_all_are_refused(how: str) -> None:
+    """They may be a recurrence, in either direction, or none."""
+    model = KINDS[f"two positions in all, {how}"]()
+    inputs = model.inputs()
+    with torchfmri.token_gradients(model) as tokens:
+        model.loss(*inputs).backward()
+    assert tokens.coverage().missing == list(tokens.coverage())
+    with pytest.raises(torchfmri.UnsupportedLayerError, match="the steps of a recurrence"):
+        tokens[next(name for name, _ in model.named_parameters())]
 
 
 def test_a_row_at_another_token_is_seen() -> None:

@@ -8,7 +8,7 @@ chosen by the data itself (a router), every pass is followed.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -171,6 +171,7 @@ class Tracing:
         self._begun: dict[str, tuple[int, dict[str, int]]] = {}
         self._outer = OwnerTokens()
         self._constants: set[str] = set()
+        self._grids: Counter[str] = Counter()  # made by each layer
         self._named = self._given = len(self.trace.sources.all)
         self._random = random_state()
 
@@ -263,8 +264,10 @@ class Tracing:
         """New grids of positions are called after the layer that made them."""
         new = self.trace.sources.all[self._named :]
         new = [each for each in new if not each.name and not each.is_given]
-        for number, source in enumerate(new):
-            source.name = layer if not number else f"{layer} ({number + 1})"
+        for source in new:
+            self._grids[layer] += 1
+            number = self._grids[layer]
+            source.name = layer if number == 1 else f"{layer} ({number})"
         self._named = len(self.trace.sources.all)
 
     def chosen(self) -> Tracing:

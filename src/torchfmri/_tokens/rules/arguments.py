@@ -41,10 +41,22 @@ def given_origins(
     found = [(main.tensor, _own(sources, main.tensor, name, stack))]
     for each in elements:
         if all(each.tensor is not tensor for tensor, _ in found):
-            aligned = _aligned(each, found)
-            own = aligned or _beside(sources, each, main.tensor, stack)
+            if _is_sibling(each, main):
+                own = _own(sources, each.tensor, each.path, stack)
+            else:
+                own = _aligned(each, found) or _beside(sources, each, main.tensor, stack)
             found.append((each.tensor, own))
     return found
+
+
+def _is_sibling(element: Element, main: Element) -> bool:
+    """Whether an argument is another sequence (s, d) of the same list, of another length."""
+    both = element.tensor, main.tensor
+    lists = {each.path.rpartition(".")[0] for each in (element, main)}
+    if len(lists) > 1 or "" in lists or any(e.ndim != 2 or not e.is_floating_point() for e in both):
+        return False
+    (one, width), (other, others) = (each.shape for each in both)
+    return one != other and width == others
 
 
 def _aligned(element: Element, found: Sequence[tuple[Tensor, Origins]]) -> Origins | None:

@@ -17,7 +17,7 @@ from torchfmri._tokens.rules.numbers import (
     is_constant_along,
     unique,
 )
-from torchfmri._tokens.rules.sources import Sources
+from torchfmri._tokens.rules.sources import MadeOf, Sources, TokenSource
 
 _MOST_PIECES = 8  # of features of different grids, side by side
 
@@ -69,9 +69,9 @@ class Grids:
         keys = keys.view(lowest.shape)
         if bool(nobody.any()):  # rows of padding alone
             found = torch.full_like(lowest, NOBODY)
-            found[~nobody] = self.fresh(keys[~nobody], most[~nobody])
+            found[~nobody] = self.fresh(keys[~nobody], most[~nobody], small)
             return found.expand(shape)
-        found = self.fresh(keys, most)
+        found = self.fresh(keys, most, small)
         source = self.sources.all[-1]
         is_new = bool((found >= source.start).all()) and source.name != "samples"
         old = small[known]
@@ -120,8 +120,14 @@ class Grids:
             return b
         return None
 
-    def fresh(self, keys: Tensor, samples: Tensor) -> Tensor:
-        """Numbers of new tokens: one for each key, in the order of keys within each sample."""
+    def fresh(self, keys: Tensor, samples: Tensor, old: Tensor | None = None) -> Tensor:
+        """Numbers of new tokens: one for each key, in the order of keys within each sample.
+
+        Args:
+            keys: Of all entries.
+            samples: Theirs.
+            old: The tokens of which the new ones are made, if any.
+        """
         found, inverse = unique(keys, return_inverse=True)
         owner = found.new_zeros(len(found)).index_put_((inverse.flatten(),), samples.flatten())
         b = int(owner.max()) + 1 if len(owner) else 1
@@ -129,19 +135,40 @@ class Grids:
         if bool((owner < 0).any()) or int(counts.min()) != int(counts.max()):
             return torch.full_like(keys, UNKNOWN)
         s = int(counts[0])
-        source = self.sources.whole_samples(b) if s == 1 else self.sources.add((b, s))
+        source = self._made((b, s), old)
         order = torch.argsort(owner, stable=True)
         ranks = torch.empty_like(order)
         ranks[order] = torch.arange(len(order), device=order.device)
         return ranks[inverse] + source.start
 
-    def by_place(self, samples: Tensor, shape: Sequence[int]) -> Tensor:
+    def _made(self, grid: tuple[int, int], old: Tensor | None) -> TokenSource:
+        """A new source, made of some tokens; one position for each sample is the sample."""
+        if grid[1] == 1:
+            return self.sources.whole_samples(grid[0])
+        source = self.sources.add(grid)
+        if old is not None:
+            source.made_of = self._made_of(old)
+        return source
+
+    def _made_of(self, old: Tensor) -> MadeOf:
+        """The arguments that tokens come from, and a key, the same for the same of their tokens."""
+        small = compact(old)
+        found = unique(small[small >= 0])
+        parents = self.sources.present(found)
+        roots = [each.made_of or MadeOf(frozenset({each.start}), 0) for each in parents]
+        if len(roots) == 1 and roots[0].key and len(found) == math.prod(parents[0].grid):
+            return roots[0]
+        given = frozenset().union(*(each.given for each in roots))
+        return MadeOf(given, int(_scrambled(found).sum()))
+
+    def by_place(self, old: Tensor, shape: Sequence[int]) -> Tensor:
         """Numbers of new tokens at every place of (n, 1, *positions).
 
         Args:
-            samples: Of what is at (n, ...).
+            old: The tokens of what is at (n, ...).
             shape: (n, 1, *positions); n is the batch, or has several rows of each sample in turn.
         """
+        samples = self.sources.sample_of(old)
         n, count = shape[0], math.prod(shape[2:])
         lost = torch.full((n, 1, *shape[2:]), UNKNOWN, device=samples.device)
         rows = compact(samples).reshape(compact(samples).shape[0], -1)
@@ -153,8 +180,7 @@ class Grids:
         b, each = len(found), int(counts[0])
         if len(order) != n or bool((counts != each).any()) or int(found[-1]) != b - 1:
             return lost
-        is_sample = count == each == 1
-        source = self.sources.whole_samples(b) if is_sample else self.sources.add((b, each * count))
+        source = self._made((b, each * count), old)
         turn = torch.empty_like(order)
         turn[torch.argsort(order, stable=True)] = torch.arange(n, device=order.device) % each
         place = torch.arange(count, device=samples.device)
@@ -180,11 +206,23 @@ class Grids:
     def is_single(self, numbers: Tensor) -> bool:
         """Whether each sample has one position in a tensor."""
         small = compact(numbers)
+        if self._are_two(small.flatten()[:2].tolist()):  # most tensors have all positions
+            return False
         small = small[small >= 0]
         if not small.numel():
             return False
         found = unique(small)
         return len(unique(self.sources.sample_of(found))) == len(found)
+
+    def _are_two(self, some: Sequence[int]) -> bool:
+        """Whether two numbers are two positions of one sample."""
+        samples = {
+            (number - each.start) // each.grid[1]
+            for number in some
+            for each in self.sources.all
+            if each.start <= number < each.stop
+        }
+        return len({*some}) == 2 and min(some) >= 0 and len(samples) == 1
 
     def is_whole(self, numbers: Tensor) -> bool:
         """Whether a tensor has all tokens of a source, each at one place."""
@@ -207,12 +245,13 @@ def _sets(rows: Tensor) -> Tensor | None:
     """A number for each row (n, k), the same for rows of the same tokens, in order of appearance.
 
     None where this does not tell rows apart: the same tokens in another order are another row, as
-    in x + x.flip(1), and so are two rows among others that they overlap with.
+    in x + x.flip(1), and so are two rows among others that they overlap with, unless all rows come
+    equally often (windows of every feature).
     """
     columns = torch.arange(rows.shape[1], device=rows.device)
     unordered = torch.where(rows < 0, 0, _scrambled(rows)).sum(1)
     ordered = torch.where(rows < 0, 0, _scrambled(rows * len(columns) + columns)).sum(1)
-    sets, inverse = unique(unordered, return_inverse=True)
+    sets, inverse, counts = unique(unordered, return_inverse=True, return_counts=True)
     if len(sets) != len(unique(ordered)):
         return None
     first = torch.full((len(sets),), len(rows), device=rows.device)
@@ -221,7 +260,7 @@ def _sets(rows: Tensor) -> Tensor | None:
     keys = first[inverse]
     known = rows >= 0
     apart = _sets_are_apart(rows[known], keys[:, None].expand(rows.shape)[known])
-    return keys if apart or len(sets) == len(rows) else None
+    return keys if apart or bool((counts == counts[0]).all()) else None
 
 
 def _sets_are_apart(numbers: Tensor, keys: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torchfmri._tokens.rules.recurrences import (
     united,
     without_fixed,
 )
-from torchfmri._tokens.rules.sources import Sources
+from torchfmri._tokens.rules.sources import MadeOf, Sources
 
 
 class Joins:
@@ -195,15 +195,19 @@ class Joins:
         """Tokens of two sources of one size, at the same position of the same sample.
 
         Arguments of the model that are added place by place are aligned. So are the grids that two
-        layers have made, as the two branches of a residual block: from here on they are one.
+        layers have made of the same tokens, as the two branches of a residual block: from here on
+        they are one. Grids of different tokens of one argument (frames) are not aligned.
         """
         result = torch.zeros_like(a, dtype=torch.bool)
         for one in self.sources.present(a):
             for other in self.sources.present(b):
-                if one is not other and one.grid == other.grid:
+                roots = one.made_of, other.made_of
+                is_same = None in roots or roots[0] == roots[1]
+                is_aligned = is_same or _are_apart(*roots)
+                if one is not other and one.grid == other.grid and is_aligned:
                     inside = (a >= one.start) & (a < one.stop) & (b >= other.start)
                     found = inside & (b < other.stop) & (a - one.start == b - other.start)
-                    made = not (one.is_given or other.is_given)
+                    made = is_same and not (one.is_given or other.is_given)
                     if made and bool((found | (a == b)).all()) and one.true is not other.true:
                         early, late = sorted((one.true, other.true), key=lambda e: e.start)
                         late.same_as = early
@@ -225,6 +229,7 @@ class Joins:
         samples_a, samples_b = self.sources.sample_of(a), self.sources.sample_of(b)
         if not bool((samples_a == samples_b)[both].all()):
             return self._by_first_axis(one, other)
+        one, other = self._without_constants(one), self._without_constants(other)
         single_a, single_b = self._is_position(one), self._is_position(other)
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
@@ -235,7 +240,8 @@ class Joins:
         if finer is not None:
             return one if self.equal(finer, one.first) else other
         whole_a, whole_b = (self._grids.is_whole(each) for each in (one.first, other.first))
-        if whole_a != whole_b:
+        ours, theirs = ({e.true.start for e in self.sources.present(each)} for each in (a, b))
+        if whole_a != whole_b and ours == theirs:
             return one if whole_a else other
         return None
 
@@ -275,14 +281,15 @@ class Joins:
         seen, rows = self._seen(newer), rows_of(newer.first)
         shift = rows - rows_of(older.first)
         is_fresh = len(seen) == 1
-        self._recurrences.step(newer.chain, older.chain, rows, shift, is_fresh)
         pair = None
         if is_fresh and len(self._seen(older)) == 1:
-            key = int(rows[0]), int(shift[0])
-            pair = self._pairs.setdefault(key, TwoPositions(key[1]))
-            pair.is_step |= self._is_told(rows[:1], older)
+            pair = self._pair(rows, shift, older)
         elif older.pair is not None and newer.pair is None:
             older.pair.is_step |= int(shift[0]) == older.pair.shift
+        self._recurrences.step(newer.chain, older.chain, rows, shift, is_fresh, pair=pair)
+        if self._seen(older) < seen:
+            for each in (each for uses in newer.chain.values() for each in uses):
+                each.is_again |= each.shift is None
         chain = united(newer.chain, without_fixed(older.chain))
         return newer.but(seen=seen | self._seen(older), pair=pair, chain=chain)
 
@@ -295,14 +302,18 @@ class Joins:
         is_fresh = len(self._seen(step)) == 1 and step.is_sample
         return is_fresh and self._seen(step) < self._seen(state) and step.born > state.born > 0
 
-    def _is_told(self, row: Tensor, older: Origins) -> bool:
-        """Whether two positions are steps for sure: there are no others, or a state came first."""
-        sources = self.sources.present(row)
+    def _pair(self, rows: Tensor, shift: Tensor, older: Origins) -> TwoPositions:
+        """Two positions, of which one is new; steps for sure where a state came first."""
+        key = int(rows[0]), int(shift[0])
+        pair = self._pairs.setdefault(key, TwoPositions(key[1]))
+        sources = self.sources.present(rows[:1])
         others = self.sources.present(rows_of(older.first)[:1])
-        if not sources or sources != others:
-            return True
-        is_all = 2 in sources[0].grid if older.is_sample else sources[0].grid[1] == 2
-        return is_all or _has_begun(older.chain)
+        if not sources or sources != others or _has_begun(older.chain):
+            pair.is_step = True
+        else:
+            grid = sources[0].grid
+            pair.is_all = 2 in grid if older.is_sample else grid[1] == 2
+        return pair
 
     def _newer(self, one: Origins, other: Origins) -> Origins | None:
         """The one of two steps to which a result that is computed from both belongs.
@@ -338,6 +349,19 @@ class Joins:
                     is_fresh = len(self._seen(new)) == 1
                     self._recurrences.step(new.chain, state.chain, rows, shift, is_fresh)
 
+    def are_steps(self, *several: Origins) -> bool:
+        """Whether each of these may be a step, beside constants (states to begin with) maybe."""
+        return all(self.is_step(self._without_constants(each)) for each in several)
+
+    def _without_constants(self, origins: Origins) -> Origins:
+        """The origins of a step that stands beside constants, which have no say."""
+        small = compact(origins.first)
+        if small.ndim < 2 or not bool((small == NOBODY).any()) or not self._grids.is_single(small):
+            return origins
+        highest = small.amax(tuple(range(1, small.ndim)), keepdim=True)
+        first = torch.where(small == NOBODY, highest, small).expand(origins.first.shape)
+        return origins.but(first=first)
+
     def is_step(self, origins: Origins) -> bool:
         """Whether this may be a step of a recurrence, along the positions or the first axis."""
         if not origins.is_sample:
@@ -351,12 +375,19 @@ class Joins:
         first = origins.first
         if not bool((compact(first) >= 0).all()) or not first.numel():
             return False
-        rows = all(is_constant_along(first, axis) for axis in range(1, first.ndim))
-        return self._grids.is_single(first) or (rows and (origins.is_slice or origins.is_sample))
+        if self._grids.is_single(first):
+            return True
+        is_one = origins.is_slice or origins.is_sample
+        return is_one and all(is_constant_along(first, axis) for axis in range(1, first.ndim))
 
     def _seen(self, origins: Origins) -> frozenset[int]:
         """The tokens of the first row that a step has taken in."""
         return origins.seen | {int(rows_of(origins.first)[0])}
+
+
+def _are_apart(one: MadeOf | None, other: MadeOf | None) -> bool:
+    """Whether two grids were made of different arguments."""
+    return one is None or other is None or one.given.isdisjoint(other.given)
 
 
 def _has_begun(chain: Chain) -> bool:

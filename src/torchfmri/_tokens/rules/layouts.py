@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchfmri._tokens.rules.grids import Grids
-from torchfmri._tokens.rules.numbers import agrees_along, compact, is_constant_along, unique
+from torchfmri._tokens.rules.numbers import (
+    agrees_along,
+    broadcast,
+    compact,
+    is_constant_along,
+    unique,
+)
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.sources import CHANNELS_FIRST, Layout, Sources
 
@@ -72,7 +78,9 @@ class Layouts:
             layout.second |= fits == (True, False)
 
     def _mixes(self, numbers: Tensor, axis: int) -> bool:
-        """Whether a sum over an axis is one over positions, for each of several features."""
+        """Whether a sum over an axis is one over all positions, for each of several features."""
+        if any(numbers.shape[axis] < each.grid[1] for each in self.sources.present(numbers)):
+            return False  # patches
         rows = numbers.movedim(axis, -1).reshape(-1, numbers.shape[axis])
         if rows.shape[0] < 2 or rows.shape[1] < 2 or len(unique(rows[0])) < rows.shape[1]:
             return False
@@ -106,13 +114,23 @@ class Layouts:
                 each.layout.second |= not is_second
 
     def _fitting(self, origins: Origins, axes: Sequence[int]) -> tuple[bool, bool]:
-        """Whether each of two candidates does not change along the axes."""
+        """Whether each of two candidates does not change along the axes, which are features."""
         both = (origins.first, origins.second)
         one, other = (
             each is not None and all(is_constant_along(each, axis) for axis in axes)
             for each in both
         )
-        return one, other
+        return one, other and (one or not self._is_piece(origins, axes))
+
+    def _is_piece(self, origins: Origins, axes: Sequence[int]) -> bool:
+        """Whether axes are a piece of the second one of an argument: patches along (b, s, d)."""
+        if not origins.is_raw or origins.second is None or not origins.first.numel():
+            return False
+        keep = [each % origins.first.ndim for each in axes]
+        first = compact(origins.first).amin(keep, keepdim=True)
+        first, second = broadcast(first, compact(origins.second).amin(keep, keepdim=True))
+        pairs = unique(first * (int(second.max()) + 1) + second)
+        return len(pairs) > len(unique(second))
 
     def settled(self, origins: Origins, axes: Sequence[int], are_features: bool = False) -> Origins:
         """Return the candidate, of two, that does not change along these axes, if there is one.
@@ -126,7 +144,9 @@ class Layouts:
         if origins.second is None:
             return origins
         if origins.is_raw:
-            fits = all(is_constant_along(origins.first, axis) for axis in axes)
+            layout = self.layout_of(origins)
+            is_told = layout is not None and layout.last and not layout.second
+            fits = is_told or all(is_constant_along(origins.first, axis) for axis in axes)
             if fits or not are_features:
                 return origins.but(second=None, is_decided=True, is_raw=False)
         return self._settled(origins, axes)
@@ -146,8 +166,7 @@ class Layouts:
             found = origins.but(first=kept, second=None, is_decided=True, is_raw=False)
         elif found.is_raw:  # an argument in another form: frames of a video, one below the other
             shape = origins.first.shape
-            samples = self.sources.sample_of(origins.first)
-            first = self._grids.by_place(samples, [shape[0], 1, *shape[2:]]).expand(shape)
+            first = self._grids.by_place(origins.first, [shape[0], 1, *shape[2:]]).expand(shape)
             found = origins.but(first=first, second=None, is_decided=True, is_raw=False)
         return found
 
@@ -157,5 +176,5 @@ class Layouts:
         fits = [all(agrees_along(each, axis) for axis in axes) for each in both]
         if fits[0] == fits[1]:
             return origins
-        kept = both[0] if fits[0] else both[1]
+        kept = both[0] if fits[0] or self._is_piece(origins, axes) else both[1]
         return origins.but(first=kept, second=None, is_decided=True, is_raw=False)

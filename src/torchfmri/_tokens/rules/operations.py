@@ -291,7 +291,7 @@ class OperatorCall:
         place = torch.arange(result.shape[axis], device=result.device)
         place = place.view([-1 if k == axis else 1 for k in range(result.ndim)])
         keys = samples * result.shape[axis] + place
-        fresh = self.grids.fresh(keys, samples.expand(keys.shape))
+        fresh = self.grids.fresh(keys, samples.expand(keys.shape), numbers)
         return Origins(fresh.expand(result.shape), is_dynamic=dynamic)
 
     # -- writing -----------------------------------------------------------------------------
@@ -539,6 +539,11 @@ class OperatorCall:
     def _linear(self) -> list[Origins | None]:
         return [self._rows_of(self.arguments[0])]
 
+    def _bilinear(self) -> list[Origins | None]:
+        rows = [self._rows_of(each) for each in self.arguments[:3]]
+        several = [each for each in rows if each is not None]
+        return [self.joins.join(several, self.results[0].shape, self.name)]
+
     def _grouped_product(self) -> list[Origins | None]:
         (result,) = self.results
         first = self.arguments[0]
@@ -583,8 +588,7 @@ class OperatorCall:
         return [self._by_new_place(result, found, numbers)]
 
     def _by_new_place(self, result: Tensor, found: Origins, numbers: Tensor) -> Origins:
-        samples = self.trace.sources.sample_of(numbers)
-        fresh = self.grids.by_place(samples, [len(result), 1, *result.shape[2:]])
+        fresh = self.grids.by_place(numbers, [len(result), 1, *result.shape[2:]])
         if bool((fresh < 0).any()):
             return self._unknown(result)
         return Origins(fresh.expand(result.shape), is_dynamic=found.is_dynamic)
@@ -725,7 +729,7 @@ _RULES: dict[str, Callable[[OperatorCall], list[Origins | None]]] = {
     "mv": OperatorCall._vector_product,
     "addmv": OperatorCall._vector_product,
     "linear": OperatorCall._linear,
-    "_trilinear": OperatorCall._linear,
+    "_trilinear": OperatorCall._bilinear,
     "_grouped_mm": OperatorCall._grouped_product,
     "grouped_mm_fallback": OperatorCall._grouped_product,
     "convolution": OperatorCall._convolution,

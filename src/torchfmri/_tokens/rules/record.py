@@ -180,8 +180,8 @@ class TokenRecord:
     def before_broadcast(self, gradient: Tensor) -> Tensor:
         """The gradient of the output for each batch element, where that was seen."""
         spread, self.spread_gradient = self.spread_gradient, None
-        if spread is None or not sums_to(spread, gradient):
-            return gradient
+        if spread is None or spread.shape == gradient.shape or not sums_to(spread, gradient):
+            return gradient  # nothing was spread: a batch of one, or an axis of one before it
         if self.x is not None:
             self.x = self._spread_input(spread)
         self.of, self.rows = "", self.spread_rows  # the tokens that it was added to

@@ -12,7 +12,7 @@ So uses are collected while a pass is followed, and placed when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,10 +33,21 @@ class TwoPositions:
 
     It was told from the order in which they were selected. If a third position continues in the
     same direction, this was the beginning of a recurrence. Otherwise nothing is known.
+
+    Attributes:
+        shift: How far apart they are.
+        is_step: This was the beginning of a recurrence.
+        is_all: There are no other positions, so this may be a whole recurrence.
     """
 
     shift: int
     is_step: bool = False
+    is_all: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this may be a whole recurrence, in either direction, or none."""
+        return self.is_all and not self.is_step
 
 
 @dataclass(slots=True, eq=False)
@@ -45,35 +56,45 @@ class StepUse:
 
     Attributes:
         own: The token of each entry of the result.
+        leaves: The parameters.
         is_first: It takes in what the parameters make of constants: a state to begin with.
         has_begun: This use, or one before it, is such a first one.
         is_fresh: No step was taken on the way to it.
         pair: The two positions of which it was computed, where these are all.
-        before: The uses of the same parameters that led to it.
+        past: The latest uses of all parameters that led to it.
+        before: Those of the same parameters.
         after: The uses of the same parameters to which it leads.
         is_direct: One of those is at the same position: no step lies between.
         follows_step: A step lies between it and one of `before`.
         shift: How far away the step is that takes it in, for each row, (n,).
+        joined: The two positions that were joined next, where no step was taken on the way.
         through: Uses at that step which do not belong there themselves, but to the next one.
         is_fixed: It was made of the position that a step took in, and belongs there.
+        is_new: It was, and steps were taken on the way to it: another walk over the steps made it.
         is_passed: A further step followed the one that took it in.
+        is_again: Before a step took it in, it met a position that it had taken in already.
         is_on_state: It is a use on a state; None where that cannot be told.
         place: The token of each entry in the end.
     """
 
     own: Tensor
+    leaves: frozenset[str] = frozenset()
     is_first: bool = False
     has_begun: bool = False
     is_fresh: bool = True
     pair: TwoPositions | None = None
+    past: tuple[StepUse, ...] = ()
     before: tuple[StepUse, ...] = ()
     after: list[StepUse] = field(default_factory=list)
     is_direct: bool = False
     follows_step: bool = False
     shift: Tensor | None = None
+    joined: TwoPositions | None = None
     through: tuple[StepUse, ...] = ()
     is_fixed: bool = False
+    is_new: bool = False
     is_passed: bool = False
+    is_again: bool = False
     is_on_state: bool | None = False
     place: Tensor | None = None
 
@@ -103,10 +124,10 @@ class Recurrences:
         self._all: list[StepUse] = []
         self.uses: dict[str, list[StepUse]] = {}
 
-    def add(self, use: StepUse, chain: Chain, leaves: Iterable[str]) -> None:
-        """Note a use of these parameters; `chain` holds those that led to it."""
-        leaves = tuple(leaves)
-        use.before = tuple(dict.fromkeys(each for leaf in leaves for each in chain.get(leaf, ())))
+    def add(self, use: StepUse, chain: Chain) -> None:
+        """Note a use of parameters; `chain` holds those that led to it."""
+        use.past = tuple(dict.fromkeys(each for uses in chain.values() for each in uses))
+        use.before = tuple(each for each in use.past if not use.leaves.isdisjoint(each.leaves))
         use.is_first = use.is_first and not use.before
         use.has_begun = use.is_first or any(each.has_begun for each in use.before)
         for each in use.before:
@@ -114,11 +135,21 @@ class Recurrences:
             each.after.append(use)
             each.is_direct |= is_same
             use.follows_step |= not is_same
+        if use.pair is not None and use.follows_step:  # the same layer before it and after it
+            use.pair.is_step |= use.pair.is_all
         self._all.append(use)
-        for leaf in leaves:
+        for leaf in use.leaves:
             self.uses.setdefault(leaf, []).append(use)
 
-    def step(self, newer: Chain, older: Chain, rows: Tensor, shift: Tensor, is_fresh: bool) -> None:
+    def step(
+        self,
+        newer: Chain,
+        older: Chain,
+        rows: Tensor,
+        shift: Tensor,
+        is_fresh: bool,
+        pair: TwoPositions | None = None,
+    ) -> None:
         """Note that a position takes in a state.
 
         Args:
@@ -127,10 +158,12 @@ class Recurrences:
             rows: The token of each row of what is new, (n,).
             shift: How far that is from the state, (n,).
             is_fresh: Whether no step was taken on the way to what is new.
+            pair: The two positions, where no step was taken on the way to the state either.
         """
         held = [each for uses in newer.values() for each in uses if each.shift is None]
-        for each in held if is_fresh else ():
-            each.is_fixed = True
+        for each in held:
+            each.is_fixed |= is_fresh
+            each.is_new, each.joined = True, pair
         # Two states are joined, of which a later step takes in both: w(h1) + v(h2) + x[:, t].
         waiting = [] if is_fresh else [e for e in held if rows_of(e.own)[0] == rows[0]]
         for each in dict.fromkeys(each for uses in older.values() for each in uses):
@@ -138,6 +171,7 @@ class Recurrences:
                 continue
             if each.shift is None:
                 each.shift, each.through = shift, tuple(e for e in waiting if e is not each)
+                each.joined = pair
             elif is_fresh:
                 each.is_passed |= bool(rows_of(each.own)[0] + each.shift[0] != rows[0])
 
@@ -145,18 +179,48 @@ class Recurrences:
 
     def place(self) -> None:
         """Find out where each use belongs."""
-        connected = self._connected()
+        connected, is_open = self._connected(), []
+        roles: dict[str, set[bool | None]] = {}
         for several in connected:
             begins = any(each.begins for each in several)
             recurs = begins or any(each.follows_step for each in several)
             on_state = begins or (recurs and self._is_taken_in(several))
-            is_pair = any(each.pair is not None and not each.pair.is_step for each in several)
+            if any(each.pair is not None and not each.pair.is_step for each in several):
+                on_state = None
             for each in several:
                 each.is_on_state = on_state
-                if is_pair or on_state is None:
-                    each.place = torch.full_like(each.own, SEVERAL)
+                for leaf in each.leaves if recurs or each.is_new else ():
+                    roles.setdefault(leaf, set()).add(on_state)
+                if not recurs and self._is_open(each):
+                    is_open.append(each)
+        for each in is_open:
+            self._decide(each, {role for leaf in each.leaves for role in roles.get(leaf, ())})
         for several in connected:
             _place(several)
+
+    def _is_open(self, use: StepUse) -> bool:
+        """Whether a step takes in a use that is not repeated: nothing tells whose it is."""
+        if use.joined is not None and use.joined.is_open:
+            return True
+        return use.shift is not None and not (use.is_new or use.is_first) and self._stays(use)
+
+    def _decide(self, use: StepUse, roles: Collection[bool | None]) -> None:
+        """Decide whether an open use is one on a state; `roles` are those of its parameters.
+
+        In other walks over the steps the parameters have the same role. Without any, a layer on the
+        first position makes the state to begin with, if the steps that follow have layers of their
+        own. A further one that is there in one step alone may belong before it or after it.
+        """
+        is_pair = use.joined is not None and use.joined.is_open
+        if roles and not is_pair:
+            use.is_on_state = next(iter(roles)) if len(roles) == 1 else None
+        elif is_pair or not use.is_fresh or any(each.has_begun for each in use.past):
+            waiting = [use]
+            while waiting:
+                each = waiting.pop()
+                if each.is_on_state is False and self._is_open(each):
+                    each.is_on_state = None
+                    waiting += each.past
 
     def _connected(self) -> list[list[StepUse]]:
         """The uses that lead to each other, in order."""
@@ -218,8 +282,10 @@ def _place(several: Sequence[StepUse]) -> None:
         for _ in range(most - 1):
             last = next((use for use in last.after if not use.follows_step), last)
         is_moved = each.is_on_state and last.shift is not None and not last.is_direct
-        if each.place is None:
-            is_moved = is_moved and not (each.is_fixed or each.begins)
+        is_moved = is_moved and not (each.is_fixed or each.is_first)
+        if each.is_on_state is None or any(e.is_again and e.is_direct for e in several):
+            each.place = torch.full_like(each.own, SEVERAL)
+        else:
             each.place = _moved(each, last) if is_moved else each.own
 
 

@@ -558,13 +558,13 @@ class OwnerCall:
         found: OwnerParts,
     ) -> None:
         """Parameters used in operations without a rule: a pass per position, if that is exact."""
-        if not failed:
-            return
         for name in [each for each, reason in failed.items() if REASON in reason]:
             # What it returns is at a position, but its use may belong to the next step.
             text = f"it is used in {failed.pop(name)}"
             found.unsupported[name] = UnsupportedLayerError(name, self.layer, text)
         names = list(failed)
+        if not names:
+            return
         try:
             source, terms = position_terms(self, pairs, [leaves[name] for name in names])
         except NotUnderstoodError as reason:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,18 @@ class Layout:
         return self.last or (self.by_channel and not self.is_used)
 
 
+class MadeOf(NamedTuple):
+    """What a grid of positions was made of.
+
+    Attributes:
+        given: The numbers at which the arguments begin.
+        key: The same for the same tokens of these.
+    """
+
+    given: frozenset[int]
+    key: int
+
+
 @dataclass(slots=True, eq=False)
 class TokenSource:
     """A grid of tokens.
@@ -80,6 +93,7 @@ class TokenSource:
         stack: "encoder" or "decoder" where the model has both.
         is_given: Whether it is an argument of the model.
         members: For tokens that others were merged into: by number, the token that it is part of.
+        made_of: What it was made of, where that is known.
         same_as: The source whose tokens these are, found out later.
         layout: What layers say about the layout of the argument; None where there is no question.
     """
@@ -90,6 +104,7 @@ class TokenSource:
     stack: str = ""
     is_given: bool = False
     members: Tensor | None = None
+    made_of: MadeOf | None = None
     same_as: TokenSource | None = None
     layout: Layout | None = None
 

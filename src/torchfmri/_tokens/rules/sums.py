@@ -69,12 +69,12 @@ class Sums:
             return kept.but(first=a.expand(shape), is_dynamic=dynamic, chain=chain)
         if rows.second is not None and not rows.is_decided:
             return rows.but(is_dynamic=dynamic, chain=chain)
+        if columns.first.shape[-1] == 1 and self._joins.are_steps(rows, columns):
+            # No queries and keys, but a state and the vector of another step.
+            return self._joins.join([rows, columns], shape, name)
         # Scores belong to their queries. Between samples there are no queries and keys.
         same = self.sources.sample_of(a) == self.sources.sample_of(b)
         decided = bool((same | (a < 0) | (b < 0)).all())
-        # Nor are there any in the product of a state with the vector of another step.
-        is_state = rows.first.shape[-2] > 1 and columns.first.shape[-1] == 1
-        decided &= not (is_state and self._joins.is_step(rows) and self._joins.is_step(columns))
         if bool((compact(rows.first) == NOBODY).all()):
             return columns.but(is_dynamic=dynamic, chain=chain)
         first, second = rows.first, torch.where(plain < NOBODY, NOBODY, plain).expand(shape)

@@ -319,10 +319,19 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         self, found: Origins, leaves: frozenset[str], operands: Sequence[Tensor], is_pointwise: bool
     ) -> None:
         """Note that a step is the result of a use of parameters."""
-        computed = any(id(each) in self._computed for each in operands)
+        # A weight times a mask of constants is spread over the samples, a state has a row for each.
+        computed = any(
+            id(each) in self._computed and each.shape == found.first.shape for each in operands
+        )
         is_fresh = len(found.seen) <= 1
-        use = StepUse(found.first, computed and is_pointwise, is_fresh=is_fresh, pair=found.pair)
-        self.recurrences.add(use, found.chain, leaves)
+        use = StepUse(
+            own=found.first,
+            leaves=leaves,
+            is_first=computed and is_pointwise,
+            is_fresh=is_fresh,
+            pair=found.pair,
+        )
+        self.recurrences.add(use, found.chain)
         found.use = use
         found.chain = {**found.chain, **dict.fromkeys(leaves, (use,))}
 
@@ -363,10 +372,10 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                 if shape[:-1] == rows[:-1] and is_constant_along(found.first, -1):
                     cell.first = found.first.narrow(-1, 0, 1).expand(shape)
                     cell.chain, cell.seen, cell.born = found.chain, found.seen, found.born
-                elif each.shape == shape and is_constant_along(found.first, -1):
-                    if found.first.numel() == cell.first.numel():  # a batch of one
+                elif _without_ones(each.shape) == _without_ones(shape):
+                    if found.first.numel() == cell.first.numel():  # axes of one were added
                         cell.first = found.first.reshape(shape)
-                    else:
+                    elif each.shape == shape and is_constant_along(found.first, -1):
                         cell.landed = found
 
     def land(self, tensor: Tensor, source: TokenSource) -> None:
@@ -393,6 +402,10 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         first = first if filled is None else first.copy_(filled)
         self.set(base, found.but(first=first, second=None, is_dynamic=dynamic))
         self._written.add(id(base))
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [each for each in shape if each > 1]
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -1,0 +1,99 @@
+"""New grids of positions, made of different tokens: each has an axis of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attribution import Places
+from kinds_of_models import B, H, Ids, Kind, kind, linear
+from kinds_of_walks import KINDS
+from torch import Tensor, nn
+
+__all__ = ["KINDS"]  # those of the other files, and these
+
+
+@kind("one strided convolution on two arguments", "two")
+@kind("one strided convolution on two arguments, subtracted", "difference")
+@kind("one strided convolution on two halves", "halves")
+@kind("one strided convolution twice, one on the other", "pyramid")
+@kind("two strided convolutions of one argument, added", "branches")
+class StridedConvolutions(Kind):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer, self.other = how, nn.Conv1d(H, H, 2, stride=2), linear()
+        if how == "branches":
+            self.beside = nn.Conv1d(H, H, 4, stride=2, padding=1)
+
+    def inputs(self) -> tuple[Any, ...]:
+        return torch.randn(B, H, 8), torch.randn(B, H, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.how == "branches":
+            return self.other((self.layer(x) + self.beside(x)).mT)  # type: ignore[no-any-return]
+        if self.how == "pyramid":
+            return self.other(self.layer(self.layer(x).relu()).mT)  # type: ignore[no-any-return]
+        if self.how == "halves":
+            x, y = x[..., :4], x[..., 4:]
+        one, two = self.layer(x).mT, self.layer(y).mT
+        if self.how == "difference":
+            return self.other(one - two)  # type: ignore[no-any-return]
+        return self.other(one).sum(1) * self.other(two).sum(1)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        count = 2 if self.how == "halves" else 4
+        one, two = at("one", B, count), at("two", B, 2 if self.how == "pyramid" else count)
+        if self.how == "branches":
+            return {"layer": [one], "beside": [one], "other": [one]}
+        if self.how == "pyramid":
+            return {"layer": [one, two], "other": [two]}
+        return {"layer": [one, two], "other": [one] if self.how == "difference" else [one, two]}
+
+
+@kind("frames one by one", "sum")
+@kind("a convolution on the state and a frame", "state")
+class Frames(Kind):
+    """Frames (b, t, c, h, w) of a video, each with a grid of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Conv2d(H, H, 3, padding=1)
+        if how == "state":
+            self.refused = ("layer.weight", "layer.bias")
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, 3, H, 2, 3),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(B, H, 2, 3)
+        for t in range(3):
+            h = self.layer(h + x[:, t]).tanh() if self.how == "state" else h + self.layer(x[:, t])
+        return h
+
+    def rows(self, at: Places) -> Ids:
+        return {"layer": [at(f"frame {t}", B, 6).view(B, 2, 3) for t in range(3)]}
+
+
+@kind("patches of every feature by itself", 4, False)
+@kind("overlapping patches of every feature by itself", 2, False)
+@kind("patches of every feature, normalised", 4, True)
+class FeaturePatches(Kind):
+    """A series (b, s, d) whose features are cut into patches: these are tokens, as heads are."""
+
+    def __init__(self, step: int, is_normalised: bool) -> None:
+        super().__init__()
+        self.step, self.is_normalised = step, is_normalised
+        self.embed, self.after = linear(4), linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, 12, 3),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_normalised:
+            x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+        return self.after(self.embed(x.mT.unfold(-1, 4, self.step)).tanh())
+
+    def rows(self, at: Places) -> Ids:
+        count = 1 + 8 // self.step
+        ids = at("patches", B, count)[:, None].expand(B, 3, count)
+        return {"embed": [ids], "after": [ids]}

@@ -1,0 +1,256 @@
+"""Walks over the positions in unusual forms, each with the tokens of its uses written beside it.
+
+Two readings of one graph are not told apart by anything: then its parameters may be refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attribution import Places
+from kinds_of_models import B, H, Ids, Kind, S, free, kind, linear, x_at
+from kinds_of_moves import KINDS
+from torch import Tensor, nn
+
+__all__ = ["KINDS"]  # those of the other files, and these
+
+
+class Turns(Kind):
+    """Layers that take turns, so that each is used in some of the steps.
+
+    Args:
+        count: How many layers there are.
+        start: The first step; the state begins with the position before, or with zeros.
+        stop: How many positions there are.
+        is_after: Whether a layer reads the sum of state and position, or the state alone.
+    """
+
+    def __init__(self, count: int, start: int, stop: int, is_after: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(count))
+        self.start, self.stop, self.is_after = start, stop, is_after
+        self.refused = tuple(name for name, _ in self.named_parameters())
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, self.stop, H),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0] if self.start else torch.zeros(B, H)
+        for t in range(self.start, self.stop):
+            layer = self.layers[t % len(self.layers)]
+            h = layer(h + x[:, t]).tanh() if self.is_after else (layer(h) + x[:, t]).tanh()
+        return h
+
+    def rows(self, at: Places) -> Ids:
+        x, found = at("x", B, self.stop), {f"layers.{k}": [] for k in range(len(self.layers))}
+        for t in range(self.start, self.stop):
+            found[f"layers.{t % len(self.layers)}"].append(x[:, t])
+        return found
+
+
+for _count, _stop in ((2, 3), (2, 4), (5, 5)):
+    for _start in (0, 1):
+        for _is_after in (False, True)[: 1 + (_stop == 3)]:
+            _name = f"{_count} layers in turn, {_stop} steps from {_start}"
+            _name += ", after the step" if _is_after else ", before the step"
+            kind(_name, _count, _start, _stop, _is_after)(Turns)
+
+
+@kind("a product with all earlier states", "product")
+@kind("a product with all earlier states and zeros", "zeros")
+@kind("sums of products with all earlier states", "sums")
+@kind("the mean of all earlier states", "mean")
+@kind("attention to all earlier states", "attention")
+@kind("attention to the sequence, with a state for a query", "query")
+class EarlierStates(Kind):
+    """A step that reads all earlier states, or with a state the whole sequence."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.w, self.u = how, linear(), linear()
+        if how != "attention":
+            names = ("u",) if how == "query" else ("w",)
+            self.refused = tuple(f"{each}.{key}" for each in names for key in ("weight", "bias"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        begins = torch.zeros(B, H) if self.how in ("zeros", "query") else x[:, 0]
+        states = [begins]
+        for t in range(self.first, S):
+            past = x if self.how == "query" else torch.stack(states, 1)
+            q = self.u(states[-1] if self.how == "query" else x[:, t])
+            if self.how == "mean":
+                read = past.mean(1)
+            elif self.how == "sums":
+                read = ((past * q[:, None]).sum(-1).softmax(1)[..., None] * past).sum(1)
+            elif self.how in ("attention", "query"):
+                read = ((q[:, None] @ past.mT).softmax(-1) @ past)[:, 0]
+            else:
+                read = ((past @ q[..., None]).softmax(1) * past).sum(1)
+            states.append((self.w(read) + x[:, t] * q).tanh())
+        return torch.stack(states[1:], 1)
+
+    @property
+    def first(self) -> int:
+        return int(self.how not in ("zeros", "query"))
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(x_at(at).T[self.first :])
+        return {"w": steps, "u": steps}
+
+
+@kind("samples one after the other, from zeros", "samples", 0)
+@kind("samples one after the other, from the first position", "samples", 1)
+@kind("samples of different lengths", "lengths", 1)
+@kind("an axis before the batch, from zeros", "before", 0)
+@kind("an axis before the batch, from the first position", "before", 1)
+@kind("an axis behind the features", "behind", 0)
+@kind("states of two steps before", "two back", 2)
+@kind("two layers by hand", "layers", 0)
+@kind("a second walk backwards, from the end of the first one", "again", 0)
+@kind("outputs that are summed", "outputs", 0)
+class Walks(Kind):
+    def __init__(self, how: str, start: int) -> None:
+        super().__init__()
+        self.how, self.start, self.w = how, start, linear()
+        if how in ("layers", "again", "outputs"):
+            self.u = linear()
+        if how == "again":
+            self.refused = ("u.weight", "u.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, start = self.how, self.start
+        h, made = torch.zeros(B, H), []
+        if how in ("samples", "lengths"):
+            for each, stop in zip(x, self.lengths(), strict=True):
+                h = each[:1] if start else torch.zeros(1, H)
+                for t in range(start, stop):
+                    h = (each[t : t + 1] + self.w(h)).tanh()
+                made.append(h)
+            return torch.cat(made)
+        if how == "before":
+            h = x[:, 0][None] if start else torch.zeros(1, B, H)
+            for t in range(start, S):
+                h = (x[:, t][None] + self.w(h)).tanh()
+        elif how == "behind":
+            h = h[..., None]
+            for t in range(S):
+                h = (self.w(h[..., 0])[..., None] + x[:, t, :, None]).tanh()
+        elif how == "two back":
+            made = [x[:, 0], x[:, 1]]
+            for t in range(start, S - 1):  # the last state of one of the two chains is its first
+                made.append((self.w(made[-2]) + x[:, t]).tanh())
+            return torch.stack(made, 1)
+        elif how == "layers":
+            upper = h
+            for t in range(S):
+                h = (self.w(h) + x[:, t]).tanh()
+                upper = (upper * 0.5 + self.u(h)).tanh()
+            return upper
+        elif how == "again":
+            for t in range(S):
+                h = (self.w(h) + x[:, t]).tanh()
+            for t in reversed(range(S)):
+                h = (self.u(h) + x[:, t]).tanh()
+        else:
+            total = torch.zeros(B, H)
+            for t in range(S):
+                h = (self.w(h) + x[:, t]).tanh()
+                total = total + self.u(h)
+            return total
+        return h
+
+    def lengths(self) -> list[int]:
+        return [3, S] if self.how == "lengths" else [S, S]
+
+    def rows(self, at: Places) -> Ids:
+        x = x_at(at)
+        steps = list(x.T[self.start :])
+        if self.how in ("samples", "lengths"):
+            each = [x[j, t : t + 1] for j, n in enumerate(self.lengths())
+                    for t in range(self.start, n)]  # fmt: skip
+            return {"w": each}
+        if self.how == "before":
+            steps = [each[None] for each in steps]
+        found = {"w": steps[:-1] if self.how == "two back" else steps}
+        if self.how in ("layers", "outputs", "again"):
+            found["u"] = steps[::-1] if self.how == "again" else steps
+        return found
+
+
+@kind("a bilinear layer of state and position")
+class BilinearSteps(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.head = nn.Bilinear(H, H, H), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for t in range(1, S):
+            h = self.product(h, x[:, t]).tanh()
+        return self.head(h)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(x_at(at).T[1:])
+        return {"product": steps, "head": steps[-1:]}
+
+
+@kind("two positions in all, a decay", "decay")
+@kind("two positions in all, a layer before the step", "before")
+@kind("two positions in all, a layer after the step", "after")
+@kind("two positions in all, from zeros", "zeros")
+@kind("two positions in all, a layer before and after", "both")
+@kind("two positions of three", "three")
+class TwoPositions(Kind):
+    """Two positions that are joined: a recurrence in either direction, or none.
+
+    Where there are others beside them, each product belongs to its own row.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.w = how, free(H) if how in ("decay", "three") else linear()
+        if how in ("decay", "before", "after"):
+            self.refused = ("w", "w.weight", "w.bias")
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, 3 if self.how == "three" else 2, H),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how in ("decay", "three"):
+            return x[:, 1] + self.w * x[:, 0]
+        if self.how == "before":
+            return self.w(x[:, 0]) + x[:, 1]
+        if self.how == "after":
+            return self.w(x[:, 0] + x[:, 1])  # type: ignore[no-any-return]
+        if self.how == "both":
+            return self.w(self.w(x[:, 0]).tanh() + x[:, 1])  # type: ignore[no-any-return]
+        h = torch.zeros(B, H)
+        for t in range(2):
+            h = (self.w(h) + x[:, t]).tanh()
+        return h
+
+    def rows(self, at: Places) -> Ids:
+        x = at("x", B, 3 if self.how == "three" else 2)
+        return {"w": [x[:, 0], x[:, 1]] if self.how in ("zeros", "both") else [x[:, 0]]}
+
+
+@kind("a list of sequences, padded")
+class Sequences(Kind):
+    """Each sequence of a list has tokens of its own; the padding is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return ([torch.randn(3, H), torch.randn(5, H)],)
+
+    def forward(self, several: list[Tensor]) -> Tensor:
+        padded = nn.utils.rnn.pad_sequence(several, batch_first=True)
+        kept = torch.arange(5) < torch.tensor([[3], [5]])
+        return self.layer(padded) * kept[..., None]
+
+    def rows(self, at: Places) -> Ids:
+        each = [at("short", 3, 1)[:, 0], at("long", 5, 1)[:, 0]]
+        return {"layer": [nn.utils.rnn.pad_sequence(each, True, -1)]}

@@ -26,6 +26,14 @@ LARGE: dict[str, Any] = {  # Qwen3-1.7B
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
+HUGE: dict[str, Any] = {  # Qwen3-8B
+    **LARGE,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
 
 
 def build_qwen3(

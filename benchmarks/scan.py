@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks import _peers
 from benchmarks._peers import Task
-from benchmarks._qwen3 import LARGE, SMALL, build_qwen3
+from benchmarks._qwen3 import HUGE, LARGE, SMALL, build_qwen3
 from benchmarks._timing import (
     PLAIN_AGAIN,
     Effort,
@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the model (float32; on a GPU bfloat16)")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 32, 256], help="of prompts")
     parser.add_argument("--skip", nargs="*", default=[], help="eager, compiled or throughput")
-    parser.add_argument("--shapes", nargs="*", default=["smollm2", "large"], help="on a GPU")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["smollm2", "large"], help="on a GPU: smollm2, large, 8b"
+    )
     parser.add_argument("--no-peers", action="store_true", help="only ours, a quick look")
 
 
@@ -114,16 +116,20 @@ def measure_on_gpu(
     arguments: argparse.Namespace, place: dict[str, Any], effort: Effort, result: dict[str, Any]
 ) -> None:
     """SmolLM2's shape and that of Qwen3-1.7B: eager, compiled, and in batches."""
-    shapes = {"smollm2": ("", smollm2_shape), "large": ("large_", large_qwen3)}
+    shapes = {
+        "smollm2": ("", smollm2_shape),
+        "large": ("large_", large_qwen3),
+        "8b": ("8b_", huge_qwen3),
+    }
     for prefix, build in [shapes[name] for name in arguments.shapes]:
-        with torch.device(arguments.device):
-            model = build().to(**place)
+        model = build(arguments.device).to(**place)
         subject = Subject(model, arguments.prompt, arguments.new_tokens)
         result[f"{prefix}milliseconds_per_token"] = subject.milliseconds_per_token()
         if "compiled" not in arguments.skip:
             measure_compiled(subject, effort, result, prefix)
         if "eager" not in arguments.skip:
             measure(subject, effort, result, prefix)
+        result[f"{prefix}peak_memory"] = measure_peak(subject)
         if "throughput" not in arguments.skip:
             result[f"{prefix}throughput"] = {
                 b: measure_throughput(Subject(model, arguments.prompt, arguments.new_tokens, b))
@@ -132,6 +138,25 @@ def measure_on_gpu(
         del model, subject
         torch.compiler.reset()
         torch.cuda.empty_cache()
+
+
+def measure_peak(subject: "Subject") -> dict[str, float]:
+    """The most memory allocated at a time, in GB: plain, with gradients, and for their scan."""
+    runs: dict[str, Run] = {
+        "generate": subject.generate,
+        "generate_and_differentiate": subject.generate_and_differentiate,
+        "position_gradients": subject.scan("position"),
+    }
+    found = {}
+    for name, run in runs.items():
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        found[name] = torch.cuda.max_memory_allocated() / 1e9
+    report(f"peak memory: {found}")
+    return found
 
 
 def measure_throughput(subject: "Subject") -> dict[str, float]:
@@ -365,7 +390,7 @@ def measure_peers(result: dict[str, Any], prompt: int, new_tokens: int) -> None:
             result["errors"][name] = f"{type(error).__name__}: {error}"
 
 
-def smollm2_shape() -> nn.Module:
+def smollm2_shape(device: str = "cpu") -> nn.Module:
     """SmolLM2-135M with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -381,7 +406,8 @@ def smollm2_shape() -> nn.Module:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    with torch.device(device):
+        return LlamaForCausalLM(config).eval()
 
 
 def small_qwen3() -> nn.Module:
@@ -390,7 +416,14 @@ def small_qwen3() -> nn.Module:
     return model.eval()
 
 
-def large_qwen3() -> nn.Module:
+def large_qwen3(device: str = "cpu") -> nn.Module:
     """The shape of Qwen3-1.7B with random weights."""
-    model: nn.Module = build_qwen3(LARGE, max_position_embeddings=4096, pad_token_id=0)
+    model: nn.Module = build_qwen3(LARGE, device, max_position_embeddings=4096, pad_token_id=0)
+    return model.eval()
+
+
+def huge_qwen3(device: str = "cpu") -> nn.Module:
+    """The shape of Qwen3-8B with random weights."""
+    options = {"max_position_embeddings": 4096, "pad_token_id": 0}
+    model: nn.Module = build_qwen3(HUGE, device, torch.bfloat16, **options)
     return model.eval()

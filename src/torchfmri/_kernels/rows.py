@@ -304,7 +304,7 @@ def written_product(g: Tensor, x: Tensor, product: Product) -> Tensor | None:
     if kernels is None or not g.dtype == x.dtype == torch.float32:
         return None
     (b, s, _, width), g_strides, x_strides, small = product
-    found = torch.empty(b * s, width)
+    found = torch.empty(b * s, width, device="cpu")
     kernels.write_products(
         *(g.data_ptr(), g_strides, x.data_ptr(), x_strides, product.shape, small, found.data_ptr())
     )
@@ -314,9 +314,9 @@ def written_product(g: Tensor, x: Tensor, product: Product) -> Tensor | None:
 @lru_cache(maxsize=64)
 def queue_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the queued kernels run on this device and agree with torch: tried once, said once."""
-    g = torch.linspace(-1, 2, 3 * 96).reshape(3, 96).to(device, dtype)
-    x = torch.linspace(3, -1, 3 * 96).reshape(3, 96).to(device, dtype)
-    vector = torch.linspace(1, 2, 40).to(device, dtype)
+    g = torch.linspace(-1, 2, 3 * 96, device="cpu").reshape(3, 96).to(device, dtype)
+    x = torch.linspace(3, -1, 3 * 96, device="cpu").reshape(3, 96).to(device, dtype)
+    vector = torch.linspace(1, 2, 40, device="cpu").to(device, dtype)
     asked = (vector.data_ptr(), 8, len(vector))
     queue, lines = RowQueue(device), _Lines(3, 3, device, None)
     table, strides = lines.table, (96, 96, 96)
@@ -381,6 +381,6 @@ def bilinear_forms(forms: npt.NDArray[np.int64], like: Tensor) -> Tensor | None:
     kernels = compiled_rows() if values >= SMALLEST else None
     if kernels is None:
         return None
-    found = torch.empty(len(forms), dtype=torch.float64)
+    found = torch.empty(len(forms), dtype=torch.float64, device="cpu")
     kernels.bilinear_forms(forms, found.numpy())
     return found

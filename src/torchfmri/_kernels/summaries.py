@@ -104,7 +104,7 @@ def _summarise(values: Tensor, kept: Tensor | None, slot: Tensor, number: int) -
         found.finite, found.nan + values.numel() - chosen.numel(), found.pos_inf, found.neg_inf,
         found.zero, found.subnormal + found.zero, found.mean, found.squared_deviations, found.low,
         found.high, 0 if kept is None else int(kept.sum()),
-    ], dtype=torch.float64)  # fmt: skip
+    ], dtype=torch.float64, device="cpu")  # fmt: skip
 
 
 def _summarise_nothing(values: Tensor, kept: Tensor | None, slot: Tensor, number: int) -> None:

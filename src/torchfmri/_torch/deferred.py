@@ -55,7 +55,7 @@ def _start_copy(tensors: list[Tensor], places: list[int]) -> _Copy:
         flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors])
         if device.type != "cuda":
             return _Copy(places, flat.cpu(), None)
-        host = torch.empty(flat.shape, dtype=wide, pin_memory=True)
+        host = torch.empty(flat.shape, dtype=wide, pin_memory=True, device="cpu")
         with torch.cuda.device(device):
             host.copy_(flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

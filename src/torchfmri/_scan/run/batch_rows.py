@@ -182,7 +182,7 @@ class _HostTokens(NamedTuple):
 def _host_tokens(
     sequences: Sequences, surprisal: Tensor | None, entropy: Tensor | None
 ) -> _HostTokens:
-    nothing = torch.full(sequences.ids.shape, torch.nan)
+    nothing = torch.full(sequences.ids.shape, torch.nan, device="cpu")
     return _HostTokens(
         sequences.ids.cpu().numpy(),
         sequences.mask.bool().cpu().numpy(),

@@ -180,7 +180,7 @@ class BatchRun:
     def _tell_all(self, sequences: Sequences, found: ScanPass, start: int) -> None:
         """Hand over all tokens after the pass, where none came while generating."""
         prompt = EncodedPrompt(sequences.ids[:, :start], sequences.mask[:, :start], single=False)
-        nothing = torch.full(sequences.ids.shape, torch.nan)
+        nothing = torch.full(sequences.ids.shape, torch.nan, device="cpu")
         surprisal = nothing if found.surprisal is None else found.surprisal
         entropy = nothing if found.entropy is None else found.entropy
         norms = found.activation.norms

@@ -26,7 +26,7 @@ class Endings:
     ) -> None:
         self._start, self._ends, self._criteria = start, ends, criteria
         self._said: dict[int, Tensor] = {}  # length -> what the user's criterion said then
-        self._nobody = torch.zeros(0, dtype=torch.bool)
+        self._nobody = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def __call__(self, ids: Tensor, scores: Any = None, **options: Any) -> Tensor:
         """Whether each row has ended by the user's criterion, (b,)."""

@@ -99,7 +99,7 @@ def is_causal(model: nn.Module) -> bool:
 def like_parameters(model: nn.Module) -> Tensor:
     """A tensor on the device and of the dtype of the model's parameters."""
     floating = (each for each in model.parameters() if each.is_floating_point())
-    return next(floating, torch.empty(0)).detach()
+    return next(floating, torch.empty(0, device="cpu")).detach()
 
 
 def refuse_unknown_ids(model: nn.Module, ids: Tensor, vocabulary: int | None = None) -> None:

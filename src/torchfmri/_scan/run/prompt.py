@@ -145,11 +145,11 @@ def _padded(rows: list[list[int]], tokenizer: Any, single: bool, side: str) -> E
     longest = max(map(len, rows))
     filler = getattr(tokenizer, "pad_token_id", None)
     filler = 0 if filler is None else int(filler)
-    ids = torch.full((len(rows), longest), filler, dtype=torch.long)
+    ids = torch.full((len(rows), longest), filler, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, tokens in enumerate(rows):
         first = longest - len(tokens) if side == "left" else 0
-        ids[row, first : first + len(tokens)] = torch.tensor(tokens)
+        ids[row, first : first + len(tokens)] = torch.tensor(tokens, device="cpu")
         mask[row, first : first + len(tokens)] = 1
     return EncodedPrompt(ids, mask, single)
 

@@ -42,7 +42,9 @@ class ScanPass:
     missed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     best: Tensor | None = None
-    gradient_positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    gradient_positions: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu")
+    )
 
 
 @dataclass(frozen=True, eq=False)

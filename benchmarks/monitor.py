@@ -10,8 +10,9 @@ memory on CUDA. Where numba is used both processes load it; what numba itself ta
 `accelerator_megabytes`.
 
 With `--compiled`, `compiled_monitor` is the cost of a Monitor on a model that is compiled by
-`torch.compile`, as a ratio to the plain compiled step, and `eager_monitor` that on the same model
-without compiling, as a ratio to its plain step. `compiled_gradients_apart` is the largest
+`torch.compile`, as a ratio to plain compiled steps, four in a row; `compiled_monitor_one_step` is
+that of single steps, between which the GPU is waited for. `eager_monitor` is the same on the model
+without compiling, beside `empty_hooks`, a hook on every Linear that does nothing. `compiled_gradients_apart` is the largest
 difference between the parameters' gradients of the watched and of the plain compiled step, as a
 share of the parameter's largest gradient; `compiled_against_eager_apart` that between the plain
 compiled and the plain eager step.
@@ -45,6 +46,7 @@ from benchmarks._timing import (
 
 CUDA_SIZES = ((4, 1024), (8, 2048))
 STEPS_FOR_PEAK = 6
+IN_A_ROW = 4
 TINY_STEPS = 100
 
 
@@ -244,17 +246,35 @@ def measure_compiled(
         result["compiled_series"] = len(monitor.history.series)
         result["compiled_notes"] = list(monitor.history.notes)
         report(str(result))
-        figures = measure_ratios(plain.step, {"compiled_monitor": watched.step}, effort)
-        note_figures(figures, "plain_compiled_again", result)
+        for suffix, count in (("", IN_A_ROW), ("_one_step", 1)):
+            runs = {f"compiled_monitor{suffix}": repeated(watched.step, count)}
+            figures = measure_ratios(repeated(plain.step, count), runs, effort)
+            note_figures(figures, f"plain_compiled_again{suffix}", result)
         result["plain_compiled_milliseconds"] = 1e3 * min(time_once(plain.step) for _ in range(5))
         result |= compare_gradients(training, plain, watched)
         report(str({name: each for name, each in result.items() if "compiled" in name}))
     with ExitStack() as until:
-        eager = training.twin()
+        eager, hooked = training.twin(), training.twin()
         until.enter_context(watch_linears(eager))
-        figures = measure_ratios(training.step, {"eager_monitor": eager.step}, effort)
+        for layer in hooked.layers.values():
+            layer.register_forward_hook(lambda *_: None)
+        runs = {
+            "eager_monitor": repeated(eager.step, IN_A_ROW),
+            "empty_hooks": repeated(hooked.step, IN_A_ROW),
+        }
+        figures = measure_ratios(repeated(training.step, IN_A_ROW), runs, effort)
         note_figures(figures, "plain_again", result)
     result["plain_milliseconds"] = 1e3 * min(time_once(training.step) for _ in range(5))
+
+
+def repeated(step: Run, count: int) -> Run:
+    """Several steps in a row, as a training loop has them: the GPU lags behind the host."""
+
+    def run() -> None:
+        for _ in range(count):
+            step()
+
+    return run
 
 
 def compiled_twin(training: Training) -> Training:

@@ -7,7 +7,7 @@ column per program of the launch. `combine` adds the columns of many slots up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
@@ -126,18 +126,30 @@ def _launch(values: Tensor, kept: Tensor | None, slot: Tensor) -> None:
     values = values.contiguous()
     if values.data_ptr() % 16:
         values = values.clone()
-    kernels, size, shape = cuda.triton_kernels(), values.numel(), cuda.SHAPES[values.dtype.itemsize]
-    assert kernels is not None
+    size = values.numel()
+    launch, settings = _launcher(values.dtype)
     with on_device(values.device):
-        kernels.reduce_single[(_PROGRAMS,)](
-            *(values, slot, size, _CHUNK * -(-size // (_CHUNK * _PROGRAMS)), _PROGRAMS),
-            NORMAL=cpu.smallest_normal(values.dtype),
-            BLOCK=shape.lanes,
-            UNROLL=shape.rows,
-            WIDTH=16 // values.dtype.itemsize,
-            CAREFUL=128 * shape.warps,
-            num_warps=shape.warps,
-        )
+        chunk = _CHUNK * -(-size // (_CHUNK * _PROGRAMS))
+        launch(values, slot, size, chunk, _PROGRAMS, **settings)
+
+
+@lru_cache(maxsize=8)
+def _launcher(dtype: torch.dtype) -> tuple[Callable[..., object], dict[str, Any]]:
+    """What starts the kernel for values of a dtype, and its constants.
+
+    A step has hundreds of launches, and the GPU may wait for the Python before each of them.
+    """
+    kernels, shape = cuda.triton_kernels(), cuda.SHAPES[dtype.itemsize]
+    assert kernels is not None
+    settings = {
+        "NORMAL": cpu.smallest_normal(dtype),
+        "BLOCK": shape.lanes,
+        "UNROLL": shape.rows,
+        "WIDTH": 16 // dtype.itemsize,
+        "CAREFUL": 128 * shape.warps,
+        "num_warps": shape.warps,
+    }
+    return kernels.reduce_single[(_PROGRAMS,)], settings
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -12,10 +12,10 @@ memory on CUDA. Where numba is used both processes load it; what numba itself ta
 With `--compiled`, `compiled_monitor` is the cost of a Monitor on a model that is compiled by
 `torch.compile`, as a ratio to plain compiled steps, four in a row; `compiled_monitor_one_step` is
 that of single steps, between which the GPU is waited for. `eager_monitor` is the same on the model
-without compiling, beside `empty_hooks`, a hook on every Linear that does nothing. `compiled_gradients_apart` is the largest
-difference between the parameters' gradients of the watched and of the plain compiled step, as a
-share of the parameter's largest gradient; `compiled_against_eager_apart` that between the plain
-compiled and the plain eager step.
+without compiling, beside `empty_hooks`, a hook on every Linear that does nothing.
+`compiled_gradients_apart` is the largest difference between the parameters' gradients of the
+watched and of the plain compiled step, as a share of the parameter's largest gradient;
+`compiled_against_eager_apart` that between the plain compiled and the plain eager step.
 """
 
 import argparse

@@ -92,7 +92,7 @@ class Aftermath:
         """Find the origin of what is wrong with a step, write it down, and tell.
 
         Args:
-            number: Of the step.
+            number: The number of the step.
             seen: What is remembered of it.
             spoilt: The buffers that the step has made non-finite, if they stay so.
 

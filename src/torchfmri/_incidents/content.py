@@ -30,8 +30,8 @@ class Content:
         pos_inf: How many are +inf.
         neg_inf: How many are -inf.
         count: How many values there are.
-        shape: Of the tensor.
-        dtype: Such as "float32".
+        shape: The shape of the tensor.
+        dtype: Its dtype, such as "float32".
         element: The index of the first non-finite value.
         rows: The indices along dimension 0 under which there is one; none if there are too many.
     """

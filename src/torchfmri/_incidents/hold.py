@@ -122,7 +122,7 @@ class Hold:
         """Look at the gradients as the optimizer finds them; True if it is to leave them out.
 
         Raises:
-            NonFiniteError: They are not finite, and that is to be raised.
+            NonFiniteError: They are not finite, and the action is to raise.
         """
         seen, self._stepped = self._watch.step, True
         self._watch.notice_overwriting()

@@ -52,7 +52,7 @@ def running_lines(entry: CodeType, in_backward: bool = False) -> Lines:
 
     Args:
         entry: The code of the function of ours that called the user's; frames beyond do not count.
-        in_backward: Count frames inside of the backward pass only: a backward written in Python, a
+        in_backward: Count frames inside the backward pass only: a backward written in Python, a
             forward pass that a checkpoint runs again.
     """
     line: SourceLine | None = None

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 from torchfmri.exceptions import MEANT_FOR_THE_USER, InspectionError
 
 Concerns = Callable[[Tensor], bool]
-"""Whether a parameter is to be looked at when this optimizer steps."""
+"""Whether to look at a parameter when this optimizer steps."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -125,7 +125,7 @@ def finding_of(
         text: What is wrong and why.
         advice: What to do.
         layers: Where; none for what concerns no layer in particular.
-        phase: Where it differs from that of the problem.
+        phase: The phase, if it is not the usual one of this problem.
         step: When it was first seen; None for what does not depend on a step.
         evidence: The numbers behind it.
     """

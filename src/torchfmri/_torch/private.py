@@ -552,7 +552,7 @@ class CompiledForward:
         module: Compiled by `torch.compile(module)` or `module.compile()`.
 
     Attributes:
-        module: As given.
+        module: The module, as given.
         call: The compiled code.
         known: Whether it was found; without the symbols, never.
     """

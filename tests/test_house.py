@@ -229,16 +229,16 @@ CEILINGS = Sizes(
     longest_file=760,
     files_over_400=20,
     longest_function=97,
-    functions_over_50=40,
+    functions_over_50=39,
     most_arguments=19,
     long_records=0,
-    laid_by_hand=220,
+    laid_by_hand=216,
     repeated_class_names=0,
 )
 PUBLIC_TWICE = {"MonitorCallback"}  # the same callback for Lightning and for transformers
 
 
-FEWEST_COMMENTS = 0.0138  # lines with a comment, of all lines; may only rise
+FEWEST_COMMENTS = 0.0139  # lines with a comment, of all lines; may only rise
 
 
 def long_records(sources: dict[Path, str]) -> list[str]:

@@ -338,7 +338,7 @@ def test_what_has_no_values_is_refused_with_a_reason():
         torch.func.grad(lambda x: calculate_statistics(x) and x.sum())(torch.ones(3))
     with pytest.raises(InspectionError, match="not initialized"):
         calculate_statistics(torch.nn.LazyLinear(3).weight)
-    with pytest.raises(InspectionError, match="not of list"):
+    with pytest.raises(InspectionError, match="not from list"):
         calculate_statistics([1.0])
 
 

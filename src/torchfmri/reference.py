@@ -276,7 +276,7 @@ def attention(
         mask: Broadcasts to (b, heads, s, t): added to the scores (and differentiated), or boolean,
             True where a query may see a key. A query that may see nothing gets zeros.
         causal: Query s sees keys 0 to s only; beside a mask, both hold.
-        scale: Of the scores; 1/√d by default.
+        scale: The factor on the scores; 1/√d by default.
     """
     _check_attention(query, key, value, mask, scale)
     result: Tensor = AttentionFunction.apply(query, key, value, mask, causal, scale)[0]

@@ -1,7 +1,7 @@
 """Statistics of tensors that add up: parts merged equal the whole.
 
 Counts and histograms are integers and merge exactly; mean and variance merge in float64. Values
-that are not finite are counted apart and enter nothing else.
+that are not finite are only counted; all other statistics leave them out.
 
 Examples:
     >>> import torch
@@ -60,7 +60,7 @@ __all__ = [
 _MASK = "booleans over the leading dimensions of the tensor, such as (b, s)"
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 LARGEST_SHARE = 0.02
-"""A bin with more of the mass than this makes quantiles vague; a grid is then taken as well."""
+"""If one bin holds a larger share of the values, quantiles are vague: a grid is counted as well."""
 KEYS = (
     *("count", "mean", "std", "variance", "min", "max", "abs_max", "l2", "nan", "inf", "pos_inf"),
     *("neg_inf", "zero", "subnormal", "quantiles", "histogram"),
@@ -71,15 +71,15 @@ KEYS = (
 class Statistics(FrozenDict):
     """The statistics of one or many tensors: a dict that never changes and adds with `+`.
 
-    It is a dict, which `json.dumps` takes, with the keys count, mean, std, variance, min, max,
-    abs_max, l2, nan, inf, pos_inf, neg_inf, zero, subnormal, quantiles, histogram. Each is an
-    attribute as well, except that `variance()` is a method, which knows two divisors. Moments and
-    extremes are those of the finite values, nan where there are none.
+    It is a dict for `json.dumps` with the keys count, mean, std, variance, min, max, abs_max, l2,
+    nan, inf, pos_inf, neg_inf, zero, subnormal, quantiles and histogram. Each key is also an
+    attribute, except that `variance()` is a method, because there are two divisors. Mean, std and
+    extremes are those of the finite values, and nan if there are none.
 
     Attributes:
-        count: All values seen, also those that are not finite.
+        count: The number of all values, also those that are not finite.
         mean: Mean in float64.
-        squared_deviations: Sum of squared differences from the mean: what std is made of.
+        squared_deviations: Sum of squared differences from the mean, from which std is derived.
         min: The smallest value, exactly; a Python int for integer and bool tensors.
         max: The largest value.
         nan: How many are NaN.
@@ -87,12 +87,12 @@ class Statistics(FrozenDict):
         neg_inf: How many are -infinity.
         zero: How many are zero, of either sign.
         subnormal: How many are subnormal in the dtype of the tensor.
-        histogram: Over the bits of the float32 value; None when it was not taken.
-        grid: Counts on a linear grid, taken only where the histogram is too coarse.
-        positions: (positions counted, positions seen) where a mask was applied, else None.
+        histogram: Counts over the bits of the float32 values; None if it was not taken.
+        grid: Counts on a linear grid, taken only if the histogram is too coarse.
+        positions: (positions counted, positions seen) if a mask was applied, else None.
         dtype: Name of the dtype, such as "float32"; several are joined by "+".
-        shape: Of the tensor; None after merging tensors of different shapes.
-        note: What else a reader has to know, or "".
+        shape: The shape of the tensor; None after merging tensors of different shapes.
+        note: What else the reader should know, or "".
 
     Examples:
         >>> first = calculate_statistics(torch.tensor([1.0, 2.0]))
@@ -132,7 +132,7 @@ class Statistics(FrozenDict):
 
     @property
     def finite(self) -> int:
-        """How many values are finite: those that mean, std, extremes and histogram speak of."""
+        """How many values are finite; mean, std, extremes and histogram are about these."""
         return self.count - self.nan - self.inf
 
     @property
@@ -161,7 +161,7 @@ class Statistics(FrozenDict):
 
     @property
     def rank_error(self) -> float | None:
-        """How far the rank of any quantile can be from the one asked for; None without histogram.
+        """The largest error of a quantile's rank; None without a histogram.
 
         It is the largest share of the values that lies in one bin of more than one value.
         """
@@ -180,13 +180,13 @@ class Statistics(FrozenDict):
     def quantile(self, q: float) -> float:
         """Return the value below which the share `q` of the finite values lies.
 
-        The value is within 2**-6 (relative) of the exact one, its rank within `rank_error`.
+        Its relative error is at most 2**-6, and the error of its rank at most `rank_error`.
 
         Raises:
             InspectionError: No histogram was taken, or `q` is not between 0 and 1.
         """
         if not isinstance(q, (int, float)) or not 0 <= q <= 1:
-            raise InspectionError(f"A quantile is a share between 0 and 1, not {q!r}.")
+            raise InspectionError(f"A quantile is a number between 0 and 1, not {q!r}.")
         return quantile_of(self._pieces, q, relative=True)
 
     def linear_histogram(
@@ -196,13 +196,13 @@ class Statistics(FrozenDict):
     ) -> tuple[Floats, Floats]:
         """Return counts in `bins` equal bins from min to max (or over `range`), and the edges.
 
-        Read from the bit histogram, whose mass is spread evenly within a bin, so counts are not
-        whole numbers.
+        They are read from the bit histogram. The values of a bin are spread evenly over it, so
+        counts are not whole numbers.
 
         Raises:
             InspectionError: No histogram was taken.
         """
-        check_number("bins", bins, 1, "a number of bins, such as 64")
+        check_number("bins", bins, 1, "give a number of bins, such as 64")
         if range is not None:
             _check_range(range)
         elif self.finite:
@@ -246,7 +246,9 @@ class Statistics(FrozenDict):
         The histogram is kept where the factor is a power of two, which only moves its bins.
         """
         if not 0 < factor < math.inf:
-            raise InspectionError(f"Statistics are scaled by a positive number, not {factor!r}.")
+            raise InspectionError(
+                f"Statistics can be scaled only by a positive number, not by {factor!r}."
+            )
         exponent = math.log2(factor)
         shifted = None
         if self.histogram is not None and exponent == int(exponent):
@@ -341,13 +343,13 @@ def calculate_statistics(
 
     Args:
         tensor: The values.
-        mask: Which positions count: a boolean tensor over the leading dimensions of `tensor`,
-            such as (b, s) for (b, s, o). The others are left out, and `positions` says so.
+        mask: The positions that count: a boolean tensor over the leading dimensions of `tensor`,
+            such as (b, s) for (b, s, o). The others are left out; `positions` has both numbers.
         histogram: Whether to take the histogram and with it the quantiles.
 
     Raises:
-        InspectionError: The tensor has no values to read (meta, fake, inside torch.func), its
-            dtype has no arithmetic, or the mask does not fit.
+        InspectionError: The tensor has no values to read (meta, fake, inside torch.func), torch
+            cannot compute with its dtype, or the mask does not fit.
     """
     _require_values(tensor)
     shape = None if tensor.is_nested else tuple(tensor.shape)
@@ -375,7 +377,7 @@ def calculate_channel_statistics(
     if tensor.is_nested or not (is_whole(axis) and -tensor.dim() <= axis < tensor.dim()):
         shape = "nested" if tensor.is_nested else tuple(tensor.shape)
         raise InspectionError(
-            f"There is no axis {axis!r} in a tensor of shape {shape}. Name one that it has."
+            f"A tensor of shape {shape} has no axis {axis!r}. Choose one that it has."
         )
     axis %= tensor.dim()
     if mask is not None:
@@ -383,7 +385,7 @@ def calculate_channel_statistics(
     if mask is not None and axis < mask.dim():
         raise InspectionError(
             f"Axis {axis} is one of the {mask.dim()} dimensions of the mask. "
-            f"Choose an axis behind them, such as -1."
+            "Choose a later axis, such as -1."
         )
     try:
         dense = tensor.detach()
@@ -443,7 +445,7 @@ def _require_values(tensor: Tensor) -> None:
     """Raise an InspectionError that says why a tensor has nothing to read."""
     if not isinstance(tensor, Tensor):
         raise InspectionError(
-            f"Statistics are of tensors, not of {type(tensor).__name__}. Give a torch.Tensor."
+            f"Statistics are calculated from a torch.Tensor, not from {type(tensor).__name__}."
         )
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         reason = "is not initialized yet. Run the model once first."
@@ -472,8 +474,8 @@ def _unreadable(tensor: Tensor, error: Exception) -> InspectionError:
         return error
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return InspectionError(
-        f"No statistics of a {type(tensor).__name__} of dtype {_name(tensor.dtype)} and "
-        f"layout {tensor.layout} on {tensor.device}: {first}"
+        f"Statistics of a {type(tensor).__name__} of dtype {_name(tensor.dtype)} and layout "
+        f"{tensor.layout} on {tensor.device} cannot be calculated: {first}"
     )
 
 

@@ -100,11 +100,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "optimizer by name": (
         lambda: torchfmri.advise(model(), x(), "sum", "adam"),  # type: ignore[arg-type]
-        "optimizer='adam' is no optimizer.*torch.optim.Adam",
+        "optimizer='adam' is neither an optimizer.*torch.optim.Adam",
     ),
     "function that makes none": (
         lambda: torchfmri.advise(model(), x(), "sum", lambda parameters: 3),  # type: ignore[arg-type,return-value]
-        "is no optimizer, and no function of parameters that returns one",
+        "is neither an optimizer nor a function of parameters that returns one",
     ),
     "scaler": (
         lambda: torchfmri.Monitor(model(), scaler="x"),

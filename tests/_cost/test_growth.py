@@ -187,7 +187,7 @@ def test_result_reads_as_table_page_and_json() -> None:
     loaded = json.loads(json.dumps(growth.to_dict()))
     assert loaded["layers"]["self_attn"]["forward_flops"]["terms"]["b*s^2"] == 64
     assert str(growth.predict(batch=2, length=64)).startswith("batch 2, length 64: peak ")
-    with pytest.raises(InspectionError, match="is no layer with FLOPs"):
+    with pytest.raises(InspectionError, match="is not a layer with FLOPs"):
         growth["self_atn"]
     with pytest.raises(InspectionError, match="give a whole number from 1"):
         growth.predict(batch=0)

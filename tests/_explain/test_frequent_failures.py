@@ -565,7 +565,7 @@ def test_pasted_exception_is_explained_too() -> None:
     "text", ["", "text", "MyPool.PoolError: CUDA out of memory", "KeyError: 'a'"]
 )
 def test_pasted_text_that_is_no_message_of_torch_is_refused(text: str) -> None:
-    with pytest.raises(InspectionError, match="is no message that it knows"):
+    with pytest.raises(InspectionError, match="is not a message that it knows"):
         explain(text)
 
 

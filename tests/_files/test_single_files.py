@@ -52,7 +52,7 @@ def test_a_dtype_in_an_inspection_is_a_dtype(tmp_path: Path) -> None:
     header["__metadata__"]["torchfmri"] = sealed.decode()
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    with pytest.raises(FileFormatError, match="'load' is no dtype"):
+    with pytest.raises(FileFormatError, match="'load' is not a dtype"):
         Inspection.load(path)
 
 

@@ -21,8 +21,8 @@ from torchfmri import (
     NonFiniteWarning,
 )
 from torchfmri._incidents import aftermath, hold, redone_step
+from torchfmri._incidents.content import are_finite, total_size
 from torchfmri._incidents.replay_run import replay
-from torchfmri._incidents.sentinel import are_finite, total_size
 from torchfmri._incidents.stored_data import Omitted, load_data, omissions, save_data
 from torchfmri._incidents.stored_incident import read_part
 from torchfmri._model.factory import Subject

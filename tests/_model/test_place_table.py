@@ -64,7 +64,7 @@ def test_an_encoder_and_a_decoder_are_told_apart() -> None:
         ("blocks.1.hook_resid_pre", "is the input of layer"),
         ("blocks.1.attn.hook_result", "the outputs of single heads are never computed"),
         ("encoder.L1", "no list of blocks is called 'encoder'"),
-        ("L1.cross_attn", "is no part of a block"),
+        ("L1.cross_attn", "is not a part of a block"),
         ("blocks.1.hook_cross_attn_out", "has no known hook_cross_attn_out; it has block"),
     ],
 )

@@ -185,7 +185,7 @@ def test_an_encoder_and_a_decoder_are_told_apart() -> None:
     ("llama", "L1H9", "4 heads, 0 to 3"),
     ("llama", "L1H3.k", "2 heads, 0 to 1"),
     ("llama", "L1H0.mlp", "no heads"),
-    ("llama", "L1.foo", "no part of a block"),
+    ("llama", "L1.foo", "not a part of a block"),
     ("llama", "blocks.1.attn.hook_result", "edit attn.hook_z"),
     ("llama", "blocks.1.attn.hook_zz", "Nearest: 'attn.hook_z'"),
     ("llama", "encoder.L1H1", "no list of blocks is called 'encoder'"),

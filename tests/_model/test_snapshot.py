@@ -268,7 +268,7 @@ def test_data_that_cannot_be_copied_is_refused_with_the_way_out() -> None:
         def forward(self, x: Tensor, other: Any) -> Tensor:
             return x
 
-    with pytest.raises(InspectionError, match=r"Stubborn.*not me.*recording"):
+    with pytest.raises(InspectionError, match=r"Stubborn.*not me.*__deepcopy__"):
         watch_all(Model()).run_inspection((torch.ones(1), Stubborn()), loss="sum")
 
 

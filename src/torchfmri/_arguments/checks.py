@@ -20,7 +20,7 @@ def require(condition: bool, name: str, value: object, meaning: str) -> None:
 
     Args:
         condition: What must hold.
-        name: Of the argument.
+        name: The name of the argument.
         value: What was given.
         meaning: What to give instead.
 

@@ -27,8 +27,8 @@ class TokenMask(NamedTuple):
     """Which positions are tokens (True) and which are padding.
 
     Attributes:
-        kept: Of the sequence that the module runs on, (b, s); None where nothing is known of it.
-        memory: Of the encoder's sequence that a decoder attends to, (b, s'); None without one.
+        kept: (b, s) for the sequence that the module runs on; None if it is unknown.
+        memory: (b, s') for the encoder's sequence that a decoder attends to; None without one.
     """
 
     kept: Tensor | None

@@ -81,7 +81,7 @@ class Short(NamedTuple):
 
     Attributes:
         modules: The layers.
-        owners: By the id of a module: what the others are told of it.
+        owners: Id of a module -> what `take` and `target` get for it.
         take: Takes an owner, arguments, keywords and output; returns what `arrived` is told of the
             call, or None where it has to go the long way, on which `wanted` is asked.
         arrived: Takes that, and the gradient of the output; None where autograd knows that it is
@@ -534,7 +534,7 @@ class _ShortHook(Hook):
 
     Attributes:
         outputs: The hooks on outputs.
-        views: Those on what the outputs are views of.
+        views: The hooks on the bases of outputs that are views.
     """
 
     __slots__ = ("_owners", "_short", "_take", "_tap", "outputs", "views")

@@ -213,6 +213,14 @@ def loss_of(output: Any, target: Any, loss: Any) -> Tensor:
     return check_scalar(loss(output, target) if pairs else loss(output))
 
 
+_OWN_SETTINGS = (
+    "step= changed settings of your own optimizer (the learning rate, by a scheduler that belongs "
+    "to it?) and not of the copy that it was given. They were put back, and this run had no "
+    "schedule: make the scheduler of the optimizer that step(model, batch, optimizer) gets, at its "
+    "first call."
+)
+
+
 @contextmanager
 def untouched(
     model: nn.Module, optimizer: Any, step: Any, notes: Notes
@@ -253,12 +261,7 @@ def untouched(
                 with torch.no_grad():
                     each.copy_(before)
         if [_settings(each) for each in optimizers] != settings:
-            notes.add(
-                "step= changed settings of your own optimizer (the learning rate, by a scheduler "
-                "that belongs to it?) and not of the copy that it was given. They were put back, "
-                "and this run had no schedule: make the scheduler of the optimizer that "
-                "step(model, batch, optimizer) gets, at its first call."
-            )
+            notes.add(_OWN_SETTINGS)
         elif not changed():
             schedulers, optimizers = [], []
         for own, state in zip(optimizers, states, strict=False):

@@ -40,7 +40,8 @@ def diagnose(
         batches: A DataLoader or any iterable of batches, taken from the start and again if there
             are too few: (x, y), (x1, x2, y), a dict of keyword arguments, or a tensor. Of an
             iterator the batches are used up.
-        loss: Of output and target, or of the output alone; None if the model returns its loss.
+        loss: A function of output and target, or of the output alone; None if the model returns
+            its loss.
         optimizer: The optimizer, several, or a function of the parameters that makes one.
         steps: How many steps at most; units that are never on are judged from 10 steps on.
         step: Your own training step, `step(model, batch, optimizer)`, which may clip, scale or

@@ -36,7 +36,7 @@ class GradientWatch:
         early: Whether it stepped with no gradient at all, before backward.
         kinds: Parameter -> whether a gradient ever arrived: "none", "zero" or "some".
         half: Layer or parameter -> how many float16 gradients are subnormal, and not 0.
-        flushed: Those whose float16 gradient was 0 when last seen.
+        flushed: The layers whose float16 gradient was 0 when last seen.
         samples: Evenly spaced values of the gradient, step by step.
         scaled_clip: By what gradients were multiplied between backward and the unscaling of a
             GradScaler, at the last step that was looked at in detail; nan where there is none.

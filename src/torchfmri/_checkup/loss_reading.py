@@ -90,10 +90,10 @@ def _range_left(
 def score_of(loss: Any, output: Any, target: Any, squashed: bool) -> tuple[float, float] | None:
     """Return what a loss makes of outputs that equal targets of 0 and 1, and of their opposite.
 
-    None where targets are no such, or the loss is no number from 0 to 1 and so no score.
+    None if targets are not 0 or 1, or the loss is not a number from 0 to 1.
 
     Args:
-        loss: Of output and target.
+        loss: A function of output and target.
         output: What the model returned.
         target: What it was compared with.
         squashed: Whether outputs are probabilities, and not logits.

@@ -22,13 +22,13 @@ class LossWatch:
     """Notes what the operations of one step tell about the loss.
 
     Attributes:
-        classes: Of the cross entropy, if there is one.
+        classes: The number of classes of the cross entropy, if there is one.
         cross_entropy: Its mean in nats.
         misread: What the output is taken for, and what it is.
         broadcast: Two shapes that a comparison in the loss blew up, and the result's.
         inner: The value of the last built-in loss.
         ignored: The target that a cross entropy leaves out; None if there is no cross entropy.
-        outside: The share of targets of a binary cross entropy that are no probabilities.
+        outside: The share of targets of a binary cross entropy that are not probabilities.
         compared: The targets of the first cross entropy by class numbers.
         logit_range: The smallest and the largest logit that a cross entropy was given.
         weights: By what each mean was multiplied on its way to the loss, and over how many samples
@@ -55,7 +55,7 @@ class LossWatch:
         self._expanded.clear()
 
     def look(self, name: str, args: tuple[Any, ...], result: Any, in_loss: bool) -> None:
-        """Take in an operation; what only a loss does counts also inside of a model."""
+        """Take in an operation; what only a loss does also counts inside a model."""
         if name == "_log_softmax":
             self._look_at_logits(args[0])
         elif name.startswith("nll_loss") and name.endswith("forward"):

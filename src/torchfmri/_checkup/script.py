@@ -25,7 +25,7 @@ class _Enough(BaseException):
 
 
 def diagnose_script(path: Path, steps: int) -> Diagnosis:
-    """Return the findings of a Monitor on the first model that a script trains, for so many steps.
+    """Return the findings of a Monitor on the first model that a script trains.
 
     The script runs as `python path` would run it, in this process and with its own optimizer:
     what it writes, it writes.

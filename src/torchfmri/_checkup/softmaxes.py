@@ -108,7 +108,7 @@ class SoftmaxLog:
     def against(self, output: Tensor, target: Tensor | None) -> None:
         """Compare with the model's output, and with the axis that targets say is the classes'."""
         if output.ndim == 0 or output.shape[0] != self._samples:
-            # One answer for all that was given (a bag, a graph): these are no samples.
+            # One answer for all that was given (a bag, a graph): these are not samples.
             self.misplaced = [each for each in self.misplaced if each.wanted]
         if target is None or output.ndim < 2:
             return

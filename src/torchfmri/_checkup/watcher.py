@@ -30,7 +30,7 @@ class Watcher:
 
     Args:
         model: The copy.
-        optimizers: Those that train it.
+        optimizers: The optimizers that train it.
         structure: What it is made of.
         notes: Takes down what fails in here.
     """

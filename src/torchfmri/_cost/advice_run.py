@@ -65,11 +65,7 @@ def advise(
         InspectionError: The loss is not finite or not differentiable, the data is empty, or the
             model cannot be copied.
     """
-    check_number("rounds", rounds, 1, "give the times that each arrangement is timed, 1 or more")
-    check_number("combine", combine, 0, "give the most combinations to try, 0 for none")
-    if max_deviation is not None:
-        check_real("max_deviation", max_deviation, "a relative deviation, such as 1e-3", 0.0)
-    check_callable("progress", progress, "give a function of a line of text")
+    _check_options(rounds, combine, max_deviation, progress)
     step = MeasuredStep(model, data, loss, target)
     with compiled_code_as_eager(), unchanged(model), torch.enable_grad():
         bench = _Bench(step, optimizer, rounds, progress or (lambda text: None))
@@ -86,6 +82,14 @@ def advise(
         randomness=bench.randomness,
         notes=tuple(bench.notes()),
     )
+
+
+def _check_options(rounds: Any, combine: Any, max_deviation: Any, progress: Any) -> None:
+    check_number("rounds", rounds, 1, "give the times that each arrangement is timed, 1 or more")
+    check_number("combine", combine, 0, "give the most combinations to try, 0 for none")
+    if max_deviation is not None:
+        check_real("max_deviation", max_deviation, "a relative deviation, such as 1e-3", 0.0)
+    check_callable("progress", progress, "give a function of a line of text")
 
 
 class _Bench:

@@ -89,7 +89,7 @@ class Growth:
     def __getitem__(self, layer: str) -> LayerGrowth:
         if layer not in self.layers:
             raise InspectionError(
-                f"{layer!r} is no layer with FLOPs or saved bytes of its own; there are "
+                f"{layer!r} is not a layer with FLOPs or saved bytes of its own; there are "
                 f"{', '.join(map(repr, list(self.layers)[:5]))}, ..."
             )
         return self.layers[layer]

@@ -49,8 +49,8 @@ def copy_setup(model: nn.Module, optimizer: Any, data: Any, target: Any, loss: L
         own = optimizer(twin.parameters()) if callable(optimizer) else optimizer
     if own is not None and not isinstance(own, torch.optim.Optimizer):
         raise InspectionError(
-            f"optimizer={optimizer!r} is no optimizer, and no function of parameters that returns "
-            "one. Write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)."
+            f"optimizer={optimizer!r} is neither an optimizer nor a function of parameters that "
+            "returns one. Write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)."
         )
     if own is not None and needs_closure(own):
         raise InspectionError(

@@ -223,15 +223,15 @@ TARGET_SIZE = Cut(
 )  # fmt: skip
 ODD_BATCH = Cut(
     50.0, "rms of a batch / median of all batches", True,
-    "counts where the numbers stop being finite right after it, its update is no ordinary one, its "
-    "gradient is as odd, or running statistics take it in",
+    "counts where the numbers stop being finite right after it, its update is not an ordinary one, "
+    "its gradient is as odd, or running statistics take it in",
 )  # fmt: skip
 REPEATED = Cut(
     0.5, "share of samples that equal another one of their batch", True, "more copies than data",
 )  # fmt: skip
 CHANGING = Cut(
     0.5, "share of the samples seen before that had another class then", True,
-    "classes drawn anew agree once in as many times as there are classes; noise in labels is the "
+    "classes drawn again agree once in as many times as there are classes; noise in labels is the "
     "same at each visit",
 )  # fmt: skip
 ONE_CLASS = Cut(

@@ -102,7 +102,7 @@ def activation_growth(seen: Observation) -> Iterator[Finding]:
     for growth in growths(seen):
         if growth.trend < STEADY or not growth.factor > cuts.GROWTH_WARN.value:
             continue
-        # Of a block and the layers inside it the block is the one to name.
+        # Of a block and the layers inside it, name the block.
         if worst is None or growth.layers[0].count(".") < worst.layers[0].count("."):
             worst = growth
     if worst is None:

@@ -11,15 +11,15 @@ class LossFacts:
     """What the loss does with the output, at the first step.
 
     Attributes:
-        classes: Of a cross entropy; None where there is none.
-        cross_entropy: The mean over the targets that count, in nats; None likewise.
+        classes: The number of classes of a cross entropy; None if there is none.
+        cross_entropy: Its mean over the targets that count, in nats; None if there is none.
         misread: What the output is taken for and what it is: ("logits", "probabilities").
         broadcast: The two shapes that a comparison blew up, and the shape of the result.
         inner: The value of the innermost loss (mean squared error, cross entropy), if there is one.
         value: The loss itself.
         output_function: What made the output: "relu", "sigmoid", "tanh", "softmax", or "".
         output_layer: The last layer with parameters.
-        output_size: rms of the output / rms of the targets; nan where these are no numbers.
+        output_size: rms of the output / rms of the targets; nan if these are not numbers.
         outside: The share of the targets that this function cannot return.
         range: What it can return, in words.
         bounded: Whether a cross entropy was given logits that lie within -1 and 1 because the
@@ -28,7 +28,7 @@ class LossFacts:
         logit: The largest |logit| that a cross entropy was given; nan where there is none.
         score: What the loss makes of outputs that equal targets of 0 and 1, and of their opposite;
             None where that was not asked.
-        weights: By what each mean in it is multiplied, and over how many samples it is taken.
+        weights: The factor on each mean in it, and the number of samples it is taken over.
     """
 
     classes: int | None = None
@@ -54,7 +54,7 @@ class DataFacts:
     """What was seen in the batches.
 
     Attributes:
-        rms: Of the floating-point inputs, median over the batches; None where there are none.
+        rms: The rms of the floating-point inputs, median over the batches; None if there are none.
         normalised: Whether a norm layer is what reads the input.
         reader: The layer that reads the input.
         repeated: The share of samples that equal another of their batch, over all batches.
@@ -67,7 +67,7 @@ class DataFacts:
         padding: The share of target positions that look like padding and count in the loss.
         padding_token: Which token that is.
         padding_rows: Embedding layer -> rms of its padding row, where that is not 0.
-        target_rms: Of floating-point targets, median over the batches; 0 where there are none.
+        target_rms: The rms of floating-point targets, median over the batches; 0 if there are none.
         given: Layer -> rms of what it is given, where that was made from the data alone.
         mixed: How much outputs move when another sample is exchanged / how they differ; nan where
             that was not looked at.
@@ -122,7 +122,7 @@ class MisplacedSoftmax:
     Attributes:
         layer: Where it ran.
         axis: The axis that it runs over, counted from 0.
-        shape: Of what it made.
+        shape: The shape of its output.
         over: What it runs over, in words.
         wanted: What it should run over, in words; "" where that is not known.
         in_loss: Whether it ran after the model.
@@ -141,7 +141,7 @@ class ConstantLayer:
     """A layer that always returns the same, because it compares one number with itself.
 
     Attributes:
-        layer: Where it is; "" for what runs outside of layers.
+        layer: Where it is; "" outside all layers.
         function: "softmax", "log_softmax", or the class of a norm layer.
         in_loss: Whether it ran after the model.
     """

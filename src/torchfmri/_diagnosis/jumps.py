@@ -101,7 +101,7 @@ def update_jump(seen: Observation) -> Iterator[Finding]:
             math.isinf(ratio) or ratio > cuts.UPDATE_JUMP.value * usual
         )
         if not alone or not jumped or not math.isfinite(norms[place]):
-            continue  # what is done by gradients that are not finite is told elsewhere
+            continue  # another diagnosis reports non-finite gradients
         before, after = loss_around(seen.trace.loss, place)
         turned = first_nonfinite(seen)
         lost = seen.origin is not None or (turned is not None and turned > place)
@@ -134,7 +134,7 @@ def changed_outside(seen: Observation) -> Iterator[Finding]:
     concerned = np.flatnonzero(told.any(0))
     if not len(concerned):
         return
-    # One way for all: what grows in one parameter and shrinks in another is told by the first.
+    # If some parameters grow and others shrink, report those that grow.
     written = grown if bool((told & grown).any()) else shrunk
     concerned = concerned[(told & written)[:, concerned].any(0)]
     names = [seen.trace.parameters[each] for each in concerned]

@@ -93,8 +93,8 @@ class LiveDiagnosis:
 def _once_each(origins: Sequence[Finding]) -> list[Finding]:
     """Return each finding once, with a remark on later steps where it came again.
 
-    It is the same where the same weights are not finite, or where the same layers are and nobody
-    looked for the origin.
+    Two are the same if the same weights are not finite, or the same layers and the origin was not
+    looked for.
     """
     found: dict[tuple[Any, ...], list[Finding]] = {}
     for number, each in enumerate(origins):

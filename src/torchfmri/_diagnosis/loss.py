@@ -22,21 +22,21 @@ def misread_output(seen: Observation) -> Iterator[Finding]:
         return
     expected, found = loss.misread
     cures = {
-        ("logits", "probabilities"): "Hand the logits over: the loss applies softmax (or sigmoid) "
+        ("logits", "probabilities"): "Pass the logits: the loss applies softmax (or sigmoid) "
         "itself.",
-        ("logits", "probabilities over the batch"): "Remove the softmax, which besides runs over "
+        ("logits", "probabilities over the batch"): "Remove the softmax, which also runs over "
         "the samples (dim=0) instead of the classes.",
         ("log-probabilities", "probabilities"): "Take log_softmax, or cross_entropy of the logits.",
         ("log-probabilities", "logits"): "Apply log_softmax before nll_loss or kl_div, or use "
         "cross_entropy.",
-        ("log-probabilities of the targets", "probabilities"): "Leave log_target=True away, or "
-        "hand over the logarithm of the targets.",
+        ("log-probabilities of the targets", "probabilities"): "Leave out log_target=True, or "
+        "pass the logarithm of the targets.",
     }
     name = "probabilities_as_logits" if expected == "logits" else f"{found}_as_log_probabilities"
     yield alarm(
         name,
         layers=(loss.output_layer,) if loss.output_layer else (),
-        text=f"The loss takes {expected}, but what it gets is {found}"
+        text=f"The loss expects {expected}, but it gets {found}"
         + (
             ": softmax or sigmoid is applied twice, which flattens the gradient."
             if expected == "logits"
@@ -99,7 +99,7 @@ def _score_minimised(seen: Observation, right: float, wrong: float) -> Iterator[
         "inverted_loss",
         text=f"The loss is {right:.2g} for outputs that equal the targets and {wrong:.2g} for "
         "their opposite: it is a score, and training makes it smaller.",
-        advice="Minimise 1 - score; where targets mark what is not wanted, nothing is to be done.",
+        advice="Minimise 1 - score; if targets mark what is not wanted, there is nothing to do.",
         evidence={"right": right, "opposite": wrong},
     )
 
@@ -146,7 +146,7 @@ def softmax_dimension(seen: Observation) -> Iterator[Finding]:
     """Find a softmax that does not run over what its result is used for."""
     found = list(seen.softmaxes)
     if not found or (seen.loss is not None and (seen.loss.misread or ("", ""))[0] == "logits"):
-        return  # that it should not be there at all is told elsewhere
+        return  # another diagnosis says that it should not be there at all
     worst = found[0]
     where = f"of {worst.layer!r} " if worst.layer else ""
     axis = f"axis {worst.axis} of {worst.shape}"
@@ -184,7 +184,7 @@ def targets_not_shifted(seen: Observation) -> Iterator[Finding]:
 
 
 def missing_causal_mask(seen: Observation) -> Iterator[Finding]:
-    """Find attention that reads the very token that is to be predicted."""
+    """Find attention that reads the very token that it should predict."""
     if seen.loss is None or seen.loss.targets != "next inputs" or seen.origin is not None:
         return
     layers = tuple(
@@ -211,7 +211,7 @@ def constant_targets(seen: Observation) -> Iterator[Finding]:
     yield warn(
         "constant_targets",
         text=f"All targets of {data.samples} samples are one class, and the model tells "
-        f"{loss.classes} apart: nothing is to be learnt but a constant.",
+        f"{loss.classes} apart: there is nothing to learn but a constant.",
         advice="Look at how the dataset makes its labels, and shuffle: sorted data begins with one "
         "class.",
         evidence={"samples": data.samples, "classes": loss.classes},
@@ -271,7 +271,6 @@ def logits_too_small(seen: Observation) -> Iterator[Finding]:
         text=f"The cross entropy is given {left:.1g} of what {loss.output_layer!r} returns (at "
         f"most {loss.logit:.1g}): all classes are as likely, whatever the input, and the loss does "
         "not fall.",
-        advice="Hand over the logits as they are, or lower the temperature that they are divided "
-        "by.",
+        advice="Pass the logits as they are, or lower the temperature that they are divided by.",
         evidence={"left": left, "largest_logit": loss.logit},
     )

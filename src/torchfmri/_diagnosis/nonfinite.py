@@ -72,7 +72,7 @@ def _in_loss(seen: Observation) -> Iterator[Finding]:
         "nonfinite_loss",
         step=step,
         text=f"The loss of step {step} is {value} (of {len(bad)} of {len(seen.trace)} steps it is "
-        "not finite), while gradients are finite: log or division of something that is 0.",
+        "not finite), while gradients are finite: perhaps a logarithm of 0 or a division by 0.",
         advice=_ADVICE,
         evidence={"steps": len(bad)},
     )
@@ -126,7 +126,7 @@ def _in_backward(seen: Observation, place: int, step: int) -> Finding | None:
         return alarm(
             "nonfinite_loss",
             step=step,
-            text=f"At step {step} the outputs of all layers were finite, and the gradient that "
+            text=f"At step {step} the outputs of all layers were finite, but the gradient that "
             "came out of the loss was not.",
             advice=_ADVICE,
         )

@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class Notes:
-    """Sentences about a run that are no findings; each is said once."""
+    """Sentences about a run that are not findings; each is kept once."""
 
     def __init__(self) -> None:
         self._said: dict[str, None] = {}

@@ -37,7 +37,7 @@ class UnitActivity:
         function: "relu", "tanh", "sigmoid", ...
         units: How many units.
         samples: How many values of each were seen while `silent` was counted.
-        steps: In how many steps.
+        steps: The number of steps.
         silent: How many units had slope 0 for every one of these samples.
         first_silent: The first step from which on most of these were silent; None if none is.
         dormant: How many had less than a 40th of the layer's mean activity.
@@ -87,7 +87,7 @@ class HeadActivity:
     Attributes:
         layer: The layer.
         step: The step.
-        entropy: Of each head, relative to ln of the number of keys; mean over the queries.
+        entropy: The entropy of each head / ln of the number of keys; mean over the queries.
         logit: The largest |logit| of each head before the softmax.
         keys: How many keys there are.
         future: The share of the keys after its own place that a query may read; nan where queries
@@ -122,8 +122,8 @@ class WeightFacts:
     """One parameter before and after the run.
 
     Attributes:
-        rms: Before the first step.
-        last_rms: After the last one.
+        rms: Its rms before the first step.
+        last_rms: Its rms after the last step.
         equal_rows: Whether all rows (units) were equal before the first step.
         still_equal_rows: Whether they are equal after the last one.
         moved: The share of its values that the run changed.
@@ -144,9 +144,9 @@ class Reach:
 
     Attributes:
         called: The layers that ran, in the order of their first call.
-        without_graph: Those whose output had no graph although they have trainable parameters.
-        consumed: Those whose output something read.
-        reached: Those at whose output a gradient arrived.
+        without_graph: The layers with trainable parameters whose output had no graph.
+        consumed: The layers whose output something read.
+        reached: The layers at whose output a gradient arrived.
         unregistered: Leaf tensors behind the loss that the model does not list as parameters.
         loss_has_graph: Whether the loss can be differentiated at all.
         linear_pairs: Linear layers with nothing between them that one could not do alone.
@@ -171,9 +171,9 @@ class StepFacts:
         clip: Norm of the gradients as the optimizer finds them / as backward left them.
         norm: Norm of the gradients as backward left them.
         stale: Whether gradients of the step before were still there when backward began.
-        learning_rate: The largest of the groups.
+        learning_rate: The largest learning rate of the groups.
         stepped: Whether the optimizer stepped.
-        half_gradients: Of float16 gradients, the share of non-zero values below its normal range.
+        half_gradients: Layer -> share of non-zero float16 gradients below the normal range.
         flushed: Layers whose float16 gradient is exactly 0 behind one that is not.
         spread: Layer -> how much its representation differs between samples / its size.
         noise_scale: Batch size at which the noise of the gradient equals the gradient, in samples.
@@ -185,8 +185,7 @@ class StepFacts:
         idle: The parameters of optimizers that never stepped.
         passes: How many backward passes an update is made of, mostly.
         signal: Matrix layer -> by how much its input differs between samples, at the first step.
-        scaled_clip: By what gradients were multiplied before a GradScaler unscaled them; nan where
-            none did.
+        scaled_clip: The factor on gradients before a GradScaler unscaled them; nan if none did.
     """
 
     clip: Floats
@@ -216,7 +215,7 @@ class Observation:
     Attributes:
         copied_tables: Embeddings and output layers that are two parameters of equal values.
         norms: The batch norms that ran.
-        softmaxes: Those that run over the wrong axis.
+        softmaxes: The softmaxes that run over the wrong axis.
         constants: Layers that return the same whatever they are given.
         origin: Where the first number that is not finite came from, if the run ended there.
     """

@@ -70,7 +70,7 @@ def learning_rate_fell(seen: Observation) -> Iterator[Finding]:
     if place is None or seen.steps is None or len(seen.steps.learning_rate) < LEAST_STEPS:
         return
     rates = seen.steps.learning_rate
-    if not rates[-1] > 0:  # that it is 0 is told elsewhere
+    if not rates[-1] > 0:  # another diagnosis reports a rate of 0
         return
     step = int(seen.trace.steps[min(place, len(seen.trace) - 1)])
     yield warn(

@@ -40,7 +40,7 @@ class OddBatch(NamedTuple):
     """A batch unlike the others.
 
     Attributes:
-        step: In which it was used.
+        step: The step that used it.
         what: What of it is too large, in words.
         factor: How many times as large as usual that is.
     """

@@ -25,8 +25,8 @@ class DepthProfile:
     """How the gradients of the matrices change along the depth.
 
     Attributes:
-        parameters: In the order in which they run.
-        rms: Of the gradient of each, the median over the steps.
+        parameters: The parameters, in the order in which their layers run.
+        rms: The rms of each one's gradient, as the median over the steps.
         trend: Rank correlation of rms with depth; positive: smaller towards the input.
     """
 
@@ -41,7 +41,7 @@ class DepthProfile:
 
     @property
     def second_ratio(self) -> float:
-        """Second smallest / largest: one layer that differs is no trend."""
+        """Second smallest / largest: one layer that differs is not a trend."""
         return float(np.sort(self.rms)[1] / self.rms.max())
 
     @property
@@ -102,8 +102,8 @@ class DepthGrowth:
 
     Attributes:
         layers: Alike layers in the order in which they run.
-        rms: Of each layer's output, at the step where it grew most.
-        step: Which one.
+        rms: The rms of each layer's output, at the step where it grew most.
+        step: That step.
         trend: Correlation of log rms with depth.
     """
 
@@ -146,7 +146,7 @@ def _largest_growth(layers: list[str], rms: Floats, steps: NDArray[np.int64]) ->
         return None
     rows, numbers = rms[usable], steps[usable]
     factors = rows[:, -1] / rows[:, 0]
-    # By the median, so that one spike is no growth; the first step where it is seen.
+    # By the median, so that one spike does not count as growth; the first step where it is seen.
     typical = float(np.median(factors))
     place = int(np.flatnonzero(factors >= min(typical, GROWTH_WARN.value))[0])
     logs = np.log(rows[place])

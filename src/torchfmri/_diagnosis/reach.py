@@ -24,7 +24,7 @@ def graph_cut(seen: Observation) -> Iterator[Finding]:
     if not len(seen.trace) and reach.loss_has_graph:
         return
     if not reach.loss_has_graph and all_frozen(seen):
-        return  # told by the frozen layers
+        return  # `frozen_layer` reports it
     if not reach.loss_has_graph:
         yield _loss_without_graph(seen)
         return

@@ -169,7 +169,7 @@ def find(
 
     Args:
         seen: What was observed.
-        diagnoses: Those to ask.
+        diagnoses: The diagnoses to make.
         notes: Takes down which of them failed; without it the failure is raised.
     """
     found: list[Finding] = []

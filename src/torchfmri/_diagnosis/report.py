@@ -39,7 +39,7 @@ class Diagnosis(Sequence[Finding]):
         model: The class of the model.
         findings: What was found, each with what follows from it.
         steps: How many steps were looked at.
-        facts: Numbers about the run that are no findings, such as the loss at both ends.
+        facts: Numbers about the run that are not findings, such as the loss at both ends.
         seconds: How long it took.
         history: The statistics behind it, for figures; None where there are none.
         observation: Everything that was observed; for those who write diagnoses.
@@ -100,7 +100,7 @@ class Diagnosis(Sequence[Finding]):
         """Return the report in sentences, the worst first.
 
         Args:
-            width: In characters; the terminal's, at most 100, by default.
+            width: The width in characters; by default that of the terminal, at most 100.
         """
         room = min(100, line_width(None)) if width is None else line_width(width)
         style = output_style()

@@ -20,7 +20,7 @@ SMALL_GAIN = 0.2
 _EQUAL = 1e-3
 _APART = 1.1
 _SCALED, _SOME = 0.2, 0.1
-"""A GradScaler's scale is 8 or more; a tenth of factors that are no scale would be chance."""
+"""A GradScaler's scale is 8 or more; so many exact powers of two are not chance."""
 LEAST_STEPS = 10
 _LEAST_SAMPLES, _FEW_SAMPLES = 256, 64
 
@@ -110,7 +110,7 @@ def gradient_norms(seen: Observation) -> Floats:
 def first_nonfinite(seen: Observation) -> int | None:
     """Return the place of the first step with non-finite gradients or weights; or None.
 
-    Of a forward pass alone the outputs are judged, where -inf may be a mask.
+    Without gradients and weights the outputs are judged, where -inf may be a mask.
     """
     trace = seen.trace
     harmed = [

@@ -57,7 +57,7 @@ def _large_given(seen: Observation, given: Mapping[str, float]) -> Iterator[Find
     yield warn(
         "unscaled_inputs",
         layers=tuple(large),
-        text=f"What {layer!r} is given has an rms of {rms:,.0f}, made from the data with no layer "
+        text=f"The input of {layer!r} has an rms of {rms:,.0f}, made from the data with no layer "
         "between; initial weights and learning rates assume about 1.",
         advice="Bring each feature to about 1 before it is joined with others: a number of a step "
         "by its largest (or by an embedding), pixels by 255, others by their standard deviation.",

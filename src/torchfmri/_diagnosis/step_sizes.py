@@ -73,7 +73,7 @@ def _group_too_high(seen: Observation) -> Iterator[Finding]:
 
 
 def _is_weight(name: str) -> bool:
-    """Whether it is the weight of a layer; a prompt or a table of its own may be made anew."""
+    """Whether it is the weight of a layer; a prompt or a table may well be replaced."""
     return name.rpartition(".")[2].startswith("weight")
 
 
@@ -88,7 +88,7 @@ def _too_high(seen: Observation) -> Iterator[Finding]:
     steps, loss = seen.trace.steps, seen.trace.loss
     turned = len(ratios) if seen.origin is not None else first_nonfinite(seen)
     lost = turned is not None
-    # An update that is not finite is no matter of its size: told elsewhere, with its cause.
+    # An update that is not finite is reported elsewhere, with its cause.
     for place in np.flatnonzero(np.isfinite(ratios) & (ratios > cuts.UPDATE_HIGH.value)):
         ahead = ratios[place : place + _WINDOW]
         sustained = int((ahead > cuts.UPDATE_HIGH.value).sum()) >= _SUSTAINED

@@ -141,7 +141,7 @@ def stopped_training(seen: Observation) -> Iterator[Finding]:
             step=step,
             text=f"The weights of {listed(named)} moved at every step until {step - 1} and not at "
             f"all since, while others go on.",
-            advice="If they were frozen on purpose, nothing is to be done; else see who set "
+            advice="If they were frozen on purpose, there is nothing to do; otherwise see who set "
             "requires_grad=False or took them out of the optimizer.",
             evidence={"steps_without_update": len(trace) - place},
         )

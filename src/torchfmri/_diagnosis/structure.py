@@ -62,7 +62,7 @@ class Structure:
         kinds: Layer -> the class of its module.
         parameters: Parameter name -> facts; one that has two names is listed once.
         aliases: Parameter name -> all layers that own it, where there are several.
-        strangers: How many tensors the optimizers hold that are no part of the model.
+        strangers: How many tensors of the optimizers are not part of the model.
         groups: Settings of the optimizers' groups: lr, weight_decay, momentum, maximize, the
             parameters' names, and eps_lost: what its eps is where that rounds to 0, else "".
         modes: Layer -> whether it is in training mode, for dropout and batch norms.

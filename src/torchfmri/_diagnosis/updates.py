@@ -210,7 +210,7 @@ def cleared_gradients(seen: Observation) -> Iterator[Finding]:
     cleared = seen.steps.cleared
     if int(cleared.sum()) < _SUSTAINED or cleared.mean() <= 0.5:
         return
-    if seen.steps.early.mean() > 0.5:  # told by another
+    if seen.steps.early.mean() > 0.5:  # `step_before_backward` reports it
         return
     yield alarm(
         "cleared_gradients",

@@ -39,7 +39,7 @@ def missing_from_optimizer(seen: Observation) -> Iterator[Finding]:
         text=f"{how_many(len(missing), len(everything), 'parameters')} ({listed(layers)}) get "
         "gradients but are in no optimizer: they never change."
         + (
-            f" The optimizer holds {strangers} tensors that are no part of the model: were layers "
+            f" The optimizer holds {strangers} tensors that are not part of the model: were layers "
             "replaced after it was made?"
             if strangers
             else ""
@@ -98,7 +98,7 @@ def _everything_frozen(parameters: Sequence[ParameterFacts]) -> Finding:
         step=None,
         text=f"All {len(parameters)} parameters are frozen (requires_grad=False), those of "
         f"{layers[-1]!r} too: there is nothing to train.",
-        advice="Set requires_grad=True for what is to be trained; a new head is put in after the "
+        advice="Set requires_grad=True for what you want to train; a new head is put in after the "
         "rest is frozen, not before.",
         evidence={"frozen": len(parameters)},
     )
@@ -143,7 +143,7 @@ def shared_module(seen: Observation) -> Iterator[Finding]:
         layers=layers,
         step=None,
         text=f"{listed(owners)} are one and the same module: they share all weights.",
-        advice="Make each member anew, [make() for _ in range(n)] instead of [make()] * n; to "
+        advice="Make each member by itself, [make() for _ in range(n)] instead of [make()] * n; to "
         "share on purpose, register it once and call it several times.",
         evidence={"members": len(owners)},
     )
@@ -189,8 +189,8 @@ def missing_nonlinearity(seen: Observation) -> Iterator[Finding]:
         "missing_nonlinearity",
         layers=layers,
         step=None,
-        text=f"Nothing stands between {listed(layers)}: linear layers in a row do what one could "
-        "do.",
+        text=f"There is nothing between {listed(layers)}: linear layers in a row can do no more "
+        "than one.",
         advice="Put an activation between them (ReLU, GELU), or use one layer.",
         evidence={"layers": len(layers)},
     )
@@ -212,7 +212,7 @@ def samples_mixed(seen: Observation) -> Iterator[Finding]:
         f"{percent(seen.data.mixed)} of how they differ: samples are mixed with each other.",
         advice=("Set batch_first=True, or hand over (time, batch, features). " if recurrent else "")
         + "Look for an operation along axis 0 and for view or reshape in place of transpose; where "
-        "samples are meant to see each other (graphs, sets), nothing is to be done.",
+        "samples are meant to see each other (graphs, sets), there is nothing to do.",
         evidence={"mixed": seen.data.mixed},
     )
 

@@ -87,7 +87,7 @@ def _explain_text(text: str) -> Explanation:
         if found is not None:
             return _write(crash, *found)
     raise InspectionError(
-        f"explain takes an exception, not {text!r}, which is no message that it knows. Catch it "
+        f"explain takes an exception, not {text!r}, which is not a message that it knows. Catch it "
         "with `except Exception as error:` and pass error, to see at least layer and line."
     )
 
@@ -200,7 +200,7 @@ def _write_hook(crash: Crash, line: SourceLine, module: nn.Module | None) -> Exp
         why=f"The hook is {line.function} at {short_path(line.file)}:{line.number}. What is raised "
         "in a hook stops the pass that called it; gradients may then be half done.",
         cure=(
-            "Mend the hook, or remove it: handle.remove() on what register_*_hook returned.",
+            "Repair the hook, or remove it: handle.remove() on what register_*_hook returned.",
             "After a failed backward pass: optimizer.zero_grad() before the next one.",
         ),
     )

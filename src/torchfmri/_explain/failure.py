@@ -44,7 +44,7 @@ class Failure:
         what: What happened, one sentence; `{group}` stands for a group of the pattern.
         why: What usually causes it.
         cure: What to do, most likely cure first.
-        error: A class it must have, whoever raised it; None: any class, raised inside PyTorch.
+        error: The class it must have, raised anywhere; None: any class, raised inside PyTorch.
         when: A further condition.
         clues: A function that reads more than the message says.
     """

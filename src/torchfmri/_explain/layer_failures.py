@@ -205,7 +205,7 @@ LAYER_FAILURES = (
         r"not (?P<got>[\w.]+)",
         "{function} takes a tensor as its argument {name!r} and got a {got}.",
         "Some layers return several values: recurrent ones (output, state), attention (output, "
-        "weights). A layer without `return` gives None; NumPy arrays are no tensors.",
+        "weights). A layer without `return` gives None; NumPy arrays are not tensors.",
         ("Look at what the layer before returns, and pass on the tensor that you mean.",),
         clues=by_given_value,
     ),
@@ -227,7 +227,7 @@ LAYER_FAILURES = (
         f"{_STATE}, also with batch_first=True, and the batch is that of the input.",
         (
             "Make the state for the batch at hand: x.new_zeros{wanted}, or pass none for zeros.",
-            "A state kept from step to step: begin anew where the batch changes its size.",
+            "A state kept from step to step: start again when the batch changes its size.",
         ),
         clues=by_hidden_state,
     ),

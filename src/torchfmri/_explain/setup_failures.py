@@ -121,7 +121,7 @@ SETUP_FAILURES = (
         r"|parameters appear in more than one parameter group",
         "The optimizer was given something else than parameters, or one of them twice.",
         "It takes an iterable of leaf tensors (or of dicts with 'params'). A parameter that was "
-        "moved, cast or computed with afterwards is no leaf any more.",
+        "moved, cast or computed with afterwards is not a leaf any more.",
         (
             "Pass model.parameters(), not the model; [x], not x.",
             "A tensor: x = torch.randn(3, device=...).requires_grad_() as the last step.",

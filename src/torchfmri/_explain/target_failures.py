@@ -248,7 +248,7 @@ TARGET_FAILURES = (
     Failure(
         "sampling",
         r"probability tensor contains either .?inf|invalid multinomial distribution",
-        "torch.multinomial was asked to draw from numbers that are no probabilities.",
+        "torch.multinomial was asked to draw from numbers that are not probabilities.",
         "They hold NaN, infinity or negative values, or sum to 0. Usually the logits are not "
         "finite: float16 that overflowed, a row that is masked entirely, a temperature near 0; or "
         "logits were given instead of their softmax.",

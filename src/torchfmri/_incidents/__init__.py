@@ -1,10 +1,10 @@
 """A step that turned NaN or infinite: held, traced back, stored, replayed.
 
-`hold` looks at each step before the optimizer applies it, by one number (`sentinel`). `aftermath`
+`hold` looks at each step before the optimizer applies it, by one number. `aftermath`
 runs a bad step again (`redone_step`), from the `buffers` as they were before it, finds the
 operation where it began (`origin`, `trace`) and writes a folder (`stored_incident`), which
 `replay_run` runs again. Why an operation makes NaN is an entry of `FORWARD` or `BACKWARD` in
-`causes`; since when weights have been bad, `past_weights` tells.
+`causes`.
 """
 
 from torchfmri._incidents.aftermath import IncidentSubject

@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from torchfmri._incidents.agreement import exchange, processes
-from torchfmri._incidents.content import readable
+from torchfmri._incidents.content import are_finite, readable
 from torchfmri._incidents.incident import Incident, IncidentPart
 from torchfmri._incidents.incident_folders import free_folder
 from torchfmri._incidents.options import Action, Incidents
-from torchfmri._incidents.past_weights import dated
 from torchfmri._incidents.redone_step import BadStep, coarse_finding, plain_finding, redo, why_not
-from torchfmri._incidents.report import HOLD
+from torchfmri._incidents.report import HOLD, bad_from_start, changed_between, made_by_update
 from torchfmri._incidents.seen_step import SeenStep
-from torchfmri._incidents.sentinel import are_finite
 from torchfmri._incidents.stored_incident import write_part, write_summary
 from torchfmri._model import unwrap
-from torchfmri._records import Finding, History
+from torchfmri._records import UPDATE_SAMPLE, Finding, History, Series
 from torchfmri._text import listed
 from torchfmri._torch import gradient_scale
 from torchfmri.exceptions import NonFiniteError, NonFiniteWarning
@@ -93,7 +92,7 @@ class Aftermath:
         """Find the origin of what is wrong with a step, write it down, and tell.
 
         Args:
-            number: Of the step.
+            number: The number of the step.
             seen: What is remembered of it.
             spoilt: The buffers that the step has made non-finite, if they stay so.
 
@@ -270,3 +269,61 @@ def _agree(
     )
     place = everyone[0]["folder"]
     return whole, rank, Path(place) if place else None, everyone[0]["identity"]
+
+
+def dated(
+    finding: Finding, number: int, model: nn.Module, history: History, held: Mapping[int, str]
+) -> Finding:
+    """Return the finding; about non-finite weights it says who made them, or since when.
+
+    Args:
+        finding: Any.
+        number: The step in which they were noticed.
+        model: Whose weights they are.
+        history: The statistics of the steps before.
+        held: Earlier step whose loss or gradients were not finite -> what was done about it.
+    """
+    name = finding.evidence.get("parameter")
+    parameter = dict(unwrap(model).named_parameters()).get(str(name))
+    if finding.problem != "nonfinite_weights" or parameter is None:
+        return finding
+    steps, bad = _record_of(str(name), number, history)
+    if not len(steps):
+        return finding
+    if bad[0]:
+        return bad_from_start(finding, int(steps[0]))
+    first_bad = int(steps[int(bad.argmax())]) if bad.any() else number
+    last_good = int(steps[steps < first_bad][-1])
+    done = [held.get(step) for step in range(last_good, first_bad)]
+    if not parameter.requires_grad or all(action == "skip" for action in done):
+        remark = f" At step {last_good} it was finite, and no update has changed it since."
+        return replace(finding, text=finding.text + remark)
+    left_finite = _was_left_finite(finding, last_good, history)
+    if left_finite is None and "continue" in done:  # bad gradients were applied: reason enough
+        left_finite = False
+    if left_finite is False:
+        return made_by_update(finding, (last_good, first_bad - 1), "continue" not in done)
+    return changed_between(finding, last_good, first_bad, left_finite is not None)
+
+
+def _was_left_finite(finding: Finding, number: int, history: History) -> bool | None:
+    """Whether the update of a step left a parameter finite; None where that was not recorded."""
+    found = finding.evidence
+    step = history[int(np.flatnonzero(history.steps == number)[0])]
+    if found["parameter"] not in step.parameters:
+        return None
+    if not np.isfinite(step.updates[0, step.parameters.index(found["parameter"])]):
+        return False
+    is_seen = found["count"] <= UPDATE_SAMPLE or found["nan"] + found["inf"] == found["count"]
+    return True if is_seen else None
+
+
+def _record_of(
+    name: str, number: int, history: History
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Return the steps at which a parameter was recorded, and where it was non-finite."""
+    if Series(name, "parameters") not in history.series:
+        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    counts = history.values(name, "parameters", "nan") + history.values(name, "parameters", "inf")
+    seen = np.isfinite(counts) & (history.steps < number)
+    return history.steps[seen], counts[seen] > 0

@@ -198,12 +198,12 @@ def _steep(event: Event) -> Cause:
         return Cause(
             f"the derivative of {name} is infinite at -1 and 1, and its argument reaches one of "
             "them",
-            f"Clamp the argument of {name} a little inside of -1 and 1.",
+            f"Clamp the argument of {name} a little inside -1 and 1.",
         )
     if any(each.zeros for each in event.operands):
         return Cause(
             f"the derivative of {name} is infinite at 0, and its argument holds 0",
-            f"Add a small number inside of {name}. torch.where does not help: a branch that is "
+            f"Add a small number inside {name}. torch.where does not help: a branch that is "
             "not chosen still has 0 * inf = NaN as its gradient; clamp the argument before.",
         )
     return Cause(

@@ -1,11 +1,21 @@
-"""What is not finite in a tensor: how much of it, and where it begins."""
+"""What is not finite: in one tensor, and in the loss and gradients of a step.
+
+The norm of a gradient is NaN or infinite if any of its values is, and reading each gradient once
+is the cheapest exact test there is. A norm can also overflow by itself, so an alarm is checked
+value by value before anything is done about it.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfmri._torch import norms
 
 MOST_ROWS = 65_536
 """Where more rows than these are concerned, they are not listed."""
@@ -20,8 +30,8 @@ class Content:
         pos_inf: How many are +inf.
         neg_inf: How many are -inf.
         count: How many values there are.
-        shape: Of the tensor.
-        dtype: Such as "float32".
+        shape: The shape of the tensor.
+        dtype: Its dtype, such as "float32".
         element: The index of the first non-finite value.
         rows: The indices along dimension 0 under which there is one; none if there are too many.
     """
@@ -88,3 +98,42 @@ def readable(tensor: Tensor) -> Tensor | None:
         return None
     # No operation but the conversion is known for numbers of eight bits.
     return local.float() if local.dtype.itemsize == 1 else local
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients that an optimizer is about to apply, as this process holds them."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                values = readable(parameter.grad)
+                if values is not None:
+                    found.append(values)
+    return found
+
+
+def total_size(losses: Iterable[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return a number, not yet read, that is finite only if all of these are; or None.
+
+    It may be infinite though all are finite, where a norm overflows.
+    """
+    parts: dict[torch.device, list[Tensor]] = defaultdict(list)
+    with torch.no_grad():
+        for loss in losses:
+            parts[loss.device].append(loss.detach().float().abs().reshape(()))
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            kinds[gradient.device, gradient.dtype].append(gradient)
+        for (device, _), some in kinds.items():
+            found = torch.stack(norms(some))
+            parts[device].append((found.abs() if found.is_complex() else found).float().sum())
+        totals = [torch.stack(some).sum() for some in parts.values()]
+        if not totals:
+            return None
+        device = totals[0].device
+        return torch.stack([total.to(device, non_blocking=True) for total in totals]).sum()
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every value of these is finite, exactly; waits for the device."""
+    return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)

@@ -58,11 +58,11 @@ class Event:
     """An operation (or something that was there before) with a non-finite result.
 
     Attributes:
-        number: Events are numbered as they come.
+        number: Its number, in the order in which events come.
         kind: "operation", or what was not made by one: a "constant" in the code, a "parameter" or
             "buffer" of the model, "data" of the batch, any other tensor from "outside".
         operation: Such as "log"; in a backward pass the operation whose gradient it computes.
-        name: Of the parameter or buffer; the path of the data in the batch.
+        name: The name of the parameter or buffer, or the path of the data in the batch.
         place: Where it was run.
         content: What is not finite in it.
         parents: The events that its non-finite inputs come from.
@@ -97,7 +97,7 @@ def trace_back(trouble: Event) -> Lineage:
     """Return the lineage of an event.
 
     NaN is followed to the operation that made it of other numbers. If there were infinities among
-    these, they are followed in turn; an infinity that the code put in on purpose is no cause,
+    these, they are followed in turn; an infinity that the code put in on purpose is not a cause,
     but the operation that could not cope with it is.
     """
     birth = trouble

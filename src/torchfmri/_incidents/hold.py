@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from torchfmri._incidents.aftermath import Aftermath, IncidentSubject
 from torchfmri._incidents.agreement import any_is_bad, any_is_true
+from torchfmri._incidents.content import are_finite, gradients_of, total_size
 from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Action, Incidents
 from torchfmri._incidents.seen_step import SeenStep, StepWatch
-from torchfmri._incidents.sentinel import are_finite, gradients_of, total_size
 from torchfmri._model import kept_whole
 from torchfmri._records import Finding, alarm
 from torchfmri._torch import Deferred
@@ -122,7 +122,7 @@ class Hold:
         """Look at the gradients as the optimizer finds them; True if it is to leave them out.
 
         Raises:
-            NonFiniteError: They are not finite, and that is to be raised.
+            NonFiniteError: They are not finite, and the action is to raise.
         """
         seen, self._stepped = self._watch.step, True
         self._watch.notice_overwriting()

@@ -48,14 +48,14 @@ class IncidentPart:
     """What one process keeps of an incident.
 
     Attributes:
-        rank: Of the process.
+        rank: The rank of the process.
         step: The number of the step.
         finding: What this process found.
         calls: The calls of the model, one per micro-batch.
         told: The batch that the user told the Monitor of; None where it was not told.
         about: The action, the scaler's state, compiled or not, norms of the weights.
         weights: Name -> tensor; None where they were not asked for.
-        identity: Of the incident: the same in all of its parts.
+        identity: The identity of the incident, the same in all of its parts.
         notes: What is odd about the folder that it was read from.
     """
 

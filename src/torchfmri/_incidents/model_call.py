@@ -28,7 +28,7 @@ class Output(NamedTuple):
     """Stands for a tensor that the model returned, in the arguments of the loss.
 
     Attributes:
-        path: Where in the output.
+        path: Its place in the output.
         shape: The loss may have got it in another shape.
     """
 
@@ -44,7 +44,7 @@ class ModelCall:
         arguments: The positional arguments.
         keywords: The keyword arguments.
         random: What the random generators were about to draw.
-        autocast: As it was around the call.
+        autocast: The state of autocast around the call.
         given: The tensors that model and loss were handed, each with its version then, to see
             whether they were written into since.
         is_copy: Whether the arguments are copies, which nobody else writes into.
@@ -168,7 +168,7 @@ class ModelCall:
         """
         arguments, keywords, given = data["arguments"], data["keywords"], data["loss_arguments"]
         if not isinstance(arguments, tuple) or not all(isinstance(key, str) for key in keywords):
-            raise TypeError("its arguments are no tuple, or its keywords no texts")
+            raise TypeError("its arguments are not a tuple, or its keywords are not strings")
         call = cls(
             arguments,
             dict(keywords),
@@ -188,7 +188,7 @@ def call_of(
     """Return the call that is about to be made, without waiting for a device.
 
     Args:
-        model: That is called.
+        model: The model that is called.
         arguments: The positional arguments.
         keywords: The keyword arguments.
         copy: Whether to copy the tensors among them, because somebody writes into them.
@@ -220,7 +220,7 @@ def _read_autocast(device: Any, enabled: Any, dtype: Any, cached: Any) -> Autoca
 
 def _read_output(path: Any, shape: Any) -> Output:
     if not isinstance(path, str) or any(type(size) is not int or size < 0 for size in shape):
-        raise TypeError("an argument of its loss is no output of the model")
+        raise TypeError("an argument of its loss is not an output of the model")
     return Output(path, tuple(shape))
 
 

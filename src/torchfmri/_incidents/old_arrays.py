@@ -68,5 +68,5 @@ def _entry(data: memoryview, at: int, where: str) -> tuple[str, int, int, int]:
 def _values(content: memoryview, where: str) -> NDArray[Any]:
     header = _ARRAY.match(content)
     if header is None or int(header[1]) != len(content) - header.end():
-        raise FileFormatError(where, "it is no array of bytes")
+        raise FileFormatError(where, "it is not an array of bytes")
     return np.frombuffer(content, np.uint8)[header.end() :]

@@ -30,13 +30,13 @@ class BadStep:
     """What is known of a step whose loss or gradients are not finite.
 
     Attributes:
-        number: Of the step.
+        number: The number of the step.
         calls: The calls of the model, one per micro-batch.
-        losses: As they were seen or told, with their graphs.
+        losses: The losses as they were seen or told, with their graphs.
         gradients: Parameter -> its gradient, where that is not finite.
         after_update: Whether the optimizer stepped before, from finite gradients.
-        scale: By what the GradScaler multiplies the loss.
-        batch: As the user told it.
+        scale: The factor of the GradScaler on the loss.
+        batch: The batch, as the user told it.
         overwritten: The identities of tensors that are no longer what they were in the step.
     """
 

@@ -71,9 +71,9 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
     """Find what is wrong with the step of an incident, by running it again.
 
     Args:
-        folder: Of the incident, or of several: then that of the highest step.
+        folder: The folder of an incident, or of several: then the highest step is used.
         subject: The model and loss to run it with; without them the finding as it was written.
-        rank: Of which process; by default of the one that has the origin.
+        rank: The process whose part is run; by default the one that has the origin.
 
     Raises:
         FileFormatError: It is damaged, or is not what was written.

@@ -29,11 +29,11 @@ class SeenStep:
 
     Attributes:
         calls: The calls of the model with gradients, one per micro-batch.
-        losses: That were seen.
-        told_losses: That the user told of.
-        told_batch: That the user told of.
+        losses: The losses that were seen.
+        told_losses: The losses that the user told.
+        told_batch: The batch that the user told.
         told_call: The call that this batch is for, in case that none is seen.
-        scale_version: Of the GradScaler, when the step began.
+        scale_version: The version of the GradScaler's scale when the step began.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class StepWatch:
     Attributes:
         step: The step under way.
         is_resting: Whether calls do not count: they are ours.
-        buffers: Those of the model, as they were before the step.
+        buffers: The buffers of the model, as they were before the step.
     """
 
     def __init__(

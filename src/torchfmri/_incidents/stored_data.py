@@ -85,7 +85,7 @@ def load_data(path: Path) -> Any:
         record = unseal(content, file.name)
         size, check = record.get("bytes"), record.get("checksum")
         if record.get("format") != FORMAT or record.get("version") != 1 or "data" not in record:
-            raise FileFormatError(file.name, f"it is no {FORMAT} of version 1")
+            raise FileFormatError(file.name, f"it is not a {FORMAT} of version 1")
         if type(size) is not int or re.fullmatch("[0-9a-f]{8}", str(check)) is None:
             raise FileFormatError(file.name, "it lacks the size and checksum of its tensors")
         structure = record["data"]
@@ -142,7 +142,7 @@ def _encode(value: Any, arrays: list[Bytes], levels: int) -> Any:
 
 
 def _can_be_kept(value: Any) -> bool:
-    """Whether JSON holds it as it is: no text that is no Unicode, no endless integer."""
+    """Whether JSON holds it as it is: only valid Unicode and integers that JSON can hold."""
     if isinstance(value, str):
         return value.encode(errors="ignore").decode() == value
     return not isinstance(value, int) or abs(value) < 1 << 64
@@ -182,7 +182,7 @@ class _Decoder:
         if set(value) == {"tensor", "dtype", "shape"}:
             return self._tensor(value)
         if len(value) > 1:
-            raise self._damage(f"{list(value)[:4]} are no keys of a value")
+            raise self._damage(f"{list(value)[:4]} are not the keys of a value")
         if kind == "array":
             return self._array(inner)
         if kind == "number" and inner in ("nan", "inf", "-inf"):
@@ -196,7 +196,7 @@ class _Decoder:
             return _DTYPES[inner]
         if kind == "omitted" and isinstance(inner, str):
             return Omitted(inner[:200])
-        raise self._damage(f"{kind[:40]!r} of {repr(inner)[:80]} is no value")
+        raise self._damage(f"{kind[:40]!r} of {repr(inner)[:80]} is not a value")
 
     def _tensor(self, value: Mapping[str, Any]) -> Tensor:
         name, dtype, shape = value["tensor"], value["dtype"], value["shape"]
@@ -204,11 +204,11 @@ class _Decoder:
             raise self._damage(f"there is no tensor {str(name)[:40]!r}, or it is taken twice")
         content = self._arrays.pop(name)
         if not isinstance(dtype, str) or dtype not in _DTYPES or _WITHOUT_BYTES.fullmatch(dtype):
-            raise self._damage(f"{str(dtype)[:40]!r} is no dtype of a tensor")
+            raise self._damage(f"{str(dtype)[:40]!r} is not a dtype of a tensor")
         if not isinstance(shape, list) or len(shape) > 64:
             raise self._damage("a tensor's shape is not a list of at most 64 numbers")
         if any(type(number) is not int or not 0 <= number < 1 << 40 for number in shape):
-            raise self._damage(f"{str(shape)[:80]} is no shape")
+            raise self._damage(f"{str(shape)[:80]} is not a shape")
         if math.prod(max(number, 1) for number in shape) >= 1 << 40:
             raise self._damage(f"{str(shape)[:80]} is an absurd shape")
         found = _DTYPES[dtype]
@@ -225,8 +225,8 @@ class _Decoder:
             if isinstance(tensor, Tensor):
                 return tensor.numpy()
         except TypeError as error:  # NumPy has no such dtype
-            raise self._damage(f"{tensor.dtype} is no dtype of an array") from error
-        raise self._damage("an array is no tensor")
+            raise self._damage(f"{tensor.dtype} is not a dtype of an array") from error
+        raise self._damage("an array is not a tensor")
 
     def _dict(self, items: list[Any]) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -235,7 +235,7 @@ class _Decoder:
                 raise self._damage("a dict has something else than pairs")
             key = self.decode(item[0])
             if not isinstance(key, (*_PLAIN, torch.dtype)) and not _is_plain_tuple(key):
-                raise self._damage(f"a {type(key).__name__} is no key")
+                raise self._damage(f"a {type(key).__name__} is not a key")
             if key in found:
                 raise self._damage(f"{repr(key)[:80]} is a key twice")
             found[key] = self.decode(item[1])

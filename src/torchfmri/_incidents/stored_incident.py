@@ -67,9 +67,9 @@ def write_part(folder: Path, part: IncidentPart, history: History | None, steps:
     """Write the part of this process into the folder of the incident; returns that folder.
 
     Args:
-        folder: Of the incident.
+        folder: The folder of the incident.
         part: What to keep.
-        history: Of the Monitor.
+        history: The history of the Monitor.
         steps: How many of its latest steps to keep.
     """
     make_folder(folder)
@@ -115,8 +115,8 @@ def read_part(folder: Path, rank: int | None = None, *, with_data: bool = True) 
     What is wrong with files that are not needed is told in the part's `notes`.
 
     Args:
-        folder: Of an incident, or one that holds several: then that of the highest step.
-        rank: Of the process.
+        folder: The folder of an incident, or of several: then the highest step is read.
+        rank: The rank of the process.
         with_data: Whether to read calls and weights too.
 
     Raises:
@@ -147,7 +147,7 @@ def _read_summary(incident: Path) -> dict[str, Any] | None:
         return None
     summary = _read_record(incident / SUMMARY)
     if type(summary.get("rank")) is not int:
-        raise FileFormatError(SUMMARY, "its rank is no number")
+        raise FileFormatError(SUMMARY, "its rank is not a number")
     return summary
 
 
@@ -257,7 +257,7 @@ def _check_about(about: Mapping[str, Any]) -> None:
     """Raise where something is not of the kind that a replay counts on."""
     norms, scaler = about.get("norms") or {}, about.get("scaler") or {}
     if not isinstance(norms, dict) or not all(map(_is_number, norms.values())):
-        raise FileFormatError(_PART, "its norms are no numbers by name")
+        raise FileFormatError(_PART, "its norms are not numbers by name")
     if not isinstance(scaler, dict) or not _is_number(scaler.get("scale")):
         raise FileFormatError(_PART, "its scaler has no scale")
 
@@ -271,7 +271,7 @@ def _is_number(value: Any) -> bool:
 def _step_of(content: Mapping[str, Any]) -> int:
     step = content.get("step")
     if type(step) is not int or not 0 <= step < 1 << 63:
-        raise FileFormatError(_PART, "its step is no number")
+        raise FileFormatError(_PART, "its step is not a number")
     return step
 
 
@@ -284,7 +284,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     if not data.startswith(_OLD):
         sealed = unseal(data.removesuffix(b"\n"), path.name)
         if any(sealed.get(key) != value for key, value in _FORMAT.items()):
-            raise FileFormatError(path.name, "it is no torchfmri-incident of version 1")
+            raise FileFormatError(path.name, "it is not a torchfmri-incident of version 1")
         return sealed
     record = parse(data, path.name)
     if not isinstance(record, dict):

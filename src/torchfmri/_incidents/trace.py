@@ -7,7 +7,9 @@ was not made by an operation of the step is a parameter, a buffer, data, or from
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from torchfmri._capture import RunningLayers
+from torchfmri._explain import SourceLine, TracebackStep
 from torchfmri._incidents.content import read_content, readable
 from torchfmri._incidents.event import Event, EventPlace, Kind, Operand
-from torchfmri._incidents.lines import Lines, running_lines
 from torchfmri._model import unwrap
 from torchfmri._records import Phase
 from torchfmri._torch import (
@@ -29,6 +31,50 @@ from torchfmri._torch import (
     node_sequence_number,
     sequence_number,
 )
+
+_ENGINE = str(Path("torch", "autograd", "graph.py"))
+
+
+class Lines(NamedTuple):
+    """Where the program is.
+
+    Attributes:
+        line: The innermost line outside of PyTorch and torchfmri.
+        caller: The innermost line of the user's own, where `line` is one of a library.
+    """
+
+    line: SourceLine | None = None
+    caller: SourceLine | None = None
+
+
+def running_lines(entry: CodeType, in_backward: bool = False) -> Lines:
+    """Return the lines that lead to here from the function `entry`.
+
+    Args:
+        entry: The code of the function of ours that called the user's; frames beyond do not count.
+        in_backward: Count frames inside the backward pass only: a backward written in Python, a
+            forward pass that a checkpoint runs again.
+    """
+    line: SourceLine | None = None
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not entry:
+        step = TracebackStep(frame, frame.f_lineno, -1)
+        if in_backward and step.file.endswith(_ENGINE):
+            break
+        if not step.of_torch:
+            if step.of_user:
+                return Lines(step.line) if line is None else Lines(line, step.line)
+            line = step.line if line is None and not _is_generated(step.file) else line
+        above = frame.f_back
+        if above is None:
+            break
+        frame = above
+    return Lines(line)
+
+
+def _is_generated(file: str) -> bool:
+    return file.startswith("<")
+
 
 _EMPTY = (
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided "

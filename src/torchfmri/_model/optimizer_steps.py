@@ -13,10 +13,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torchfmri._arguments import shown
 from torchfmri.exceptions import MEANT_FOR_THE_USER, InspectionError
 
 Concerns = Callable[[Tensor], bool]
-"""Whether a parameter is to be looked at when this optimizer steps."""
+"""Whether to look at a parameter when this optimizer steps."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -146,8 +147,8 @@ def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Opti
     for each in found:
         if not isinstance(each, Optimizer):
             raise InspectionError(
-                f"optimizer={each!r} is not a torch.optim.Optimizer. Leave it out: the optimizer "
-                "that steps the model's parameters is noticed by itself."
+                f"optimizer={shown(each)} is not a torch.optim.Optimizer. Pass the optimizer "
+                "itself, such as torch.optim.Adam(model.parameters())."
             )
     return found
 

@@ -68,7 +68,9 @@ def parse_place(name: str) -> PlaceName | None:
             part = "z"
         if part not in _SHORT_PARTS:
             known = ", ".join(each for each in _SHORT_PARTS if each)
-            raise InspectionError(f"{name!r}: {part!r} is no part of a block; there are {known}.")
+            raise InspectionError(
+                f"{name!r}: {part!r} is not a part of a block; there are {known}."
+            )
         return PlaceName(match["stack"] or "", match["block"], _SHORT_PARTS[part], head)
     if match := _LENS.fullmatch(name):
         inner = "" if match["list"] == "blocks" else match["list"]

@@ -66,7 +66,7 @@ def _parts(block: Block) -> list[tuple[str, _Stored]]:
 
 
 def stored_layers(name: object, known: Sequence[str], table: object) -> list[str]:
-    """Return the layers of a scan that the name of a place means; none if it is no such name.
+    """Return the layers of a scan that the name of a place means; none if it is not such a name.
 
     Args:
         name: What the user wrote, such as `L3.mlp`.
@@ -164,7 +164,7 @@ def _layer(block: str, stored: _Stored, place: PlaceName, name: str, known: Sequ
 
 
 def _whole_blocks(place: PlaceName, name: str, known: Sequence[str]) -> list[str]:
-    """Return the blocks that a name means where no table tells what is inside of them."""
+    """Return the blocks that a name means if no table tells what is inside them."""
     blocks = [match for each in known if (match := _BLOCK.fullmatch(each))]
     wanted = [
         each

@@ -43,7 +43,7 @@ def places_of(layers: Mapping[str, nn.Module], pattern: str) -> list[Place]:
 
 
 def whole_layers(layers: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the layers whose whole outputs a name stands for; none where it is no such name.
+    """Return the layers whose whole outputs a name stands for; none if it is not such a name.
 
     Raises:
         InspectionError: It stands for an input, an attention pattern, or a part of a layer.
@@ -59,7 +59,7 @@ def whole_layers(layers: Mapping[str, nn.Module], name: str) -> list[str]:
             )
         if place.what != "activations":
             raise InspectionError(
-                f"{name!r} is no layer's output but the {place.what} of layer {place.layer!r}. "
+                f"{name!r} is not a layer's output but the {place.what} of layer {place.layer!r}. "
                 f"Watch it with Inspector.watch({name!r}), or name the layer."
             )
     return [place.layer for place in found]

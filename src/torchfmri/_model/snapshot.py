@@ -128,8 +128,9 @@ def copy_of_data(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception as error:
         raise InspectionError(
-            f"The {type(value).__name__} among the data cannot be copied ({error}); the model may "
-            "change it. Watch your own call instead: `with Inspector(model).recording():`."
+            f"The {type(value).__name__} among the data cannot be copied ({error}), and the model "
+            "might change it. Pass tensors, numbers and containers of these, or give its class a "
+            "__deepcopy__."
         ) from error
 
 

@@ -6,7 +6,17 @@ which axis of a layer's output is its units, stands in `values`. `inspection_fil
 `history_store` and `history_files` write them to disk and read them again.
 """
 
-from torchfmri._records.finding import PHASES, SEVERITIES, Finding, Phase, Severity
+from torchfmri._records.finding import (
+    PHASE_OF,
+    PHASES,
+    SEVERITIES,
+    Finding,
+    Phase,
+    Severity,
+    alarm,
+    finding_of,
+    warn,
+)
 from torchfmri._records.history import (
     COLUMNS,
     COUNTS,
@@ -24,7 +34,6 @@ from torchfmri._records.history_files import write_records
 from torchfmri._records.history_store import HistoryFolder, step_files
 from torchfmri._records.inspection import Inspection
 from torchfmri._records.inspection_files import kind_of, tensor_of
-from torchfmri._records.problems import PHASE_OF, alarm, finding_of, warn
 from torchfmri._records.record import Call, Record
 from torchfmri._records.values import (
     BACKWARD_WHAT,

@@ -93,7 +93,7 @@ def read_sealed(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Stored
     data = map_file(path, size_of(path))
     tensors, metadata = parse_tensors(data, path.name)
     if "torchfmri" not in metadata:
-        raise FileFormatError(path.name, f"it is no {kind} that torchfmri saved")
+        raise FileFormatError(path.name, f"it is not a {kind} that torchfmri saved")
     said = unseal(metadata["torchfmri"].encode(), path.name)
     if said.get("kind") != kind or said.get("version") != VERSION:
         found = f"{said.get('kind')!r} of version {said.get('version')!r}"
@@ -259,7 +259,7 @@ def _loaded_value(
 ) -> Value:  # fmt: skip
     dtype, shape = getattr(torch, str(said["dtype"]), None), tuple(map(int, said["shape"]))
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{str(said['dtype'])[:40]!r} is no dtype")
+        raise ValueError(f"{str(said['dtype'])[:40]!r} is not a dtype")
     mask = None
     if said["mask"] is not None:
         key = tuple(said["mask"])

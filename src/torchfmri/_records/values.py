@@ -57,7 +57,7 @@ class Value:
     """One captured tensor: kept whole, as statistics, or both.
 
     Attributes:
-        path: Where it stood in the module's arguments or output: `""`, `"0"`, `"logits"`.
+        path: Its place in the module's arguments or output: `""`, `"0"`, `"logits"`.
         shape: Its shape.
         dtype: Its dtype as the model computed it.
     """

@@ -1,7 +1,7 @@
 """Tables, labels and words for terminals and notebooks.
 
 `table` and `html_table` show statistics, `grid` shows anything else in columns. `columns` fits
-columns into a terminal, `labels` shortens names, `rows`, `words` and `quantities` write numbers.
+columns into a terminal, `labels` shortens names, `rows` and `words` write numbers.
 `progress` is the bar on standard error.
 """
 
@@ -22,7 +22,6 @@ from torchfmri._text.columns import (
 from torchfmri._text.grid import Grid
 from torchfmri._text.labels import display_width, layer_label, shorten, wrap
 from torchfmri._text.progress import Progress
-from torchfmri._text.quantities import bytes_text, change_text, flops_text, seconds_text
 from torchfmri._text.rows import (
     describe_bad,
     describe_state,
@@ -35,7 +34,16 @@ from torchfmri._text.rows import (
     star,
 )
 from torchfmri._text.table import Row, html_table, text_table
-from torchfmri._text.words import apart, how_many, listed, percent
+from torchfmri._text.words import (
+    apart,
+    bytes_text,
+    change_text,
+    flops_text,
+    how_many,
+    listed,
+    percent,
+    seconds_text,
+)
 
 __all__ = [
     "ASCII",

@@ -66,7 +66,7 @@ class FittedTable:
     Args:
         names: All that may stand in the first column.
         columns: Their cells are in the order of the lines.
-        width: Of the terminal, in characters.
+        width: The width of the terminal in characters.
         style: What the terminal can show.
 
     Attributes:

@@ -27,7 +27,7 @@ class Grid:
 
     Attributes:
         title: What it is about, in a sentence.
-        heading: Of the names.
+        heading: The heading above the names.
         names: One per line.
         columns: Their cells by line.
         notes: Reservations, below.

@@ -21,7 +21,7 @@ class Progress:
     Args:
         title: What is being done.
         total: How many steps there are.
-        log_seconds: Elsewhere, write a line every so many seconds; without it,
+        log_seconds: Off a terminal, write a line every so many seconds; without it,
             nothing.
     """
 

@@ -40,7 +40,7 @@ class TableLine(NamedTuple):
         kind: The class of the module.
         what: What was watched.
         calls: How often it was called; all layers together.
-        statistics: Of all values together.
+        statistics: The statistics of all values together.
         scales: The standard deviation of every layer, in model order.
     """
 
@@ -162,7 +162,7 @@ def is_suspect(statistics: Statistics) -> bool:
 
 
 def describe_state(statistics: Statistics) -> str:
-    """Return why values are no distribution, in two words; "" for an ordinary one."""
+    """Return why values have no distribution, in two words; "" for ordinary ones."""
     if not statistics.count:
         return "empty"
     if not statistics.finite:

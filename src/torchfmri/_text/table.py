@@ -75,7 +75,7 @@ def text_table(
         notes: Reservation -> the layers it holds for.
         unfolded: The call that shows all rows, as the user writes it.
         reasons: Where the user finds all of `missing`.
-        width: In characters; the terminal's, or 120 where there is none, by default.
+        width: The width in characters; by default that of the terminal, or 120 without one.
         fold: Show layers whose names differ only in numbers as one line; by default from 100 rows.
     """
     width = line_width(width)

@@ -38,7 +38,7 @@ class ViewGeometry:
 
 
 def view_geometry(tensor: Tensor) -> ViewGeometry | None:
-    """Return the geometry of a view; None where it is no view, or strides do not describe it."""
+    """Return the geometry of a view; None if it is not a view, or strides do not describe it."""
     base = tensor._base
     if base is None or tensor.layout != torch.strided or tensor.is_nested:
         return None

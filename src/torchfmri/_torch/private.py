@@ -563,7 +563,7 @@ class CompiledForward:
             `module.forward = torch.compile(module.forward)`.
 
     Attributes:
-        module: As given.
+        module: The module, as given.
         call: The compiled code.
         known: Whether it was found; without the symbols, never.
     """

@@ -14,6 +14,7 @@ from torchfmri._verify.directional import PRECISIONS, Precision
 from torchfmri._verify.judgement import (
     BackwardError,
     Problem,
+    SecondDerivative,
     UndifferentiableError,
     gradient_varies,
     judge,
@@ -22,7 +23,6 @@ from torchfmri._verify.judgement import (
 from torchfmri._verify.module_calls import ModuleCall, tensors_within
 from torchfmri._verify.random_directions import nudged
 from torchfmri._verify.report import GradientCheck
-from torchfmri._verify.second_derivative import SecondDerivative
 from torchfmri._verify.varied_call import ForwardError, VariedCall, VariedTensor
 
 KINKS = "verified beside the point where it was called, which lies on a kink"

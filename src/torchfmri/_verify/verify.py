@@ -59,7 +59,7 @@ def verify_gradients(
     that the innermost wrong layer is named. The model is left as it was, bit for bit.
 
     Args:
-        model: The model, in the mode (train or eval) that is to be verified. Frozen parameters
+        model: The model, in the mode (train or eval) to verify. Frozen parameters
             are not verified.
         data: A tensor, a tuple of positional arguments or a dict of keyword arguments. A small
             batch is enough.

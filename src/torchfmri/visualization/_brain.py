@@ -69,7 +69,7 @@ class Brain(NamedTuple):
         metric: What the values are.
         normalise: "layer" or "global".
         title: Above it.
-        subtitle: In small letters.
+        subtitle: A second line in small letters.
         most_inches: How high the map may be.
         beside: Whether the subtitle stands beside the title.
         remark: What to say below the texts.

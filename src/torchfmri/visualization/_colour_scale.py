@@ -32,7 +32,7 @@ class ColourScale(NamedTuple):
     Attributes:
         shown: What is drawn, (row, s): beyond the scale at its end; nan for what is not finite.
         low: The value of the darkest colour.
-        high: That of the brightest.
+        high: The value of the brightest colour.
         logarithmic: Whether colours follow the logarithm.
         map: The name of matplotlib's colour map.
         label: What the colour bar says.

@@ -40,7 +40,7 @@ def plot_feature_maps(
 
     Raises:
         LayerNotFoundError: The layer was not inspected.
-        InspectionError: Only statistics were kept, the output is no image, or there is no such
+        InspectionError: Only statistics were kept, the output is not an image, or there is no such
             sample or channel.
     """
     images = _images(inspection, layer, what, call)

@@ -50,11 +50,7 @@ def plot_attention(
         >>> len(figure.axes)
         3
     """
-    weights = np.asarray(pattern, float)
-    weights = weights[0] if weights.ndim == 4 and len(weights) == 1 else weights
-    weights = weights[None] if weights.ndim == 2 else weights
-    meaning = f"shape {np.shape(pattern)} is none of (heads, q, k) and (q, k)"
-    require(weights.ndim == 3 and weights.size > 0, "pattern", "an array", meaning)
+    weights = _as_heads(pattern)
     count, queries, keys = weights.shape
     chosen = list(range(count)) if heads is None else list(heads)
     for head in chosen:
@@ -78,6 +74,16 @@ def plot_attention(
     if title:
         figure.suptitle(escape(title), fontsize=10, x=0.01, ha="left")
     return figure
+
+
+def _as_heads(pattern: Any) -> Any:
+    """Return a pattern as (heads, q, k)."""
+    weights = np.asarray(pattern, float)
+    weights = weights[0] if weights.ndim == 4 and len(weights) == 1 else weights
+    weights = weights[None] if weights.ndim == 2 else weights
+    meaning = f"shape {np.shape(pattern)} is none of (heads, q, k) and (q, k)"
+    require(weights.ndim == 3 and weights.size > 0, "pattern", "an array", meaning)
+    return weights
 
 
 def _draw(ax: Axes, weights: Any, top: float) -> Any:

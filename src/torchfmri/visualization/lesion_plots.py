@@ -27,7 +27,7 @@ class LesionPicture(NamedTuple):
         kinds: "heads", "mlps", "attentions", "blocks", "voxels" or "places".
         blocks: The block of each; -1 for none.
         columns: The head or voxel of each.
-        names: Of the lesions.
+        names: The names of the lesions.
         effect: The mean change of the metric.
         notable: Whether it is told from 0, corrected for the number of lesions.
         activation: The root mean square of what was lesioned.

@@ -185,7 +185,7 @@ def plot_tradeoff(
 
     Args:
         points: Variant -> (x, y) of each seed.
-        labels: Of the two axes.
+        labels: The labels of the two axes.
         ax: Where to draw.
     """
     meaning = "give {name: [(x, y), ...]} with at least one name"

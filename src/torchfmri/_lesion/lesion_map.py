@@ -293,7 +293,7 @@ class LesionMap:
         """The map in a file that `save` or an interrupted `lesion` wrote.
 
         Raises:
-            FileFormatError: It is no such file, or damaged.
+            FileFormatError: It is not such a file, or it is damaged.
         """
         place = check_path("path", path)
         record = unseal(read_regular(place, _LIMIT), str(place))

@@ -180,7 +180,7 @@ class _Formula:
         try:
             terms = list(formulaic.Formula(formula))
         except Exception as error:  # formulaic has many kinds of errors
-            raise InspectionError(f"{formula!r} is no formula: {error}") from error
+            raise InspectionError(f"{formula!r} is not a formula: {error}") from error
         self._prompts = self._frame()
         self._of_prompts: list[Any] = []
         self._of_tokens: list[Any] = []

@@ -79,7 +79,8 @@ def _require_free(path: Path, overwrite: bool) -> None:
     ours = (path / "zarr.json").is_file() if path.suffix == ".zarr" else path.is_file()
     if path.is_symlink() or not ours:
         raise InspectionError(
-            f"{str(path)!r} is no {path.suffix[1:]} that could be replaced. Choose another name."
+            f"{str(path)!r} is not a {path.suffix[1:]} of ours that could be replaced. Choose "
+            "another name."
         )
 
 

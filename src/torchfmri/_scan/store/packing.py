@@ -230,7 +230,7 @@ class PackedSegment:
         where = f"the fields of {self.sequences[index].name[:100]!r}"
         found = parse(self.groups["fields"]["bytes"][first:last].tobytes(), where)
         if not isinstance(found, dict):
-            raise FileFormatError(where, "they are no JSON object")
+            raise FileFormatError(where, "they are not a JSON object")
         return found
 
     def _vectors(self, index: int) -> dict[str, dict[str, NDArray[np.float32]]]:

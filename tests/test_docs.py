@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,25 @@ def test_examples_of_docstrings_are_shown_as_code() -> None:
     assert not [
         path for path in files if re.search(r"^ *Example:$", path.read_text("utf-8"), re.MULTILINE)
     ]
+
+
+def test_every_extra_is_in_all_and_brings_something_that_the_package_uses() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for_users = {*extras} - {"all", "benchmarks", "dev"}
+    (everything,) = extras["all"]
+    assert set(re.findall(r"\w+", everything.partition("[")[2])) == for_users
+    sources = "\n".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    for extra in sorted(for_users):
+        packages = [re.split(r"[<>=;\[ ]", each)[0] for each in extras[extra]]
+        assert any(re.search(rf"\b{each}\b", sources) for each in packages), extra
+
+
+def test_the_oldest_versions_are_those_that_the_readme_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["scan"]]
+    least = dict(each.split(">=") for each in wanted) | {"Python": project["requires-python"][2:]}
+    for page in ("README.md", "README.zh.md"):
+        text = (ROOT / page).read_text("utf-8")
+        for name in ("Python", "torch", "transformers"):
+            assert re.search(rf"\b{name}\W{{1,3}}{re.escape(least[name])}\b", text), (page, name)

@@ -213,7 +213,7 @@ def test_characters_of_several_tokens_are_found(scan: Scan) -> None:
     ],
 )
 def test_choices_of_tokens_that_are_none(scan: Scan, tokens: Any) -> None:
-    with pytest.raises(InspectionError, match=r"tokens=|no regular expression"):
+    with pytest.raises(InspectionError, match=r"tokens=|not a regular expression"):
         scan.contrast("park", "fööd", tokens=tokens)
 
 
@@ -564,7 +564,7 @@ def test_a_formula_is_fitted_in_two_levels(scan: Scan) -> None:
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        ("surprisal +", "is no formula"),
+        ("surprisal +", "is not a formula"),
         ("loudness", "nothing called 'loudness'. Of tokens there are position"),
         ("y ~ size", "write the right side alone"),
         (3, "write the right side alone"),

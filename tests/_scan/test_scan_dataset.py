@@ -509,7 +509,7 @@ def test_chat_is_part_of_what_was_measured(tmp_path: Path) -> None:
 
 def test_what_is_no_scan_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InspectionError, match=r"is no scan, and not empty \('notes.txt'\)"):
+    with pytest.raises(InspectionError, match=r"is not a scan, and not empty \('notes.txt'\)"):
         scan(["one"], tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -537,7 +537,7 @@ def test_save_never_replaces_what_is_no_scan(tmp_path: Path) -> None:
     for name in ("thesis", "file", "with notes"):
         with pytest.raises(InspectionError):
             scan.save(tmp_path / name, overwrite=True)
-    with pytest.raises(InspectionError, match="no scan, and not empty"):
+    with pytest.raises(InspectionError, match="not a scan, and not empty"):
         ScanWriter(tmp_path / "thesis", ANATOMY, META)
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
     assert (tmp_path / "with notes" / "notes.txt").read_text() == "mine"

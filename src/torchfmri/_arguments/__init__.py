@@ -1,6 +1,7 @@
 """What is wrong with an argument, said in the same way everywhere.
 
 `checks` has the checks: each raises with the value, then what to give. A new one calls `require`.
+`extras` says which extra installs a package that is missing.
 """
 
 from torchfmri._arguments.checks import (
@@ -23,6 +24,7 @@ from torchfmri._arguments.checks import (
     require,
     shown,
 )
+from torchfmri._arguments.extras import from_extra
 
 __all__ = [
     "check_callable",
@@ -39,6 +41,7 @@ __all__ = [
     "check_scaler",
     "check_target",
     "check_tensor",
+    "from_extra",
     "is_list",
     "is_whole",
     "require",

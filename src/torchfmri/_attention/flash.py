@@ -1,7 +1,7 @@
 """Calls of flash-attention kernels, read by the names of their arguments.
 
 The kernels are operators that other packages register (flash-attn 2 and 3, and what the package
-kernels downloads), so that they are known by name alone: a name with "flash", "fwd" or "forward",
+kernels downloads), so they are known by name alone: a name with "flash", "fwd" or "forward",
 and arguments q, k and v of shape (b, s, heads, d).
 """
 

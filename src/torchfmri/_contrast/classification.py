@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._arguments import check_number
+from torchfmri._arguments import check_number, from_extra
 from torchfmri._contrast.comparison import ContrastTrial, labelled
 from torchfmri._contrast.corrections import adjust_fdr
 from torchfmri._contrast.distributions import Doubles
@@ -117,12 +117,8 @@ class Classification:
         Raises:
             InspectionError: pandas is not installed.
         """
-        try:
+        with from_extra("A DataFrame needs pandas", "tables"):
             import pandas
-        except ImportError as error:
-            raise InspectionError(
-                "A DataFrame needs pandas: pip install 'torchfmri[tables]'."
-            ) from error
         return pandas.DataFrame([row._asdict() for row in self.rows])
 
     def __repr__(self) -> str:

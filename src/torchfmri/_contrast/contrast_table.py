@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchfmri._arguments import from_extra
 from torchfmri._contrast.peak import Peak
 from torchfmri._files import new_file
 from torchfmri._text import Column, Grid, number_text
@@ -28,13 +29,9 @@ def frame_of(contrast: Contrast) -> pandas.DataFrame:
     Raises:
         InspectionError: pandas is not installed.
     """
-    try:
+    without = "Without it, contrast.peaks(None) gives the same rows."
+    with from_extra("A DataFrame needs pandas", "tables", without):
         import pandas
-    except ImportError as error:
-        raise InspectionError(
-            "A DataFrame needs pandas: pip install 'torchfmri[tables]'. Without it, "
-            "contrast.peaks(None) gives the same rows."
-        ) from error
     head = contrast.columns.head
     whole = contrast.columns.kind == "layer"
     data: dict[str, Any] = {
@@ -78,12 +75,8 @@ def export_table(contrast: Contrast, target: Path) -> None:
         if target.suffix == ".csv":
             frame.to_csv(new, index=False)
         else:
-            try:
+            with from_extra("Parquet needs pyarrow", "parquet"):
                 frame.to_parquet(new, index=False)
-            except ImportError as error:
-                raise InspectionError(
-                    "Parquet needs pyarrow: pip install 'torchfmri[parquet]'."
-                ) from error
 
 
 def grid_of(contrast: Contrast, places: list[int]) -> Grid:

@@ -12,7 +12,7 @@ Bonferroni or by the permutation distribution of the largest statistic, no corre
 
 
 def adjust_fdr(p: Doubles) -> Doubles:
-    """Benjamini and Hochberg's q of each p; those that are nan are no tests and stay nan.
+    """Benjamini and Hochberg's q of each p; nan marks what was not tested and stays nan.
 
     Examples:
         >>> adjust_fdr(np.array([0.01, 0.04, np.nan, 0.03])).round(4).tolist()

@@ -158,7 +158,7 @@ class GLM:
         raise InspectionError(f"{term!r} has no weight. The terms are {', '.join(self.terms)}.")
 
     def shuffled(self, seed: int = 0) -> GLM:
-        """The same with what is known of the prompts exchanged among them: a null, to calibrate."""
+        """Return the model with the rows of its design shuffled among prompts: a null model."""
         order = np.random.default_rng(seed).permutation(len(self.prompts))
         levels = {
             name: replace(each, design=each.design[order]) for name, each in self.levels.items()

@@ -32,7 +32,7 @@ def load_contrast(path: str | PathLike[str]) -> Contrast:
     It cannot be calibrated again: the prompts' own values are in the scan.
 
     Raises:
-        FileFormatError: It is no such file, or damaged.
+        FileFormatError: It is not such a file, or it is damaged.
     """
     target = check_path("path", path)
     data = map_file(target, size_of(target))

@@ -99,7 +99,7 @@ def plot_map(contrast: Contrast, ax: Axes | None) -> Axes:
 
 
 def _bands(contrast: Contrast) -> tuple[list[_Band], list[_Band], int]:
-    """Kinds of layers inside of numbered blocks, layers outside of them, the number of blocks."""
+    """Return the kinds of layers in numbered blocks, other layers, and the number of blocks."""
     own: dict[str, list[int]] = {}
     for place, name in enumerate(contrast.columns.layer.tolist()):
         own.setdefault(name, []).append(place)

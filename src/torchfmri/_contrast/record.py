@@ -318,8 +318,8 @@ class Contrast:
         if lacking:
             raise InspectionError(
                 f"The mean vectors of {layer!r} are not finite in {lacking} of {len(vector)} units "
-                "for some prompts, so their difference is no direction. Look at scan[0].vectors, "
-                "and leave those prompts out."
+                "for some prompts, so their difference is not a direction. Look at "
+                "scan[0].vectors, and leave those prompts out."
             )
         return Direction(layer, vector, self.question, self.tokens)
 

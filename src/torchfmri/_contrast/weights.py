@@ -124,8 +124,9 @@ def _parse(text: str, conditions: Sequence[str], what: str) -> dict[str, float]:
         matched = term.match(text, at)
         if matched is None or (at and not matched[1]):
             raise InspectionError(
-                f"{text!r} is no contrast: at {text[at:][:40]!r} a {what.removesuffix('s')} should "
-                f"follow. {_there_are(conditions, what)} Write 'a - b', or 'a - 0.5 * b - 0.5 * c'."
+                f"{text!r} is not a contrast: at {text[at:][:40]!r} a {what.removesuffix('s')} "
+                f"should follow. {_there_are(conditions, what)} Write 'a - b', or 'a - 0.5 * b - "
+                "0.5 * c'."
             )
         sign = -1.0 if matched[1] == "-" else 1.0
         found[matched[3]] = found.get(matched[3], 0.0) + sign * float(matched[2] or 1.0)

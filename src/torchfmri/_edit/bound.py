@@ -210,7 +210,7 @@ class BoundEdit:
         if values.requires_grad and not self._passes.with_grad:
             raise InspectionError(
                 f"The values of the edit of {self.place.name!r} require grad, and grad mode is off "
-                "here, so that they would get none. Leave torch.no_grad(), or detach() them."
+                "here, so they would get none. Leave torch.no_grad(), or detach() them."
             )
         values = values.to(device=old.device, dtype=old.dtype)
         # `source` names positions of the donor, also of one that has just the selected tokens.

@@ -75,7 +75,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         flags: Those of `os.open`.
 
     Raises:
-        FileFormatError: It is missing, cannot be opened, or is no regular file.
+        FileFormatError: It is missing, cannot be opened, or is not a regular file.
         OSError: It cannot be created, the disk fails, or too many files are open.
     """
     if os.path.lexists(path) or not flags & os.O_CREAT:

@@ -241,7 +241,7 @@ def _checked(entry: Any, where: str, room: int) -> tuple[str, tuple[int, ...], i
         raise FileFormatError(where, "its shape is not a list of at most 8 numbers")
     for number in (*shape, first, last):
         if type(number) is not int or not 0 <= number < 1 << 40:
-            raise FileFormatError(where, f"{str(number)[:40]!r} is no size")
+            raise FileFormatError(where, f"{str(number)[:40]!r} is not a size")
     if math.prod(max(number, 1) for number in shape) >= 1 << 40:
         raise FileFormatError(where, "its shape is absurd")  # even where one of the sizes is 0
     if not first <= last <= room or last - first != math.prod(shape) * DTYPES[tag].itemsize:

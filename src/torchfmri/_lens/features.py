@@ -59,7 +59,7 @@ def find_sources(model: nn.Module, features: object) -> list[FeatureSource]:
 
     Raises:
         LayerNotFoundError: A place is not in the model.
-        InspectionError: Something is no encoder, or stands for several places.
+        InspectionError: Something is not an encoder, or stands for several places.
     """
     given = features if isinstance(features, Mapping) else {_own_place(features): features}
     layers = named_layers(model)
@@ -111,7 +111,7 @@ def feature_labels(labels: object, place: str, ids: Iterable[int]) -> list[str]:
         ids: The features.
 
     Raises:
-        InspectionError: It is no such table.
+        InspectionError: It is not such a table.
     """
     table: Any = labels
     if isinstance(table, Mapping) and any(isinstance(each, str) for each in table):

@@ -208,7 +208,7 @@ def _freeze(
     if len(layers) > 2:
         raise InspectionError(
             f"{type(unwrap(model)).__name__} has more than a norm before its head "
-            f"({' -> '.join(name for name, _ in layers)}), so its logits are no sum of parts."
+            f"({' -> '.join(name for name, _ in layers)}), so its logits are not a sum of parts."
         )
     if len(layers) == 1:
         return None
@@ -225,7 +225,7 @@ def _direction(
     if not isinstance(head, nn.Linear) or not isinstance(weight, Tensor):
         raise InspectionError(
             f"The head {name!r} of {type(unwrap(model)).__name__} is a {type(head).__name__} and "
-            "no nn.Linear, so its logits are no sum of parts."
+            "not an nn.Linear, so its logits are not a sum of parts."
         )
     for each in (token, against):
         if each is not None and not 0 <= each < len(weight):

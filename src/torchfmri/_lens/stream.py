@@ -121,7 +121,7 @@ class _Keeper:
                 stack.callback(hook_side(module, what, Hook(act, module)).remove)
 
     def outside(self) -> list[str]:
-        """The layers that are neither blocks, nor inside of one, nor above them, each once."""
+        """Return the layers that are not blocks, not in a block and not above one, each once."""
         blocks = [block.name for block in self._stream.blocks]
         seen: set[int] = set()
         found = []

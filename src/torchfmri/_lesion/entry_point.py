@@ -96,7 +96,7 @@ def lesion(
     check_number("seed", seed, 0, "give a number from 0 upwards")
     check_callable("on_step", on_step, "give a function of done, total and prompt")
     if switched_off():
-        raise InspectionError("TORCHFMRI=off: nothing is attached, so that nothing is lesioned.")
+        raise InspectionError("TORCHFMRI=off: nothing is attached, so nothing is lesioned.")
     questions = read_questions(model, tokenizer, prompts, answers, foils, metric)
     others, choice = split_features(model, of, features)
     _check_features(choice, edit, labels)

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _FORMAT, _VERSION, _LIMIT = "torchfmri lesions", 1, 1 << 30
+_TEXTS = ("names", "kinds", "prompts", "answers", "foils")
+_ARRAYS: dict[str, tuple[int, type]] = {
+    **dict.fromkeys(("blocks", "columns"), (1, np.int64)),
+    "intact": (1, np.float64),
+    **dict.fromkeys(("lesioned", "estimate", "activation"), (2, np.float64)),
+}
+"""The fields that are arrays: their number of axes, and their type."""
 _MOST_FEATURES = 40
 """Features that are drawn: one row each has to be read."""
 _UNITS = {"surprisal": "surprisal of the answer (nats)", "logit_difference": "logit difference"}
@@ -256,39 +263,28 @@ class LesionMap:
             title=self._title() + fewer,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
-        found = self.over_prompts()
+    def _record(self) -> dict[str, Any]:
+        """The fields as plain data, without what `lesion` needs to go on."""
         return {
-            "names": list(self.names),
-            "kinds": list(self.kinds),
-            "blocks": self.blocks.tolist(),
-            "columns": self.columns.tolist(),
-            "prompts": list(self.prompts),
-            "answers": list(self.answers),
-            "foils": list(self.foils),
+            **{name: list(getattr(self, name)) for name in _TEXTS},
+            **{name: getattr(self, name).tolist() for name in _ARRAYS},
             "metric": self.metric,
             "edit": self.edit,
-            "intact": self.intact.tolist(),
-            "lesioned": self.lesioned.tolist(),
-            "estimate": self.estimate.tolist(),
-            "activation": self.activation.tolist(),
-            "mean": found.mean.tolist(),
-            "low": found.low.tolist(),
-            "high": found.high.tolist(),
-            "t": found.t.tolist(),
-            "p": found.p.tolist(),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        return {
+            **self._record(),
+            **{name: each.tolist() for name, each in self.over_prompts()._asdict().items()},
             **({"labels": list(self.labels)} if self.labels else {}),
             **({"masked": True} if self.masked else {}),
         }
 
     def save(self, path: str | Path) -> None:
         """Write the map to a file, whole or not at all."""
-        record = {"format": _FORMAT, "version": _VERSION, "key": self.key}
-        fields = ("names", "kinds", "prompts", "answers", "foils", "metric", "edit", "labels")
-        record |= {name: _plain(getattr(self, name)) for name in (*fields, "masked")}
-        arrays = ("blocks", "columns", "intact", "lesioned", "estimate", "activation")
-        record |= {name: getattr(self, name).tolist() for name in arrays}
+        record = {"format": _FORMAT, "version": _VERSION, "key": self.key, **self._record()}
+        record |= {"labels": list(self.labels), "masked": self.masked}
         with new_file(check_path("path", path)) as new:
             new.write_bytes(seal(record, "the lesions"))
 
@@ -297,27 +293,22 @@ class LesionMap:
         """The map in a file that `save` or an interrupted `lesion` wrote.
 
         Raises:
-            FileFormatError: It is no such file, or damaged.
+            FileFormatError: It is not such a file, or it is damaged.
         """
         place = check_path("path", path)
         record = unseal(read_regular(place, _LIMIT), str(place))
         if record.get("format") != _FORMAT or record.get("version") != _VERSION:
             raise FileFormatError(str(place), f"it is not a file of {_FORMAT}, version {_VERSION}")
         try:
+            texts: dict[str, Any] = {name: tuple(map(str, record[name])) for name in _TEXTS}
+            arrays: dict[str, Any] = {
+                name: _numbers(record[name], *form) for name, form in _ARRAYS.items()
+            }
             found = cls(
-                names=tuple(map(str, record["names"])),
-                kinds=tuple(map(str, record["kinds"])),
-                blocks=_numbers(record["blocks"], 1, np.int64),
-                columns=_numbers(record["columns"], 1, np.int64),
-                prompts=tuple(map(str, record["prompts"])),
-                answers=tuple(map(str, record["answers"])),
-                foils=tuple(map(str, record["foils"])),
+                **texts,
+                **arrays,
                 metric=str(record["metric"]),
                 edit=str(record["edit"]),
-                intact=_numbers(record["intact"], 1, np.float64),
-                lesioned=_numbers(record["lesioned"], 2, np.float64),
-                estimate=_numbers(record["estimate"], 2, np.float64),
-                activation=_numbers(record["activation"], 2, np.float64),
                 key=str(record["key"]),
                 labels=tuple(map(str, record.get("labels", ()))),
                 masked=record.get("masked") is True,
@@ -337,10 +328,6 @@ class LesionMap:
         ):
             raise FileFormatError(str(place), f"its tables have other sizes than {shape}")
         return found
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _numbers(value: Any, ndim: int, dtype: type) -> NDArray[Any]:

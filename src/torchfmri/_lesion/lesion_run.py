@@ -227,7 +227,7 @@ class LesionRun:
         """The change of the metric to first order: its gradient times the change of the value."""
         if not metric.requires_grad:
             raise InspectionError(
-                "The metric has no gradient, so that lesions cannot be estimated from it. Return "
+                "The metric has no gradient, so lesions cannot be estimated from it. Return "
                 "a tensor computed from the logits, or leave method='lesion'."
             )
         keys = [key for key in self._keys if key in values]

@@ -205,7 +205,7 @@ class Paths:
                 return order
         raise InspectionError(
             f"{place.name!r} is neither in the attention nor in the MLP of block {block.name!r}, "
-            "so that what comes after it cannot be held. Patch it without to=."
+            "so what comes after it cannot be held. Patch it without to=."
         )
 
 

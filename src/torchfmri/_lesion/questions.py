@@ -160,7 +160,7 @@ def logits_for(model: nn.Module, ids: Tensor, needed: int | None) -> Tensor:
     logits = logits_of(called)
     if logits is None:
         raise InspectionError(
-            f"{type(model).__name__} returns no logits (b, s, vocabulary), so that nothing can be "
+            f"{type(model).__name__} returns no logits (b, s, vocabulary), so nothing can be "
             "said about an answer. Give a model with a language modelling head."
         )
     return logits if needed is None else logits[:, -needed:]
@@ -214,7 +214,7 @@ def _masks(
     head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
     if head is None and "MaskedLM" not in kind:
         raise InspectionError(
-            f"{kind} has no language modelling head, so that nothing can be said about an answer. "
+            f"{kind} has no language modelling head, so nothing can be said about an answer. "
             "Give a model with one (AutoModelForCausalLM, AutoModelForMaskedLM), or a metric of "
             "your own."
         )

@@ -28,7 +28,7 @@ def load(path: str | PathLike[str]) -> Scan:
         path: What `Scan.save` or `torchfmri scan` wrote.
 
     Raises:
-        FileFormatError: It is no scan, or its meta.json is damaged.
+        FileFormatError: It is not a scan, or its meta.json is damaged.
     """
     try:
         place = check_path("path", path)

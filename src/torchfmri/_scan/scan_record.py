@@ -512,14 +512,14 @@ class Scan(PictureMethods):
         return self._problems
 
     def refresh(self) -> int:
-        """How many sequences were added to the stored scan since it was opened, or refreshed.
+        """Read the sequences that were added to the stored scan since, and return how many.
 
-        They stand at the end. A scan in memory has none.
+        They stand at the end. A scan in memory has none to add.
         """
         return self._sequences.refresh() if isinstance(self._sequences, StoredSequences) else 0
 
     def verify(self) -> tuple[str, ...]:
-        """All problems of a stored scan, after comparing every checksum; it reads everything."""
+        """Compare every checksum of a stored scan and return all problems; it reads everything."""
         if isinstance(self._sequences, StoredSequences):
             self._sequences.verify()
         return self.problems
@@ -553,7 +553,7 @@ class Scan(PictureMethods):
         Raises:
             InspectionError: There is something already; with `append`, a scan that was measured
                 otherwise or has a sequence of the same name; with `overwrite`, something that is
-                no scan.
+                not a scan.
             FileFormatError: A sequence of this scan is stored and damaged. Save the others:
                 `Scan(scan.anatomy, list(scan), scan.meta).save(path)`.
             OSError: The disk is full, or the like.
@@ -580,7 +580,7 @@ class Scan(PictureMethods):
         """The scan as a long table in memory: conditions and fields of the rows are columns.
 
         Texts that repeat are categories. A field whose name is that of a column of the scan is
-        called `field_` and its name. `head` is -1 for voxels that are no heads. Needs the extra
+        called `field_` and its name. `head` is -1 for voxels that are not heads. Needs the extra
         `tables`.
 
         Args:

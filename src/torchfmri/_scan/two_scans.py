@@ -227,7 +227,7 @@ def _text_at(place: _Place) -> str:
 
 
 class _Partners(Sequence[ScannedSequence]):
-    """Sequences whose tokens without a partner have no values, so that they do not count."""
+    """Sequences whose tokens without a partner have no values, so they do not count."""
 
     def __init__(self, places: Sequence[tuple[_Place, _Place, str]]) -> None:
         self._places = places

@@ -33,19 +33,29 @@ _TOKENS = (
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri contrast`."""
     parser.add_argument("scan", type=Path, help="a scan: NAME.fmri")
-    add_path(parser, "with_scan", "compare with this", "OTHER", nargs="?")
-    parser.add_argument("--by", default="condition", help="the field with the condition")
-    text = "which conditions; several make an F-test (default: the two that there are)"
+    add_path(parser, "with_scan", "another scan to compare with", "OTHER", nargs="?")
+    parser.add_argument(
+        "--by", default="condition", help="field with the condition (default: %(default)s)"
+    )
+    text = "conditions to compare; several make an F-test (default: the only two)"
     parser.add_argument("--contrast", action="append", metavar="'A - B'", help=text)
-    text = "the field that pairs prompts; alone, with OTHER: the same prompts of two models"
+    text = "field that pairs prompts; without a value, with OTHER: the same prompts in two models"
     add_text(parser, "--paired", text, "FIELD", nargs="?", const=True)
     values = parser.add_argument_group("values")
     metrics = ("activation", "signed", "gradient", "learning_cost", "delta_sc")
-    text = "what to compare (default: activation; signed for --level unit)"
+    text = "which values (default: activation; signed for --level unit)"
     add_choice(values, "--metric", metrics, text)
-    add_choice(values, "--level", ("layer", "voxel", "head", "unit", "feature"), "of what", "voxel")
-    add_several(values, "--layers", "which layers")
-    add_text(values, "--tokens", f"{_TOKENS} (default: all)", "WHICH", default="all")
+    add_choice(
+        values, "--level", ("layer", "voxel", "head", "unit", "feature"), "what to compare", "voxel"
+    )
+    add_several(values, "--layers", "layers to compare")
+    add_text(
+        values,
+        "--tokens",
+        f"tokens to average over: {_TOKENS} (default: all)",
+        "WHICH",
+        default="all",
+    )
     _add_test(parser.add_argument_group("test"))
     files = parser.add_argument_group("files")
     add_path(files, "--out", "keep the contrast", "NAME.contrast")
@@ -57,12 +67,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def _add_test(group: Any) -> None:
     group.add_argument("--alpha", type=float, default=0.05, help="threshold (default: 0.05)")
     controls = ("fdr", "bonferroni", "max", "fpr", "none")
-    add_choice(group, "--height-control", controls, "what alpha bounds", "fdr")
-    add_switch(group, "--one-sided", "only A above B counts")
-    add_choice(group, "--test", ("t", "permutation"), "where p is from", "t")
-    add_number(group, "--permutations", None, "relabellings (default: 1000)")
+    add_choice(group, "--height-control", controls, "the error rate that alpha limits", "fdr")
+    add_switch(group, "--one-sided", "count only A above B")
+    add_choice(group, "--test", ("t", "permutation"), "where p comes from", "t")
+    add_number(group, "--permutations", None, "number of relabellings (default: 1000)")
     add_number(group, "--seed", 0, "seed of relabellings")
-    text = "also shuffle the labels N times, to see how often something is found in nothing"
+    text = "also shuffle the labels N times and count how often anything is found"
     add_number(group, "--calibrate", 0, text)
     add_number(group, "--peaks", 20, "rows to print")
 

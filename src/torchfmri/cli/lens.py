@@ -25,11 +25,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_text(parser, "--prompt", "what the model reads", required=True)
     add_model(parser)
     add_switch(parser, "--chat", "wrap the text as a user's message")
-    add_number(parser, "--position", -1, "which token's stream")
+    add_number(parser, "--position", -1, "position whose stream is read")
     add_number(parser, "--top", 3, "tokens to show per layer", "K")
-    add_text(parser, "--token", 'whose logit to split, such as " Paris" (default: the likeliest)')
-    add_text(parser, "--against", "a token whose logit is taken off")
-    add_switch(parser, "--inputs", "also what each input token adds (gradients)")
+    add_text(
+        parser, "--token", 'token whose logit is split, such as " Paris" (default: the likeliest)'
+    )
+    add_text(parser, "--against", "token whose logit is subtracted")
+    add_switch(parser, "--inputs", "also attribute the logit to the input tokens (by gradients)")
     add_path(parser, "--picture", "draw the lens")
     add_device(parser, dtype=True)
 

@@ -34,18 +34,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_text(what, "--prompt", "one prompt, with --answer")
     text = 'several: lines such as {"prompt": "...", "answer": " ...", "foil": " ..."}'
     add_path(what, "--prompts", text, "FILE.jsonl")
-    add_text(parser, "--answer", "with the space before it: ' Paris'")
+    add_text(parser, "--answer", "the answer, with the space before it: ' Paris'")
     add_text(parser, "--foil", "another answer, for logit_difference")
     add_model(parser)
-    text = f"{', '.join(KINDS)}, or a place such as 'L3H*' (default: heads and mlps)"
+    text = (
+        f"what to lesion: {', '.join(KINDS)}, or a place such as 'L3H*' (default: heads and mlps)"
+    )
     add_several(parser, "--of", text, "WHAT")
     add_choice(parser, "--metric", METRICS, "by default logit_difference with a foil")
-    add_choice(parser, "--edit", EDITS, "what a lesion puts there", "zero")
+    add_choice(parser, "--edit", EDITS, "what replaces the lesioned value", "zero")
     text = "attribution estimates all lesions from one backward pass"
     add_choice(parser, "--method", METHODS, text, "lesion")
-    add_number(parser, "--batch", 32, "lesions at once")
-    add_number(parser, "--top", 12, "lesions in the table")
-    text = "keep the map; run the same command again to go on after an interruption"
+    add_number(parser, "--batch", 32, "lesions in one forward pass")
+    add_number(parser, "--top", 12, "rows of the table")
+    text = "keep the map here; after an interruption the same command resumes"
     add_path(parser, "--out", text, "FILE.json")
     add_path(parser, "--picture", "draw the map")
     add_device(parser)

@@ -28,13 +28,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=tuple(VARIANTS),
         help="what the routing learns from; may be repeated (default: all)",
     )
-    add_number(parser, "--seeds", 3, "seeds of each")
+    add_number(parser, "--seeds", 3, "seeds per signal")
     parser.add_argument(
         "--lengths",
         type=int,
         nargs="+",
         default=list(plan.lengths),
-        help="how long the sequence tasks are (default: %(default)s)",
+        help="lengths of the sequence tasks (default: %(default)s)",
     )
     text = f"learn grid puzzles instead: a folder of ARC tasks, or '{MADE}' to make some"
     add_text(parser, "--puzzles", text, "FOLDER")
@@ -47,11 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     ):
         add_number(parser, f"--{name}", getattr(plan, name.replace("-", "_")), meaning)
     parser.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
-    add_number(parser, "--workers", 1, "runs at a time, one thread each")
-    add_number(parser, "--checkpoint-every", 500, "steps between two")
+    add_number(parser, "--workers", 1, "parallel runs, one thread each")
+    add_number(parser, "--checkpoint-every", 500, "steps between two checkpoints")
     text = "folder of results and checkpoints; what is finished there is not run again"
     add_path(parser, "--out", text, "FOLDER", default=Path("torchfmri-routing"))
-    add_switch(parser, "--no-figures", "write the results and draw nothing")
+    add_switch(parser, "--no-figures", "write the results without figures")
 
 
 def run(options: Namespace) -> Result:

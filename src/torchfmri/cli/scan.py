@@ -57,10 +57,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri scan`."""
     what = parser.add_mutually_exclusive_group(required=True)
     add_text(what, "--prompt", "scan one prompt")
-    text = "scan every row of a file; run the same command again to go on after an interruption"
+    text = "scan every row of a file; after an interruption the same command resumes"
     add_path(what, "--dataset", text, "FILE.jsonl")
     add_model(parser)
-    add_path(parser, "--out", "the scan's folder (needed for --dataset)", "NAME.fmri")
+    add_path(parser, "--out", "folder to keep the scan in (needed for --dataset)", "NAME.fmri")
     add_switch(parser, "--overwrite", "replace the folder (--prompt)")
     add_path(parser, "--picture", "draw the brain (--prompt)")
     add_path(parser, "--page", "write a page (--prompt)", "FILE.html")
@@ -68,10 +68,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     _add_generation(parser.add_argument_group("generation"))
     _add_measurement(parser.add_argument_group("measurement"))
     rows = parser.add_argument_group("datasets")
-    add_text(rows, "--field", "the prompt: prompt, messages, text or ids", "NAME")
-    text = "the label for `torchfmri contrast` (default: condition); all fields are kept"
+    add_text(
+        rows, "--field", "field with the prompt (default: prompt, messages, text or ids)", "NAME"
+    )
+    text = "field with the label for `torchfmri contrast` (default: condition)"
     add_text(rows, "--condition-field", text, "NAME")
-    add_text(rows, "--id-field", "what names a row (default: its place)", "NAME")
+    add_text(rows, "--id-field", "field that names a row (default: its number)", "NAME")
     add_number(rows, "--batch", None, "rows at once (default: 1)")
     add_switch(rows, "--strict", "stop at the first row that cannot be scanned")
     add_server_arguments(parser)
@@ -79,20 +81,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def _add_generation(group: Any) -> None:
     add_switch(group, "--chat", "wrap texts as a user's message")
-    add_number(group, "--max-new-tokens", 64, "0 only reads")
-    add_switch(group, "--sample", "sample; by default it is greedy")
+    add_number(group, "--max-new-tokens", 64, "tokens to generate; 0 only reads the prompt")
+    add_switch(group, "--sample", "sample instead of decoding greedily")
     add_text(group, "--temperature", "temperature of sampling", "T", type=float)
     add_number(group, "--seed", 0, "seed of sampling")
 
 
 def _add_measurement(group: Any) -> None:
     gradients = ("position", "token_loss", "cached", "none")
-    add_choice(group, "--per", gradients, "which gradient; none for activations alone", "position")
-    add_several(group, "--layers", "which layers")
-    add_number(group, "--voxel", 64, "units of a voxel")
-    add_choice(group, "--loss", ("generated", "all"), "over which tokens")
-    add_switch(group, "--heads", "also watch what each head wrote")
-    add_text(group, "--tensors", "layers to keep in full", "PATTERN")
+    add_choice(
+        group, "--per", gradients, "which gradient; none records activations only", "position"
+    )
+    add_several(group, "--layers", "layers to watch")
+    add_number(group, "--voxel", 64, "units per voxel")
+    add_choice(group, "--loss", ("generated", "all"), "which tokens the loss counts")
+    add_switch(group, "--heads", "also record what each head writes")
+    add_text(group, "--tensors", "layers whose tensors are kept in full", "PATTERN")
     group.add_argument(
         "--vectors",
         action="append",
@@ -100,11 +104,11 @@ def _add_measurement(group: Any) -> None:
         help="tokens whose mean vector is kept per layer; may be repeated (default: all, generated "
         "and last for a dataset)",
     )
-    text = "scores of every head; with a pattern also the whole patterns of those layers"
+    text = "scores of every head; with a pattern, also the full attention of those layers"
     add_text(group, "--attention", text, "PATTERN", nargs="?", const=True, default=False)
-    add_switch(group, "--lens", "what each block would say next")
-    add_switch(group, "--experts", "where routers send each token")
-    add_switch(group, "--verify", "generate once more without hooks and compare")
+    add_switch(group, "--lens", "what each block would predict next")
+    add_switch(group, "--experts", "which experts each token is sent to")
+    add_switch(group, "--verify", "generate again without hooks and compare the tokens")
     add_device(group, dtype=True)
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The options of `torchfmri verify`."""
     add_subject(parser)
     add_several(parser, "--layers", "verify these layers only, for example '*.mlp'")
-    add_several(parser, "--expected", "layers whose gradient is meant to be something else")
+    add_several(parser, "--expected", "layers whose gradient differs on purpose")
     add_number(parser, "--directions", 2, "random directions for each input and parameter")
     add_switch(parser, "--second", "verify second derivatives too")
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import from_extra
 from torchfmri._contrast import GLM, Level, first_level
 from torchfmri._scan.prompts.prompt_columns import chosen_columns
 from torchfmri._scan.prompts.question import SIGNED, Question, ValueSource
@@ -167,13 +168,9 @@ class _Formula:
     """A formula of formulaic, split by what its terms are of."""
 
     def __init__(self, formula: str, source: ValueSource) -> None:
-        try:
+        with from_extra("A formula needs formulaic and pandas", "glm"):
             import formulaic
             import pandas
-        except ImportError as error:
-            raise InspectionError(
-                "A formula needs formulaic and pandas: pip install 'torchfmri[glm]'."
-            ) from error
         self._formulaic, self._pandas, self._source = formulaic, pandas, source
         if not isinstance(formula, str) or "~" in formula:
             raise InspectionError(
@@ -183,7 +180,7 @@ class _Formula:
         try:
             terms = list(formulaic.Formula(formula))
         except Exception as error:  # formulaic has many kinds of errors
-            raise InspectionError(f"{formula!r} is no formula: {error}") from error
+            raise InspectionError(f"{formula!r} is not a formula: {error}") from error
         self._prompts = self._frame()
         self._of_prompts: list[Any] = []
         self._of_tokens: list[Any] = []

@@ -32,7 +32,7 @@ _FORMS = (
 
 
 def check_tokens(tokens: Any) -> None:
-    """Raise where this is no choice of tokens.
+    """Raise where this does not choose tokens.
 
     Raises:
         InspectionError: It says which there are.
@@ -48,7 +48,7 @@ def check_tokens(tokens: Any) -> None:
                 re.compile(value)
             except re.error as error:
                 raise InspectionError(
-                    f"{value!r} is no regular expression: {error}. Write one that re.compile takes."
+                    f"{value!r} is not a regular expression: {error}. Give one for re.compile."
                 ) from error
     if not good:
         raise InspectionError(f"tokens={tokens!r}: give {_FORMS}.")
@@ -173,7 +173,7 @@ def _found(pattern: str | re.Pattern[str], text: str) -> Iterator[tuple[int, int
 
 
 def _text(spelling: Sequence[bytes]) -> str:
-    # Bytes that are no character stay one each, so that places can be counted back.
+    # Bytes that are not a character stay one each, so that places can be counted back.
     return b"".join(spelling).decode("utf-8", "surrogateescape")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchfmri._arguments import check_target
+from torchfmri._arguments import check_target, from_extra
 from torchfmri._files import make_folder, new_file, new_folder
 from torchfmri._scan.record.anatomy import Anatomy
 from torchfmri._scan.record.sequence import Floats, ScannedSequence
@@ -79,7 +79,8 @@ def _require_free(path: Path, overwrite: bool) -> None:
     ours = (path / "zarr.json").is_file() if path.suffix == ".zarr" else path.is_file()
     if path.is_symlink() or not ours:
         raise InspectionError(
-            f"{str(path)!r} is no {path.suffix[1:]} that could be replaced. Choose another name."
+            f"{str(path)!r} is not a {path.suffix[1:]} of ours that could be replaced. Choose "
+            "another name."
         )
 
 
@@ -90,13 +91,9 @@ def _write_netcdf(
     meta: Mapping[str, Any],
 ) -> None:
     dataset = to_xarray(anatomy, sequences, meta)
-    try:
+    with from_extra("NetCDF needs xarray, h5netcdf and h5py", "export"):
         import h5netcdf  # noqa: F401
         import h5py  # noqa: F401
-    except ImportError as error:
-        raise InspectionError(
-            "NetCDF needs xarray, h5netcdf and h5py: pip install 'torchfmri[export]'."
-        ) from error
     # HDF5 ends the process with a segmentation fault where a disk is full, so it writes to memory.
     file = io.BytesIO()
     dataset.reset_index("name").to_netcdf(file, engine="h5netcdf", format="NETCDF4")
@@ -124,13 +121,9 @@ def _write_zarr(
     meta: Mapping[str, Any],
     exact: bool,
 ) -> None:
-    try:
+    with from_extra("Zarr needs xarray and zarr", "export"):
         import zarr
         from zarr.codecs import BloscCodec
-    except ImportError as error:
-        raise InspectionError(
-            "Zarr needs xarray and zarr: pip install 'torchfmri[export]'."
-        ) from error
     dataset = labels(anatomy, sequences, meta).reset_index("name")
     dataset.to_zarr(path, zarr_format=3, consolidated=False)
     group = zarr.open_group(path, mode="r+", use_consolidated=False)

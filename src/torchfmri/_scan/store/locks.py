@@ -18,7 +18,7 @@ def make_scan_folder(path: Path) -> None:
     foreign = [name for name in list_names(path) if not is_ours(name)]
     if foreign and not (path / META).exists():
         raise InspectionError(
-            f"{str(path)!r} is no scan, and not empty ({foreign[0]!r}). Choose another folder."
+            f"{str(path)!r} is not a scan, and not empty ({foreign[0]!r}). Choose another folder."
         )
 
 

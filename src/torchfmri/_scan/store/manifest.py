@@ -338,10 +338,10 @@ def _parse_line(line: bytes, manifest: str, where: str) -> SegmentEntry:
     name = _text(record, "segment", where)
     matched = SEGMENT.fullmatch(name)
     if matched is None or f"-rank{matched[1]}." not in manifest:
-        raise FileFormatError(where, f"{name[:100]!r} is no name of a segment of this writer")
+        raise FileFormatError(where, f"{name[:100]!r} is not the name of a segment of this writer")
     checksum = _text(record, "checksum", where)
     if re.fullmatch("[0-9a-f]{8}", checksum) is None:
-        raise FileFormatError(where, f"{checksum[:40]!r} is no checksum")
+        raise FileFormatError(where, f"{checksum[:40]!r} is not a checksum")
     entries = _parse_sequences(record.get("sequences"), where)
     return SegmentEntry(name, _count(record, "bytes", where), int(checksum, 16), entries)
 
@@ -357,7 +357,7 @@ def _parse_sequences(records: Any, where: str) -> tuple[SequenceEntry, ...]:
 def _parse_sequence(record: Mapping[str, Any], where: str) -> SequenceEntry:
     checks = record.get("checks", {})
     if not isinstance(checks, dict):
-        raise FileFormatError(where, "the checks of a sequence are no JSON object")
+        raise FileFormatError(where, "the checks of a sequence are not a JSON object")
     return SequenceEntry(
         name=_text(record, "name", where),
         tokens=_count(record, "tokens", where),

@@ -152,7 +152,7 @@ def _short(meta: Mapping[str, Any], key: str) -> str:
 
 def _names(values: Any, what: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        raise FileFormatError(META, f"its {what} are no list of names")
+        raise FileFormatError(META, f"its {what} are not a list of names")
     if what == "layers" and len(set(values)) != len(values):
         raise FileFormatError(META, "it has a layer twice")
     return tuple(values)
@@ -163,5 +163,5 @@ def _numbers(values: Any, what: str, dtype: type[np.integer[Any]]) -> Any:
     if not isinstance(values, list) or not all(
         type(each) is int and 0 <= each <= limit for each in values
     ):
-        raise FileFormatError(META, f"the {what} of its voxels is no list of numbers")
+        raise FileFormatError(META, f"the {what} of its voxels is not a list of numbers")
     return np.array(values, dtype=dtype)

@@ -183,44 +183,20 @@ class PackedSegment:
             for name, tensor in tensors.items()
             if name.startswith("tensors/") and tensor.tag == "BF16"
         }
-        self._check_tokens(tensors, where)
-        self.field_ends = self._check_fields(tensors, where)
-        self.text_ends = np.concatenate(([0], np.cumsum(self.groups["tokens"]["lengths"])))
+        self._check_tokens(where)
+        self.text_ends = _ends(tensors, "tokens", tokens, where)
+        self.field_ends = np.empty(0, np.int64)
+        if self.groups["fields"]:
+            self.field_ends = _ends(tensors, "fields", len(sequences), where)
 
-    def _check_tokens(self, tensors: Mapping[str, Tensor], where: str) -> None:
+    def _check_tokens(self, where: str) -> None:
         tokens = self.groups["tokens"]
         absent = [name for name in ("bytes", *TOKENS) if name not in tokens]
         if absent:
             raise FileFormatError(where, f"it has no tokens/{absent[0]}")
-        text, lengths = tensors["tokens/bytes"], tokens["lengths"]
-        if text.tag != "U8" or text.values.ndim != 1:
-            raise FileFormatError(where, "tokens/bytes are not bytes in a row")
-        if len(lengths) and (lengths.min() < 0 or lengths.max() > len(text.values)):
-            raise FileFormatError(where, "the lengths of the tokens are wrong")
-        if int(lengths.sum()) != len(text.values):
-            raise FileFormatError(where, "the lengths of the tokens do not add up to their bytes")
         for name in ("generated", "special"):
             if tokens[name].view(np.uint8).max(initial=0) > 1:
                 raise FileFormatError(where, f"tokens/{name} is neither true nor false")
-
-    def _check_fields(self, tensors: Mapping[str, Tensor], where: str) -> NDArray[np.int64]:
-        """Where the fields of each sequence end; an empty array where there are none."""
-        if not self.groups["fields"]:
-            return np.empty(0, np.int64)
-        text, lengths = tensors.get("fields/bytes"), tensors.get("fields/lengths")
-        if text is None or text.tag != "U8" or text.values.ndim != 1:
-            raise FileFormatError(where, "fields/bytes are not bytes in a row")
-        if lengths is None or (lengths.tag, lengths.values.shape) != (
-            "I64",
-            (len(self.sequences),),
-        ):
-            raise FileFormatError(where, "fields/lengths are not a number for each sequence")
-        values = lengths.values
-        if values.min(initial=0) < 0 or values.max(initial=0) > len(text.values):
-            raise FileFormatError(where, "the lengths of the fields are wrong")
-        if int(values.sum()) != len(text.values):
-            raise FileFormatError(where, "the lengths of the fields do not add up to their bytes")
-        return np.concatenate(([0], np.cumsum(values)))
 
     def sequence(self, index: int) -> ScannedSequence:
         """One of the sequences; its arrays are views of the file."""
@@ -254,7 +230,7 @@ class PackedSegment:
         where = f"the fields of {self.sequences[index].name[:100]!r}"
         found = parse(self.groups["fields"]["bytes"][first:last].tobytes(), where)
         if not isinstance(found, dict):
-            raise FileFormatError(where, "they are no JSON object")
+            raise FileFormatError(where, "they are not a JSON object")
         return found
 
     def _vectors(self, index: int) -> dict[str, dict[str, NDArray[np.float32]]]:
@@ -287,6 +263,25 @@ class PackedSegment:
         if layer in self.bits:
             return (values.astype("<u4") << 16).view("<f4")
         return values
+
+
+def _ends(tensors: Mapping[str, Tensor], group: str, count: int, where: str) -> NDArray[np.int64]:
+    """Where each of `count` texts ends in the bytes of a group, after 0.
+
+    Raises:
+        FileFormatError: The lengths of the texts are not those of the bytes.
+    """
+    text, lengths = tensors.get(f"{group}/bytes"), tensors.get(f"{group}/lengths")
+    if text is None or text.tag != "U8" or text.values.ndim != 1:
+        raise FileFormatError(where, f"{group}/bytes are not bytes in a row")
+    if lengths is None or (lengths.tag, lengths.values.shape) != ("I64", (count,)):
+        raise FileFormatError(where, f"{group}/lengths are not {count} numbers")
+    values = lengths.values
+    if values.min(initial=0) < 0 or values.max(initial=0) > len(text.values):
+        raise FileFormatError(where, f"the lengths of the {group} are wrong")
+    if int(values.sum()) != len(text.values):
+        raise FileFormatError(where, f"the lengths of the {group} do not add up to their bytes")
+    return np.concatenate(([0], np.cumsum(values)))
 
 
 def _ordered(names: Iterable[str], first: Sequence[str]) -> list[str]:

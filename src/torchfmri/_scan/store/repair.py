@@ -64,7 +64,7 @@ def repair(path: str | os.PathLike[str]) -> Repair:
         path: The folder of the scan.
 
     Raises:
-        FileFormatError: It is no scan, or its meta.json is damaged.
+        FileFormatError: It is not a scan, or its meta.json is damaged.
         InspectionError: Somebody is writing it.
     """
     folder = check_path("path", path)

@@ -36,7 +36,7 @@ def save(
         append: Whether the sequences are added to a scan that is there.
 
     Raises:
-        InspectionError: There is something already, and neither was asked for; or it is no scan.
+        InspectionError: There is something already, and neither was asked for; or it is not a scan.
         OSError: The disk is full, or the like.
     """
     target = check_target("path", path)
@@ -76,6 +76,6 @@ def require_replaceable(path: Path, overwrite: bool) -> None:
     if foreign or not (path / META).is_file():
         reason = f"has {foreign[0]!r} in it" if foreign else "has no meta.json"
         raise InspectionError(
-            f"{str(path)!r} {reason}: it is no scan that torchfmri has written, so it is not "
+            f"{str(path)!r} {reason}: it is not a scan that torchfmri wrote, so it is not "
             "replaced. Choose another folder."
         )

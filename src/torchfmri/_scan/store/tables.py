@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import from_extra
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.sequence import METRICS, ScannedSequence, Tokens
 from torchfmri._scan.store.fields import FieldColumn, field_columns
@@ -152,12 +153,8 @@ def to_dataframe(
     anatomy: Anatomy, sequences: Iterable[ScannedSequence], by: str
 ) -> pandas.DataFrame:
     """The table in memory; see `Scan.to_dataframe`."""
-    try:
+    with from_extra("A DataFrame needs pandas", "tables"):
         import pandas
-    except ImportError as error:
-        raise InspectionError(
-            "A DataFrame needs pandas: pip install 'torchfmri[tables]'."
-        ) from error
     table = LongTable(anatomy, sequences, by)
     parts = list(table.parts()) or [table.empty()]
     data = {name: _joined([part[name] for part in parts]) for name in parts[0]}
@@ -223,11 +220,9 @@ def write_parquet(
     Raises:
         InspectionError: pyarrow is not installed.
     """
-    try:
+    with from_extra("Parquet needs pyarrow", "parquet"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise InspectionError("Parquet needs pyarrow: pip install 'torchfmri[parquet]'.") from error
     table = LongTable(anatomy, sequences, by)
 
     def convert(cells: Cells) -> Any:

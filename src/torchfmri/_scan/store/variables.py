@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchfmri._arguments import from_extra
 from torchfmri._files import plain
 from torchfmri._scan.record.anatomy import KINDS, Anatomy
 from torchfmri._scan.record.readouts import PATTERN
@@ -133,12 +134,8 @@ def labels(
     Raises:
         InspectionError: xarray is not installed.
     """
-    try:
+    with from_extra("Labelled arrays need xarray and zarr", "export"):
         import xarray
-    except ImportError as error:
-        raise InspectionError(
-            "Labelled arrays need xarray and zarr: pip install 'torchfmri[export]'."
-        ) from error
     token: dict[str, list[NDArray[Any]]] = {
         "sequence": [np.empty(0, np.int64)],
         "position": [np.empty(0, np.int64)],

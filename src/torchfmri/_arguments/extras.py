@@ -1,0 +1,27 @@
+"""Packages that an extra installs: what to do where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchfmri.exceptions import InspectionError
+
+
+@contextmanager
+def from_extra(need: str, extra: str, otherwise: str = "") -> Iterator[None]:
+    """Explain an import of the block that fails.
+
+    Args:
+        need: What needs which package, such as "Parquet needs pyarrow".
+        extra: The extra that installs it.
+        otherwise: A sentence about what can be done without it.
+
+    Raises:
+        InspectionError: The package is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        text = f"{need}: pip install 'torchfmri[{extra}]'. {otherwise}".rstrip()
+        raise InspectionError(text) from error

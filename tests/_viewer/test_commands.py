@@ -67,6 +67,8 @@ def test_a_live_scan_is_watched_and_kept(page: Page, tmp_path: Path) -> None:
     with running("scan", "--live", *options, "--out", str(out)) as (url, process):
         page.open(url)
         page.until("app.data.sequence.metrics.length > 1 && !app.data.board.going")
+        assert process.stderr is not None
+        assert any("the page stays until Ctrl-C" in line for line in process.stderr), "it is saved"
         assert page.js("app.data.columns") == len(torchfmri.load(out)[0])
         leave(page)
         interrupted(process)

@@ -175,7 +175,7 @@ def test_the_widget_renders_and_answers_in_jupyterlab(page: Page, lab: str) -> N
     heat.click(position={"x": 200, "y": 100})
     page.page.wait_for_function(
         """() => [...document.querySelectorAll('*')].some(e => e.viewer
-        && e.viewer.ui.details.textContent.includes('This row'))"""
+        && e.viewer.ui.details.textContent.includes('this row'))"""
     )
     page.page.locator(".metrics button, .segments button", has_text="Gradient").first.click()
     page.page.wait_for_function(

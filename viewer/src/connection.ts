@@ -1,6 +1,7 @@
 // The live line of a page: what it watches, and what it hears.
 
 import type { App } from "./app";
+import { NOT_MEASURED } from "./colour";
 import { count } from "./dom";
 import { State, clean } from "./state";
 import { Line } from "./transport";
@@ -13,12 +14,13 @@ export class Connection {
   private line: Line | null = null;
   private watched = "";
   private arrivals: number[] = [];
+  private slower = 0;
 
   constructor(private readonly app: App) {}
 
   /** Columns per second, of those that the model makes one by one. */
   get rate(): number {
-    const { arrivals } = this;
+    const arrivals = this.arrivals.filter((each) => performance.now() - each < RATE);
     return arrivals.length > 1 ? Math.round(arrivals.length / Math.max(0.5, (performance.now() - arrivals[0]) / 1000)) : 0;
   }
 
@@ -99,15 +101,22 @@ export class Connection {
       if (message.generated[i] || app.data.board.axis !== "token") this.arrivals.push(now);
     });
     this.arrivals = this.arrivals.filter((each) => now - each < RATE);
-    if (app.state.follow) app.set({ column: app.data.columns - 1, ...this.followed() });
+    if (app.state.follow) app.set(this.followed());
     app.draw();
+    clearTimeout(this.slower);
+    this.slower = window.setTimeout(() => app.draw(), RATE); // nothing comes any more, perhaps
   }
 
-  /** The columns in view while tokens come: all, until they would get too narrow. */
+  /** What is in view while tokens come: all of them, until they would get too narrow, and the last that was measured. */
   followed(): Partial<State> {
-    const { columns } = this.app.data;
-    const fit = Math.floor(this.app.scene.width / NARROWEST);
-    return columns <= fit ? { first: 0, last: 0 } : { first: columns - fit, last: columns };
+    const { app } = this;
+    const { columns } = app.data;
+    const row = app.rows[app.rowIndex];
+    // The last token of an answer is written and never run.
+    const written = row && columns > 1 && app.plane(row.plane)?.code(row.index, columns - 1) === NOT_MEASURED;
+    const column = Math.max(0, columns - (written ? 2 : 1));
+    const fit = Math.floor(app.scene.width / NARROWEST);
+    return columns <= fit ? { column, first: 0, last: 0 } : { column, first: columns - fit, last: columns };
   }
 
   /** Tell the server what is in view, where that has changed. */

@@ -64,7 +64,9 @@ export function toPng(from: Exported, ratio = 2): Promise<Blob> {
   c.setTransform(ratio, 0, 0, ratio, 0, 0);
   c.fillStyle = inks.ink;
   c.font = "600 14px system-ui, sans-serif";
-  c.fillText(short(from.title, 160), 12, 24);
+  let title = from.title;
+  while (title.length > 20 && c.measureText(title).width > LEFT + scene.width - 12) title = short(title, title.length - 4);
+  c.fillText(title, 12, 24);
   const { texts, ramp } = legend(from, LEFT, TOP + tall + BOTTOM - 32);
   c.font = "11px system-ui, sans-serif";
   for (const [x, y, text] of texts) c.fillText(text, x, y);

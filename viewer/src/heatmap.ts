@@ -104,8 +104,10 @@ export function drawCells(
   c.fillRect(0, 0, scene.width * ratio, scene.height * ratio);
   if (right <= 0 || bottom <= 0) return { missing: 0 };
   const left = Math.max(0, -scene.first * scene.cell) * ratio;
-  c.fillStyle = hatch(c, inks, ratio);
-  c.fillRect(left, 0, right - left, bottom);
+  if (planes(scene.rows[0].plane)?.header) {
+    c.fillStyle = hatch(c, inks, ratio);
+    c.fillRect(left, 0, right - left, bottom);
+  }
   c.imageSmoothingEnabled = false;
   let missing = 0;
   const end = scene.top + scene.height / scene.rowHeight;

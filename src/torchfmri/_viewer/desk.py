@@ -29,7 +29,7 @@ LISTED = 200
 """Sequences of one answer."""
 PLANES = 24
 """Planes that stay in memory."""
-GROWTH, HEADROOM = 2.0, 4.0
+GROWTH, HEADROOM = 4.0, 4.0
 """A growing plane is coded anew when it is so much longer, for values up to so many times its
 largest."""
 

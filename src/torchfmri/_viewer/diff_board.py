@@ -102,26 +102,30 @@ class DiffBoard(Board):
         """Those of both."""
         known = {each.name for each in self._pair[0].metrics(sequence)}
         title = self.about()["title"]
+        found = [each for each in self._pair[1].metrics(sequence) if each.name in known]
         return [
             replace(
-                each, signed=True,
-                meaning=f"{title}. {each.meaning}", unit=f"difference of {each.unit}",
+                each,
+                signed=True,
+                meaning=f"{title}. {each.meaning}",
+                unit=f"difference of {each.unit}",
             )
-            for each in self._pair[1].metrics(sequence) if each.name in known
-        ]  # fmt: skip
+            for each in found
+        ]
 
     def tracks(self, sequence: int) -> Sequence[Metric]:
         """The curves of the second, then those of the first beside them."""
         before, after = self._titles()
         known = {each.name for each in self._pair[0].tracks(sequence)}
         second = self._pair[1].tracks(sequence)
-        return [replace(each, meaning=f"{after}. {each.meaning}") for each in second] + [
-            replace(
-                each, name=f"{before} {each.name}", title=f"{each.title}, {before}",
-                meaning=f"{before}. {each.meaning}", beside=each.name,
-            )
-            for each in second if each.name in known
-        ]  # fmt: skip
+        found = [replace(each, meaning=f"{after}. {each.meaning}") for each in second]
+        for each in second:
+            if each.name in known:
+                name, title = f"{before} {each.name}", f"{each.title}, {before}"
+                meaning = f"{before}. {each.meaning}"
+                beside = replace(each, name=name, title=title, meaning=meaning, beside=each.name)
+                found.append(beside)
+        return found
 
     def columns(self, sequence: int, first: int, last: int) -> dict[str, Any]:
         """The texts of the longer one; where they differ, both: that of the second first."""
@@ -153,8 +157,8 @@ class DiffBoard(Board):
 
     def _curves(self, sequence: int) -> Table:
         """(column, curve) as `tracks` names them."""
-        first, second = (self._long(each.values(sequence, TRACKS, TRACKS), sequence)
-                         for each in self._pair)  # fmt: skip
+        tables = [each.values(sequence, TRACKS, TRACKS) for each in self._pair]
+        first, second = (self._long(each, sequence) for each in tables)
         names = [each.name for each in self._pair[0].tracks(sequence)]
         beside = [each.beside for each in self.tracks(sequence) if each.beside]
         return np.concatenate([second, first[:, [names.index(name) for name in beside]]], 1)
@@ -183,10 +187,11 @@ class DiffBoard(Board):
 
     def health(self, sequence: int) -> Sequence[Health]:
         """What does not fit together."""
-        found = [
-            Health(f"{plural(len(alone), 'layer')} only in {other}: grey", "warn", alone[0])
-            for alone, other in zip(self._alone, reversed(self._titles()), strict=True) if alone
-        ]  # fmt: skip
+        found = []
+        for alone, other in zip(self._alone, reversed(self._titles()), strict=True):
+            if alone:
+                text = f"{plural(len(alone), 'layer')} only in {other}: grey"
+                found.append(Health(text, "warn", alone[0]))
         a, b = (each.columns(sequence, 0, 1 << 20)["pieces"] for each in self._pair)
         differs = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if differs is not None:

@@ -283,8 +283,13 @@ def _amplified(gaps: Floats, series: Sequence[Series], updates: Floats) -> Float
         so_far = np.maximum.accumulate(known[:, gradient])
         found[:, column[Series(name, UPDATES)]] = _AMPLIFIED * so_far
         if (parameter := column.get(Series(name, "parameters"))) is not None:
-            moved = np.where(so_far > 0, np.nan_to_num(sizes, nan=math.inf), 0.0)
-            found[1:, parameter] = np.cumsum(moved)[:-1]
+            moved = np.where(so_far > 0, np.where(np.isnan(sizes), math.inf, sizes), 0.0)
+            # Sizes are those of all values together; the largest value may move by more.
+            found[1:, parameter] = _FACTOR * np.cumsum(moved)[:-1]
+            output = column.get(Series(name.rpartition(".")[0], "activations"))
+            if output is not None:  # it differs by no less than what it is computed with
+                own = _FACTOR * np.maximum.accumulate(known[:, parameter])
+                found[1:, output] = np.maximum(found[:, output], own)[1:]
     return found
 
 

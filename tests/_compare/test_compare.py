@@ -310,5 +310,22 @@ def test_results_can_be_read_and_drawn() -> None:
     assert {float(line.get_xdata()[0]) for line in marks} == {float(found.first.token)}
     assert found.plot_depth().get_yscale() == "log"
     assert "<table" in found._repr_html_()
-    with pytest.raises(InspectionError, match="direction='up'"):
-        found.plot("up")
+    for draw in (found.plot, found.plot_depth):
+        with pytest.raises(InspectionError, match="direction='up'"):
+            draw("up")
+
+
+def drawn(found: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in found.draw().axes]
+
+
+def test_pictures_show_the_direction_that_differs_or_that_nothing_does() -> None:
+    backward = next(fault for fault in FAULTS if fault.direction == "backward")
+    with quiet():
+        found = compare(*backward.pair())
+        same = compare(Run(build("llama"), batch("llama")), Run(build("llama"), batch("llama")))
+    assert any("How rounding grows along the backward pass" in title for title in drawn(found))
+    lines = {line.get_label() for line in found.draw().axes[1].lines}
+    assert "a differs from b" in lines
+    texts = [text.get_text() for axes in same.draw().axes for text in axes.texts]
+    assert any("No difference beyond noise" in each for each in [*drawn(same), *texts])

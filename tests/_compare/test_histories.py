@@ -278,3 +278,68 @@ def test_findings_stand_side_by_side_and_runs_are_drawn(base: Monitor) -> None:
     assert found.to_dict()["first"]["step"] == 0
     with pytest.raises(InspectionError, match="no 'inputs' in both runs, only"):
         found.plot("inputs")
+
+
+# -- runs that differ by rounding ----------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """The bias of its keys has no gradient but rounding, of which Adam makes updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        y, _ = self.attention(x, x, x)
+        found: torch.Tensor = self.head(x + y)
+        return found
+
+
+def attended(
+    *, turned: bool = False, rate: float = 1e-2, changed: int | None = None, lower: bool = False
+) -> Monitor:
+    """Train for 15 steps, with the rows of each batch in the opposite order if `turned`."""
+    torch.manual_seed(0)
+    model = Attending()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    data = torch.Generator().manual_seed(1)
+    with Monitor(model, optimizer) as monitor:
+        for step in range(15):
+            ids = torch.randint(0, 20, (8, 10), generator=data)
+            if step == changed:
+                ids[3, 5] = (ids[3, 5] + 1) % 20
+            ids = ids.flip(0) if turned else ids
+            with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+                loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+    return monitor
+
+
+@pytest.mark.parametrize("lower", [False, True], ids=["float32", "autocast"])
+def test_runs_that_add_up_in_another_order_are_silent(lower: bool) -> None:
+    a = attended(lower=lower)
+    found = compare(a, attended(turned=True, lower=lower))
+    assert found.agree, found.summary()
+    assert np.nanmax(found.gaps) > 1e-7, "they do round differently"
+    for change, step in (({"rate": 1.3e-2}, 0), ({"changed": 9}, 9)):
+        first = compare(a, attended(turned=True, lower=lower, **change)).first
+        assert first is not None, change
+        assert first.step == step, change
+
+
+def test_autocast_against_float32_is_silent() -> None:
+    found = compare(attended(), attended(lower=True))
+    assert found.agree, found.summary()
+
+
+def test_a_changed_token_is_seen_at_the_embedding_in_autocast() -> None:
+    first = compare(attended(lower=True), attended(lower=True, changed=9)).first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (9, "embed", "activations")
+    assert first.relative > first.allowed

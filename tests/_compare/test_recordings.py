@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import torchfmri
+from benchmarks._compare_models import build
 from torchfmri import (
     FileFormatError,
     Inspection,
     InspectionError,
     Inspector,
+    Run,
     compare,
     import_hidden_states,
 )
@@ -207,3 +209,20 @@ def test_scans(tiny: Any, tmp_path: Path) -> None:
     found = compare(model, tmp_path / "a.fmri").first
     assert found is not None
     assert found.layer == "model.layers.2.mlp.up_proj"
+
+
+def test_a_call_that_never_runs_the_model_is_explained() -> None:
+    run = Run(nn.Linear(3, 3), torch.randn(2, 3))
+    with pytest.raises(InspectionError, match="did not run the Linear"):
+        compare(run, Run(run.model, run.data, call=lambda model, data: None))
+
+
+def test_recorded_tokens_of_another_vocabulary_are_explained() -> None:
+    model = build("llama")
+    ids = torch.randint(5, 60, (2, 7))
+    inspector = Inspector(model, keep="tensors")
+    inspector.watch("*", ["activations"])
+    recording = inspector.run_inspection({"input_ids": ids})
+    small = build("llama", vocab_size=int(ids.max()))
+    with pytest.raises(InspectionError, match="another tokenizer made it"):
+        compare(small, recording)

@@ -187,9 +187,17 @@ class Comparison:
             self.pairs, self.differences.get(direction), direction, self._tokens, row, ax
         )
 
-    def plot_depth(self, *, ax: Axes | None = None) -> Axes:
-        """The difference and both sides' own spread from layer to layer: how rounding grows."""
-        return pictures.plot_depth(self.pairs, ax)
+    def plot_depth(self, direction: str = FORWARD, *, ax: Axes | None = None) -> Axes:
+        """The difference and both sides' own spread from layer to layer: how rounding grows.
+
+        Args:
+            direction: forward or backward.
+            ax: Where to draw.
+
+        Raises:
+            InspectionError: Nothing was compared in that direction.
+        """
+        return pictures.plot_depth(self.pairs, direction, ax)
 
     def draw(self, path: str | PathLike[str] | None = None) -> Figure:
         """Both pictures in one figure.

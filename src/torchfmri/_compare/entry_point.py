@@ -123,6 +123,7 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
         )
     if data is None:
         data = _recorded_data(other)
+        _check_vocabulary(side, data)
     if data is None:
         raise InspectionError(
             f"data=None: compare needs what the {type(side).__name__} is called with. Give data=, "
@@ -140,6 +141,19 @@ def _recorded_data(other: Any) -> Any:
         return None
     found = {"input_ids": first.token_ids}
     return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
+
+
+def _check_vocabulary(model: nn.Module, data: Any) -> None:
+    """Raise an error if recorded tokens are not in the vocabulary of a model."""
+    find = getattr(model, "get_input_embeddings", None)
+    table = find() if callable(find) else None
+    known = getattr(table, "num_embeddings", None)
+    highest = int(data["input_ids"].max()) if data is not None and known is not None else -1
+    if known is not None and highest >= known:
+        raise InspectionError(
+            f"The recording has token {highest:,}, and the {type(model).__name__} knows {known:,} "
+            "tokens: another tokenizer made it. Record it again with the tokenizer of this model."
+        )
 
 
 def _drops_alone(side: Side, other: Side) -> bool:

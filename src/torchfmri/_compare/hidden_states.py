@@ -103,9 +103,10 @@ def _files(place: Path) -> list[Path]:
         raise FileFormatError(str(place), "there is no such folder")
     names = sorted(name for name in list_names(place) if name.endswith(_ENDING))
     if not names:
-        found = ", ".join(map(printable, list_names(place)[:5])) or "nothing"
+        found = ", ".join(map(printable, list_names(place)[:5]))
         packed = " Unpack .zst files first." if ".zst" in found else ""
-        raise FileFormatError(str(place), f"it holds no {_ENDING} file, only {found}.{packed}")
+        there = f", only {found}.{packed}" if found else ": it is empty"
+        raise FileFormatError(str(place), f"it holds no {_ENDING} file{there}")
     return [place / name for name in names]
 
 

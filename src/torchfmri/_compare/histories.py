@@ -24,11 +24,17 @@ from torchfmri.exceptions import InspectionError
 LOSS = Series("", "loss")
 _ORDER = ("parameters", "activations", "loss", "gradients", "parameter_gradients", UPDATES)
 """The order in which the numbers of a step come about."""
-_FLOOR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+_FLOOR = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 4e-2, "float16": 5e-3}
 """What rounding may do to the statistics of a layer, relative to its rms."""
+_FLOOR_TIMES = {"gradients": 4.0, "parameter_gradients": 4.0, "loss": 0.1}
+"""... and to those of gradients, which have gone through more layers, and to a mean over tokens.
+One thread against two reached 2.1e-2 and 9.0e-2 in bfloat16, 1.5e-5 for gradients in float32."""
 _SHOWN = ("mean", "std", "min", "max")
 _JUMP, _FACTOR = 10.0, 4.0
 """How many times the largest difference so far, and the spread of repeated runs, is a jump."""
+_AMPLIFIED = 1e4
+"""How many times a difference of gradients an update may differ: runs with one thread and with two
+reached 2,400 with Adam."""
 
 
 def histories_of(given: Any) -> list[History]:
@@ -91,8 +97,10 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
     gaps = _gaps(one[0], two[0])
     noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
-    floors = np.array([_floor(a[0], each) for each in series])
-    least = np.maximum(floors[None], _FACTOR * noise)
+    least = np.maximum(_floors(a[0], b[0], series, gaps), _FACTOR * noise)
+    if len(a) == len(b) == 1:  # else the spread was measured
+        sizes = np.fmax(one[0].updates, two[0].updates)
+        least = np.maximum(least, _amplified(gaps, series, sizes))
     allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
     first = _first(gaps, allowed, series, common.steps, a[0], b[0])
     if first is not None:  # what comes later is no drift: it is measured by what was before
@@ -229,10 +237,60 @@ def _largest_so_far(gaps: Floats) -> Floats:
     return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
 
 
+def _floors(a: History, b: History, series: Sequence[Series], gaps: Floats) -> Floats:
+    """Return what rounding may do, (step, series).
+
+    What a layer of float32 returns has the rounding of the layers before it, which may compute in
+    bfloat16 under autocast. Runs that are equal to the last bit so far do not round differently.
+    """
+    own = np.array([max(_floor(run, each) for run in (a, b)) for each in series])
+    computed = [each for each in series if each.what == "activations"]
+    coarsest = max((_floor(run, each) for run in (a, b) for each in computed), default=0.0)
+    times = np.array([_FLOOR_TIMES.get(each.what, 1.0) for each in series])
+    own, upstream = own * times, coarsest * times
+    given = np.array([each.what in ("parameters", UPDATES) for each in series])
+    equal = ~np.any(_largest_so_far(gaps) > 0, axis=1)
+    equal[:1] = False
+    found: Floats = np.where(equal[:, None] | given, own, np.maximum(own, upstream))
+    return found
+
+
 def _floor(history: History, series: Series) -> float:
     if series in history.series:
         return _FLOOR.get(history.statistics(*series).dtype, _FLOOR["float32"])
     return _FLOOR["float32"]
+
+
+def _amplified(gaps: Floats, series: Sequence[Series], updates: Floats) -> Floats:
+    """Return what rounding of gradients may do to updates and parameters, (step, series).
+
+    Adam divides a gradient by its size. Where that is nothing but rounding (the bias of keys), so
+    is the update: it has its usual size, and any direction.
+
+    Args:
+        gaps: (step, series) how far the runs are apart.
+        series: The columns; updates come last.
+        updates: (step, parameter) the size of updates relative to that of the parameters.
+    """
+    column = {each: at for at, each in enumerate(series)}
+    known = np.nan_to_num(gaps, posinf=0.0)
+    found = np.zeros_like(gaps)
+    names = [each.layer for each in series if each.what == UPDATES]
+    for name, sizes in zip(names, updates.T, strict=True):
+        gradient = column.get(Series(name, "parameter_gradients"))
+        if gradient is None:
+            continue
+        so_far = np.maximum.accumulate(known[:, gradient])
+        found[:, column[Series(name, UPDATES)]] = _AMPLIFIED * so_far
+        if (parameter := column.get(Series(name, "parameters"))) is not None:
+            moved = np.where(so_far > 0, np.where(np.isnan(sizes), math.inf, sizes), 0.0)
+            # Sizes are those of all values together; the largest value may move by more.
+            found[1:, parameter] = _FACTOR * np.cumsum(moved)[:-1]
+            output = column.get(Series(name.rpartition(".")[0], "activations"))
+            if output is not None:  # it differs by no less than what it is computed with
+                own = _FACTOR * np.maximum.accumulate(known[:, parameter])
+                found[1:, output] = np.maximum(found[:, output], own)[1:]
+    return found
 
 
 def _first(
@@ -246,6 +304,14 @@ def _first(
         return None
     row = int(rows[0])
     columns = np.flatnonzero(beyond[row]).tolist()
+    if row and min(_rank(series[each], each)[0] for each in columns) > 0:
+        # The step is known to part: now its first layer that jumps, however little, is wanted.
+        limits = np.maximum(_JUMP * _largest_so_far(gaps)[row], allowed[row] / _JUMP)
+        computed = ("activations", "loss", "gradients")
+        more = [at for at in range(len(series)) if series[at].what in computed]
+        allowed = allowed.copy()
+        allowed[row, more] = np.minimum(allowed[row], limits)[more]
+        columns = np.flatnonzero(gaps[row] > allowed[row]).tolist()
     column = min(columns, key=lambda each: _rank(series[each], each))
     layer, what = series[column]
     return StepDifference(

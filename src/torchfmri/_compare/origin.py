@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from torchfmri._compare.difference import FACTOR, Pair
 from torchfmri._compare.recording import BACKWARD, FORWARD, Recording, relative
-from torchfmri._compare.repetition import ALIKE, LEAST_UNITS
+from torchfmri._compare.repetition import LEAST_UNITS
 from torchfmri._compare.run import Run, record, record_rounded
 from torchfmri._compare.side import Side
 from torchfmri._model import named_layers, whole_restorations
 from torchfmri._torch import flatten
 
 _LATER_LAYERS = 12
+_ALIKE = 0.7
+"""The cosine from which on the difference of an input repeats where that of the output does."""
 
 
 def origin_of(pair: Pair, pairs: Sequence[Pair], a: Side, b: Side, names: dict[str, str]) -> str:
@@ -141,7 +143,7 @@ def _differs(tables: Sequence[Tensor], pair: Pair) -> bool:
         one, one_again, two, two_again = (each[rows] for each in tables)
     if pair.repeats:
         before, after = two - one, two_again - one_again
-        return float((before * after).sum()) > ALIKE * float(before.norm() * after.norm())
+        return float((before * after).sum()) > _ALIKE * float(before.norm() * after.norm())
     gap = float(relative(one, two).max()) if len(one) else 0.0
     if math.isnan(pair.spread_a) and math.isnan(pair.spread_b):
         return gap > pair.threshold

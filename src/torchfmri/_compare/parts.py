@@ -128,6 +128,8 @@ def find_parts(inspection: Inspection, grids: Sequence[PositionGrid], batch: int
 def _model_calls(inspection: Inspection) -> int:
     """How often the outermost module that was called was called."""
     called = [record for record in inspection.values() if record.calls]
+    if not called:
+        return 0
     outermost = min(called, key=lambda each: len(each.layer.split(".")) if each.layer else 0)
     return len(outermost.calls)
 

@@ -47,11 +47,13 @@ def plot_difference(
     return draw_brain(axes_or_new(ax, *brain.figure_inches), brain, surprisal=False)
 
 
-def plot_depth(pairs: Sequence[Pair], ax: Axes | None) -> Axes:
-    """Difference and own spreads along the forward pass; see `Comparison.plot_depth`."""
-    shown = [pair for pair in pairs if pair.direction == FORWARD]
+def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
+    """Difference and own spreads along one direction; see `Comparison.plot_depth`."""
+    _check_direction(direction)
+    shown = [pair for pair in pairs if pair.direction == direction]
     if not shown:
-        raise InspectionError("No activations were compared: there is no depth to draw.")
+        what = "activations" if direction == FORWARD else "gradients"
+        raise InspectionError(f"No {what} were compared: there is no depth to draw.")
     ax = axes_or_new(ax, 9.0, 3.6)
     at = np.arange(len(shown))
     lines = (
@@ -87,8 +89,9 @@ def plot_depth(pairs: Sequence[Pair], ax: Axes | None) -> Axes:
     every = max(1, -(-len(shown) // _MOST_NAMES))
     names = [escape(shorten(layer_label(pair.place.layer), 30)) for pair in shown[::every]]
     ax.set_xticks(at[::every], names, rotation=90, fontsize=6.5)
-    ax.set_ylabel("largest relative difference\nof a token", fontsize=8)
-    ax.set_title("How rounding grows along the depth", fontsize=10, loc="left")
+    row = "token" if any(pair.grid is not None for pair in shown) else "sample"
+    ax.set_ylabel(f"largest relative difference\nof a {row}", fontsize=8)
+    ax.set_title(f"How rounding grows along the {_DIRECTIONS[direction]}", fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.01)
     return ax
@@ -108,13 +111,13 @@ def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure
         )
     except InspectionError:  # no tokens: the depth alone
         figure = new_figure(10.0, 5.0)
-        plot_depth(comparison.pairs, figure.add_subplot())
+        plot_depth(comparison.pairs, direction, figure.add_subplot())
     else:
         wide, high = brain.figure_inches
         figure = new_figure(max(wide, 10.0), high + 4.2)
         above, below = figure.subplots(2, 1, height_ratios=[high, 4.2])
         draw_brain(above, brain, surprisal=False)
-        plot_depth(comparison.pairs, below)
+        plot_depth(comparison.pairs, direction, below)
     if path is not None:
         save_figure(figure, path, dpi=_DOTS_PER_INCH)
     return figure
@@ -127,10 +130,7 @@ def _brain(
     tokens: Sequence[str],
     row: int | None,
 ) -> Brain:
-    if direction not in _DIRECTIONS:
-        raise InspectionError(
-            f"direction={direction!r}: there are {' and '.join(map(repr, _DIRECTIONS))}."
-        )
+    _check_direction(direction)
     shown = [pair for pair in pairs if pair.direction == direction and pair.grid is not None]
     if not shown:
         raise InspectionError(
@@ -160,21 +160,30 @@ def _brain(
     texts = [
         tokens[index] if index < len(tokens) else str(grid.places[index][1]) for index in columns
     ]
-    said = "they agree" if first is None else f"first: {shorten(str(first.place()), 150)}"
+    said = f"first: {shorten(str(first.place()), 150)}" if first is not None else ""
+    which = [f"(row {row} of the batch)"] if grid.places[-1][0] else []
+    subject = "Where two runs part" if first is not None else "No difference beyond noise"
     return Brain(
         bands=layer_bands([_label(pair) for pair in shown], "kind"),
         values=values,
         tokens=_track(texts),
         metric=_METRIC,
         normalise="global",
-        title=f"Where two runs part: {_DIRECTIONS[direction]}",
-        subtitle=said + (f" (row {row} of the batch)" if grid.places[-1][0] else ""),
+        title=f"{subject}: {_DIRECTIONS[direction]}",
+        subtitle=" ".join([*filter(None, [said]), *which]),
         mark=mark,
         top=1.0,
         remark="1 and above: beyond the noise of both sides; the ring is the first difference"
         if mark
         else "",
     )
+
+
+def _check_direction(direction: str) -> None:
+    if direction not in _DIRECTIONS:
+        raise InspectionError(
+            f"direction={direction!r}: there are {' and '.join(map(repr, _DIRECTIONS))}."
+        )
 
 
 def _usual_grid(pairs: Sequence[Pair]) -> PositionGrid:

@@ -20,6 +20,7 @@ from torchfmri._compare.run import (
     record_rounded,
 )
 from torchfmri._model import named_layers
+from torchfmri.exceptions import InspectionError
 
 _MOST_ROUNDING, _MOST_ROUNDING_SUMS = 5.0, 100.0
 """Rows that change by more than this many times what redrawn rounding does, when they change
@@ -84,8 +85,17 @@ _PRECISION = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.b
 
 
 def live_side(run: Run, max_bytes: int | None) -> Side:
-    """Record a run."""
+    """Record a run.
+
+    Raises:
+        InspectionError: Its `call` never calls the model.
+    """
     found = record_outside(run) if run.is_compiled else record(run, max_bytes=max_bytes)
+    if not any(each.calls for each in found.inspection.values()):
+        raise InspectionError(
+            f"call={run.call!r:.80} did not run the {type(run.model).__name__}. Call the model "
+            "that it is given: call=lambda model, data: model(**data)."
+        )
     return Side(Recording(found), run, notes=list(found.notes))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from attribution import Places
-from kinds_of_models import B, H, Ids, Kind, kind, linear
+from kinds_of_models import B, H, Ids, Kind, free, kind, linear
 from kinds_of_walks import KINDS
 from torch import Tensor, nn
 
@@ -48,6 +48,39 @@ class StridedConvolutions(Kind):
         if self.how == "pyramid":
             return {"layer": [one, two], "other": [two]}
         return {"layer": [one, two], "other": [one] if self.how == "difference" else [one, two]}
+
+
+class Pooled(nn.Module):
+    """Means of neighbours, with a free weight: it is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = free(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(B, 4, 2, H).mean(2) * self.scale
+
+
+@kind("one module that pools two arguments", False)
+@kind("one module that pools an argument twice", True)
+class PooledTwice(Kind):
+    def __init__(self, is_same: bool) -> None:
+        super().__init__()
+        self.is_same, self.layer, self.head = is_same, Pooled(), linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return torch.randn(B, 8, H), torch.randn(B, 8, H)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.is_same:
+            return self.head(self.layer(x) + self.layer(x).tanh())  # type: ignore[no-any-return]
+        return self.head(self.layer(x)).sum(1) * self.head(self.layer(y)).sum(1)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        one, two = at("one", B, 4), at("two", B, 4)
+        if self.is_same:
+            return {"layer.scale": [one, one], "head": [one]}
+        return {"layer.scale": [one, two], "head": [one, two]}
 
 
 @kind("frames one by one", "sum")

@@ -20,7 +20,7 @@ subject.add_arguments(parser)
 arguments = parser.parse_args(sys.argv[1:])
 torch.set_num_threads(arguments.threads)
 steps = subject.build_ours(subject.build_task(arguments))
-print("ready", flush=True)
+print("ready", *steps, flush=True)
 for line in sys.stdin:
     steps[line.strip()]()
     print("done", flush=True)
@@ -29,7 +29,7 @@ for line in sys.stdin:
 
 @contextmanager
 def steps_of(checkout: Path, names: Iterable[str], options: list[str]) -> Iterator[dict[str, Run]]:
-    """The steps of another checkout of this repository, as `before_<name>`.
+    """The steps of another checkout of this repository that it has too, as `before_<name>`.
 
     Args:
         checkout: Its folder.
@@ -56,14 +56,16 @@ def steps_of(checkout: Path, names: Iterable[str], options: list[str]) -> Iterat
 
         return run
 
-    def expect(word: str) -> None:
+    def expect(word: str) -> list[str]:
         line = worker.stdout.readline().strip()  # type: ignore[union-attr]
-        if line != word:
+        first, *others = line.split() or [""]
+        if first != word:
             raise RuntimeError(f"{checkout} ended with {line!r}: its errors are above.")
+        return others
 
     with worker:
         try:
-            expect("ready")
-            yield {f"before_{name}": step(name) for name in names}
+            known = expect("ready")
+            yield {f"before_{name}": step(name) for name in names if name in known}
         finally:
             worker.stdin.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from attribution import Places
-from kinds_of_models import B, H, Ids, Kind, kind, linear
+from kinds_of_models import B, H, Ids, Kind, free, kind, linear
 from kinds_of_walks import KINDS
 from torch import Tensor, nn
 
@@ -48,6 +48,39 @@ class StridedConvolutions(Kind):
         if self.how == "pyramid":
             return {"layer": [one, two], "other": [two]}
         return {"layer": [one, two], "other": [one] if self.how == "difference" else [one, two]}
+
+
+class Pooled(nn.Module):
+    """Means of neighbours, with a free weight: it is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = free(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(B, 4, 2, H).mean(2) * self.scale
+
+
+@kind("one module that pools two arguments", False)
+@kind("one module that pools an argument twice", True)
+class PooledTwice(Kind):
+    def __init__(self, is_same: bool) -> None:
+        super().__init__()
+        self.is_same, self.layer, self.head = is_same, Pooled(), linear()
+
+    def inputs(self) -> tuple[Any, ...]:
+        return torch.randn(B, 8, H), torch.randn(B, 8, H)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.is_same:
+            return self.head(self.layer(x) + self.layer(x).tanh())  # type: ignore[no-any-return]
+        return self.head(self.layer(x)).sum(1) * self.head(self.layer(y)).sum(1)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        one, two = at("one", B, 4), at("two", B, 4)
+        if self.is_same:
+            return {"layer.scale": [one, one], "head": [one]}
+        return {"layer.scale": [one, two], "head": [one, two]}
 
 
 @kind("frames one by one", "sum")
@@ -97,3 +130,54 @@ class FeaturePatches(Kind):
         count = 1 + 8 // self.step
         ids = at("patches", B, count)[:, None].expand(B, 3, count)
         return {"embed": [ids], "after": [ids]}
+
+
+@kind("neighbours added in place", "in place")
+@kind("a sum of neighbours, written", "written")
+@kind("a sum of positions, read by a convolution", "convolution")
+@kind("ids of two positions", "ids")
+@kind("ids that a state has chosen", "chosen")
+class OpenSums(Kind):
+    """Rows of two positions between which nothing decides, written, chosen or read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.table, self.head = how, nn.Embedding(5, H), linear()
+        self.layer = nn.Conv1d(H, H, 1) if how == "convolution" else linear()
+        names = ("table",) if how == "chosen" else ("layer", "table", "head")
+        self.refused = tuple(f"{each}.{key}" for each in names for key in ("weight", "bias"))
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.tensor([[0, 3, 1, 4, 2], [2, 2, 4, 0, 1]]),)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.how == "chosen":
+            return self.decoded(ids)
+        x = self.table((ids + ids.roll(1, 1)) % 5 if self.how == "ids" else ids)
+        if self.how == "in place":
+            x = x.clone()
+            x[:, 1:] += x[:, :-1].clone()
+        elif self.how == "written":
+            made = torch.zeros_like(x)
+            made[:, torch.arange(5)] = x + x.flip(1)
+            x = made
+        elif self.how == "convolution":
+            return self.head(self.layer((x + x.flip(1)).mT).mT)  # type: ignore[no-any-return]
+        return self.head(self.layer(x))  # type: ignore[no-any-return]
+
+    def decoded(self, ids: Tensor) -> Tensor:
+        """A state takes in what it has chosen before."""
+        data = torch.nn.functional.one_hot(ids, 5)[..., :H].double()
+        h, chosen, made = torch.zeros(B, H), torch.zeros(B, dtype=torch.int64), []
+        for t in range(5):
+            h = (self.layer(h) + data[:, t]).tanh() + self.table(chosen)
+            chosen = h.argmax(-1)
+            made.append(h)
+        return self.head(torch.stack(made, 1))  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        ids = at("x", B, 5)
+        if self.how == "chosen":
+            steps = list(ids.T)
+            return {"table": steps, "layer": steps, "head": [ids]}
+        return {"table": [ids], "layer": [ids], "head": [ids]}

@@ -240,7 +240,7 @@ class Tracing:
         self._name_sources(layer or "the model")
         start, counts = self._begun.get(layer, (self._named, {}))
         start, counts = (self._given, {}) if is_outer else (start, counts)
-        names = [each.name for each in self.trace.sources.all[start:]]
+        made = self.trace.sources.all[start:]
         uses = self.trace.recurrences.uses.items()
         steps = {leaf: several[counts.get(leaf, 0) :] for leaf, several in uses}
         with Aside():
@@ -248,7 +248,7 @@ class Tracing:
             if self.second is not None:
                 self.second.owner(layer, arguments, is_outer)
         sums = [self.trace.sum_of(each.tensor) for each in arguments]
-        found = OwnerTokens(origins, self.trace.sources.copy(), names, sums, steps)
+        found = OwnerTokens(origins, self.trace.sources.copy(), made, sums, steps)
         if is_outer:
             self._outer = found
         else:

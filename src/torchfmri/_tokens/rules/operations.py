@@ -260,6 +260,7 @@ class OperatorCall:
 
     def _chosen(self, ids: Origins, result: Tensor) -> Origins:
         """Rows of a table belong to the tokens that chose them."""
+        ids = ids.told()
         extra = result.ndim - ids.first.ndim
         if self.name in ("gather", "take") or extra < 0:
             return ids.but(first=ids.first.expand(result.shape), second=None)
@@ -306,10 +307,10 @@ class OperatorCall:
         old, new = self.of(target), self.of(given)
         values = constant(NOBODY, given)
         if new is not None:
-            values = self.layouts.settled(new, []).first
+            values = self.layouts.settled(new, []).told().first
         adds = self.name in ("index_add", "scatter_add", "index_reduce", "scatter_reduce")
         adds |= bool(self.named.get("accumulate"))
-        base = constant(NOBODY, result) if adds or old is None else old.first
+        base = constant(NOBODY, result) if adds or old is None else old.told().first
         first = self._write({id(given): values, id(target): base.contiguous()}, values)
         if adds:
             clash = self._clashes(first, values)
@@ -339,6 +340,7 @@ class OperatorCall:
         chooser = self.of(self.named.get("index"))
         if chooser is None:
             return self.of(self.arguments[0])
+        chooser = chooser.told()
         axis = self.named.get("dim", 0) % result.ndim
         numbers = chooser.first.narrow(axis, 0, 1)
         shape = [1 if k == axis else size for k, size in enumerate(result.shape)]
@@ -427,7 +429,7 @@ class OperatorCall:
             return None
         if operand.ndim < 3 or result.ndim != operand.ndim:
             return self._unknown(result)
-        found = self.layouts.by_channel(found)
+        found = self.layouts.by_channel(found).told()
         if not is_constant_along(found.first, 1):
             return self._unknown(result)
         numbers = found.first.narrow(1, 0, 1)
@@ -557,11 +559,12 @@ class OperatorCall:
         found = self.of(operand)
         if found is None:
             return [None]
-        found = self.layouts.by_channel(found)
+        found = self.layouts.by_channel(found).told()
         stride = self.named.get("stride", [1])
         transposed = self.named.get("transposed", False)
         numbers = found.first.narrow(1, 0, 1)
-        plain = all(each == 1 for each in stride) and not transposed
+        is_dense = all(each == 1 for each in stride)
+        plain = is_dense and not transposed
         if not is_constant_along(found.first, 1):
             if bool((compact(found.first) < NOBODY).any()):
                 return [self._unknown(result, found.reason)]
@@ -581,9 +584,8 @@ class OperatorCall:
                 # What is computed beyond the sequence belongs to its last token until it is cut.
                 at = torch.arange(result.shape[-1], device=result.device).clamp(max=length - 1)
                 return [found.but(first=numbers[:, :, at].expand(result.shape), second=None)]
-        if plain and result.shape[2:] == operand.shape[2:] and not bool(
-            self.trace.sources.is_sample(tokens).all()
-        ):  # fmt: skip
+        has_places = not bool(self.trace.sources.is_sample(tokens).all())
+        if is_dense and result.shape[2:] == operand.shape[2:] and has_places:
             return [found.but(first=numbers.expand(result.shape), second=None, is_raw=False)]
         return [self._by_new_place(result, found, numbers)]
 
@@ -624,6 +626,7 @@ class OperatorCall:
         (result,) = self.results
         if found is None:
             return [None]
+        found = found.told()
         at = tuple(result.unbind(1))
         numbers = found.first[at] if at else found.first.reshape(1)
         shape = result.shape
@@ -699,7 +702,7 @@ class OperatorCall:
         found = self.of(self.arguments[0])
         if found is None:
             return [None] * len(self.results)
-        found = self.layouts.settled(found, [])
+        found = self.layouts.settled(found, []).told()
         arguments = list(self.arguments[1:])
         if self.name == "_pad_packed_sequence":
             arguments[2] = NOBODY  # what is added is nobody's

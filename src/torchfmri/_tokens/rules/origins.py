@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.rules.numbers import compact, unique
+from torchfmri._tokens.rules.numbers import SEVERAL, compact, unique
 from torchfmri._tokens.rules.recurrences import REASON, Chain, StepUse, TwoPositions
 
 
@@ -71,6 +71,16 @@ class Origins:
         """The origins after `move`, a function from numbers to numbers."""
         second = None if self.second is None else move(self.second)
         return self.like(move(self.first), second)
+
+    def told(self) -> Origins:
+        """These origins with one candidate; entries of two between which nothing decides have none.
+
+        For operations that cannot carry two on.
+        """
+        if self.second is None or self.is_decided or self.is_raw:
+            return self
+        first = torch.where(self.first == self.second, self.first, SEVERAL)
+        return self.but(first=first, second=None, is_decided=True)
 
     def placed(self, use: StepUse) -> Origins:
         """The origins of a use of a recurrence, at the step to which it belongs."""

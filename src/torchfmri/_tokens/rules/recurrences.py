@@ -5,7 +5,8 @@ new. A parameter may be used before it, on the state alone (`w(h) + x[:, t]`), o
 (`w(h + x[:, t])`). A single step does not tell the two apart, because the use in one step is
 followed by the join of the next. The ends of the recurrence do: a first use on constants belongs
 to the state, and so does a last use that a step still takes in. A last use that nothing takes in is
-at its own position, and so are all uses before it.
+at its own position, and so are all uses before it. A use that is not repeated has no ends: if a
+step takes it in, it is refused, unless it makes the state to begin with.
 
 So uses are collected while a pass is followed, and placed when it is over.
 """
@@ -70,7 +71,7 @@ class StepUse:
         joined: The two positions that were joined next, where no step was taken on the way.
         through: Uses at that step which do not belong there themselves, but to the next one.
         is_fixed: It was made of the position that a step took in, and belongs there.
-        is_new: It was, and steps were taken on the way to it: another walk over the steps made it.
+        is_new: In the first step that it takes part in, it is part of what is new.
         is_passed: A further step followed the one that took it in.
         is_again: Before a step took it in, it met a position that it had taken in already.
         is_on_state: It is a use on a state; None where that cannot be told.

@@ -110,14 +110,14 @@ class OwnerTokens(NamedTuple):
     Attributes:
         origins: Of its arguments, in order.
         sources: What their numbers mean.
-        names: Of the grids of positions that the call makes, in order.
+        made: The grids of positions that the call makes, in order.
         sums: The parameters of other layers of which each argument is the sum.
         steps: By parameter, its uses in the call that may be steps of a recurrence.
     """
 
     origins: Sequence[Origins | None] = ()
     sources: Sources = Sources()
-    names: Sequence[str] = ()
+    made: Sequence[TokenSource] = ()
     sums: Sequence[frozenset[str]] = ()
     steps: Mapping[str, Sequence[StepUse]] = {}
 
@@ -444,8 +444,9 @@ class OwnerCall:
         """Call the grids of positions that the run has made as the pass that was followed did."""
         for number, source in enumerate(self.sources.all[start:]):
             if not source.name:
-                known = number < len(self.tokens.names)
-                source.name = self.tokens.names[number] if known else self.layer or "the model"
+                known = number < len(self.tokens.made)
+                name = self.tokens.made[number].true.name if known else self.layer
+                source.name = name or self.layer or "the model"
 
     def _checked(self, outputs: list[Any], wanted: Mapping[str, object]) -> list[Any]:
         """The outputs of the re-run, if they are those of the call."""

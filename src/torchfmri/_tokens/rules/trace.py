@@ -292,7 +292,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
             if found is None:
                 continue
             if leaves:
-                if name not in MOVES and name != "embedding":
+                # Rows that ids choose are at these, unless a state has made the ids.
+                if name not in MOVES and (name != "embedding" or found.chain):
                     found = found.but()
                     if self.joins.is_step(found):  # maybe of a recurrence
                         self._note_use(found, leaves, operands, torch.Tag.pointwise in tags)
@@ -392,10 +393,10 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         found = self._origins.get(id(tensor))
         if base is None or found is None:
             return
-        old = self._origins.get(id(base))
+        found, old = found.told(), self._origins.get(id(base))
         first = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64,
                                     device=base.device)  # fmt: skip
-        first.copy_(constant(NOBODY, base) if old is None else old.first)
+        first.copy_(constant(NOBODY, base) if old is None else old.told().first)
         window(first, base, tensor).copy_(found.first)
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = self.grids.filled(first)

@@ -89,7 +89,9 @@ def grids_of(data: Any) -> list[PositionGrid]:
         if not (whole or embedded) or shape in found:
             continue
         mask = next((each for each in masks if tuple(each.shape) == shape), None)
-        kept = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
+        kept = (
+            torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask.cpu() != 0
+        )
         ids = tensor.cpu() if whole else None
         found[shape] = PositionGrid(kept=kept, order=tuple(range(shape[0])), ids=ids)
     return list(found.values())
@@ -104,6 +106,8 @@ def grids_seen(inspection: Inspection, rows: int) -> list[PositionGrid]:
         if value is not None and len(value.shape) == 3 and value.shape[0] == rows
     )
     return [
-        PositionGrid(kept=torch.ones(shape, dtype=torch.bool), order=tuple(range(rows)))
+        PositionGrid(
+            kept=torch.ones(shape, dtype=torch.bool, device="cpu"), order=tuple(range(rows))
+        )
         for shape, _ in counts.most_common(1)
     ]

@@ -64,10 +64,10 @@ def import_hidden_states(
     names = _names(layers, number)
     _check_vocabulary(requests, tokenizer)
     longest = max(len(request.ids) for request in requests)
-    ids = torch.zeros(len(requests), longest, dtype=torch.long)
-    kept = torch.zeros(len(requests), longest, dtype=torch.bool)
+    ids = torch.zeros(len(requests), longest, dtype=torch.long, device="cpu")
+    kept = torch.zeros(len(requests), longest, dtype=torch.bool, device="cpu")
     states = torch.zeros(number, len(requests), longest, requests[0].states.shape[2],
-                         dtype=requests[0].states.dtype)  # fmt: skip
+                         dtype=requests[0].states.dtype, device="cpu")  # fmt: skip
     for row, request in enumerate(requests):
         count = len(request.ids)
         ids[row, :count], kept[row, :count] = request.ids, True

@@ -122,13 +122,18 @@ def _permutation(one: Tensor, two: Tensor) -> Kind | None:
     tokens, units = one.shape
     if units < 2 or tokens < _TOKENS:
         return None
-    sums = torch.rand(tokens, generator=torch.Generator().manual_seed(0), dtype=one.dtype) + 0.5
+    sums = (
+        torch.rand(
+            tokens, generator=torch.Generator().manual_seed(0), dtype=one.dtype, device="cpu"
+        )
+        + 0.5
+    )
     order_one, order_two = (sums @ one).argsort(), (sums @ two).argsort()
     source = torch.empty_like(order_one)
     source[order_two] = order_one
     if _left(one, two, one[:, source]) > _EXPLAINED:
         return None
-    moved = source != torch.arange(units)
+    moved = source != torch.arange(units, device="cpu")
     if not moved.any():
         return None
     for size in range(units // 2, 1, -1):
@@ -142,7 +147,7 @@ def _permutation(one: Tensor, two: Tensor) -> Kind | None:
 def _moves_blocks(source: Tensor, size: int) -> bool:
     blocks = source.view(-1, size)
     first = blocks[:, :1]
-    whole = (blocks == first + torch.arange(size)).all() and (first % size == 0).all()
+    whole = (blocks == first + torch.arange(size, device="cpu")).all() and (first % size == 0).all()
     return bool(whole)
 
 
@@ -168,7 +173,7 @@ def _position_kinds(rows: RecordedRows, differing: Tensor) -> list[Kind]:
     if rows.grid is None or not differing.any():
         return []
     places = rows.grid.places
-    positions = torch.tensor([position for _, position in places])
+    positions = torch.tensor([position for _, position in places], device="cpu")
     first = int(positions[differing].min())
     later = positions >= first
     if first and differing[later].double().mean() > 0.8:
@@ -180,7 +185,7 @@ def _shifted_positions(a: RecordedRows, b: RecordedRows, threshold: float) -> Ki
     """Return `shifted_positions` if b has at each position what a has at a neighbouring one."""
     if a.grid is None or b.grid is None:
         return None
-    rows = torch.tensor([row for row, _ in a.grid.places])
+    rows = torch.tensor([row for row, _ in a.grid.places], device="cpu")
     for by in (each for step in range(1, _MOST_POSITIONS + 1) for each in (step, -step)):
         n = len(rows) - abs(by)
         ahead, behind = slice(abs(by), None), slice(None, max(0, n))
@@ -279,7 +284,7 @@ def _rope_base(x: Tensor, y: Tensor) -> Kind | None:
     if torch.allclose(x, y, rtol=1e-5, atol=0):
         return None
     bases = [float(each[1]) ** -len(each) if each[1] > 0 else math.nan for each in (x, y)]
-    steps = torch.arange(len(x), dtype=x.dtype) / len(x)
+    steps = torch.arange(len(x), dtype=x.dtype, device="cpu") / len(x)
     if all(
         torch.allclose(each, base**-steps, rtol=1e-4, atol=0)
         for each, base in zip((x, y), bases, strict=True)

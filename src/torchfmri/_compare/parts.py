@@ -96,7 +96,8 @@ def _aligned(tensor: Tensor, call: Part) -> Tensor | None:
         # A router returns (b * s, w), which a grid of one token takes for (b, w).
         tensor = tensor.view(call.rows, call.length, -1)
     grid = PositionGrid(
-        kept=torch.ones(call.rows, call.length, dtype=torch.bool), order=tuple(range(call.rows))
+        kept=torch.ones(call.rows, call.length, dtype=torch.bool, device="cpu"),
+        order=tuple(range(call.rows)),
     )
     return grid.aligned(tensor)
 

@@ -266,7 +266,7 @@ def relative(one: Tensor, two: Tensor) -> Tensor:
     Infinite where a value is finite in one table only; the same infinity or NaN is no difference.
     """
     if not one.numel():
-        return torch.zeros(len(one), dtype=torch.float64)
+        return torch.zeros(len(one), dtype=torch.float64, device="cpu")
     finite = one.isfinite() & two.isfinite()
     same = (one == two) | (one.isnan() & two.isnan())
     gap = torch.where(finite, two - one, 0.0).norm(dim=1)

@@ -102,11 +102,11 @@ def _tokens(model: nn.Module, tokenizer: Any, prompts: Sequence[str], side: str)
     if not all(rows):
         raise InspectionError(f"prompt={prompts!r}: a prompt without tokens cannot be compared.")
     longest = max(map(len, rows))
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, found in enumerate(rows):
         at = slice(longest - len(found), None) if side == "left" else slice(0, len(found))
-        ids[row, at], mask[row, at] = torch.tensor(found), 1
+        ids[row, at], mask[row, at] = torch.tensor(found, device="cpu"), 1
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     # The first token of a row is predicted by nothing, in whichever column it stands.
     labels = ids.masked_fill((mask == 0) | (positions == 0), -100)

@@ -90,7 +90,7 @@ def inspection_grids(inspection: Inspection) -> list[PositionGrid]:
     if ids is None and kept is None:
         return []
     shape = (ids if ids is not None else kept).shape  # type: ignore[union-attr]
-    kept = torch.ones(shape, dtype=torch.bool) if kept is None else kept
+    kept = torch.ones(shape, dtype=torch.bool, device="cpu") if kept is None else kept
     return [PositionGrid(kept=kept, order=tuple(range(shape[0])), ids=ids)]
 
 

@@ -174,7 +174,7 @@ def _eps_lost(group: Mapping[str, Any]) -> str:
     if eps == 0:
         return "eps=0"
     for dtype in {each.dtype for each in group["params"] if each.is_floating_point()}:
-        if float(torch.tensor(eps, dtype=dtype)) == 0:
+        if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
             return f"eps={eps:g}, which is 0 in {str(dtype).removeprefix('torch.')}"
     return ""
 

@@ -126,7 +126,7 @@ class BoundEdit:
                 f"The edit of {self.place.name!r}: tokens has {mask.shape[0]} rows, and the batch "
                 f"has {b}. Give a mask with as many, or with one."
             )
-        here = torch.zeros(b, s, dtype=torch.bool)
+        here = torch.zeros(b, s, dtype=torch.bool, device="cpu")
         known = mask[:, before : before + s].cpu()
         here[rows, : known.shape[1]] = known.expand(b, -1)[rows]
         return EditPart(mask=here, units=units) if bool(here.any()) else None
@@ -251,7 +251,7 @@ class BoundEdit:
     def _sources(self, positions: Tensor) -> Tensor:
         assert isinstance(self.edit.tokens, (list, tuple, range))
         table = dict(zip(self.edit.tokens, self.edit.source or (), strict=True))
-        return torch.tensor([table[int(each)] for each in positions])
+        return torch.tensor([table[int(each)] for each in positions], device="cpu")
 
     def _drawn(self, old: Tensor, rows: Tensor, part: EditPart) -> Tensor:
         """Values of tokens drawn at random; a row and position draws the same each time."""
@@ -267,12 +267,14 @@ class BoundEdit:
             pool = pool[..., part.units]
         if part.mask is not None or part.positions is None:
             draw = torch.Generator().manual_seed(self.edit.seed)
-            index = torch.randint(len(pool), old.shape[:-1], generator=draw)
+            index = torch.randint(len(pool), old.shape[:-1], generator=draw, device="cpu")
         else:
             columns = []
             for position in part.positions.tolist():
                 draw = torch.Generator().manual_seed(self.edit.seed * 1_000_003 + position)
-                columns.append(torch.randint(len(pool), old.shape[:1], generator=draw))
+                columns.append(
+                    torch.randint(len(pool), old.shape[:1], generator=draw, device="cpu")
+                )
             index = torch.stack(columns, 1).reshape(*old.shape[:2], *[1] * (old.ndim - 3))
             index = index.expand(old.shape[:-1])
         return pool[index.to(pool.device)]

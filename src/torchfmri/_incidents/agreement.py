@@ -21,13 +21,13 @@ def any_is_bad(number: Tensor | None) -> bool:
     _, count = processes()
     if count == 1:
         return number is not None and not bool(torch.isfinite(number))
-    flag = torch.zeros(()) if number is None else (~torch.isfinite(number)).float()
+    flag = torch.zeros((), device="cpu") if number is None else (~torch.isfinite(number)).float()
     return _largest(flag) > 0
 
 
 def any_is_true(here: bool) -> bool:
     """Whether `here` is true in any process; all of them must ask."""
-    return here if processes()[1] == 1 else _largest(torch.tensor(float(here))) > 0
+    return here if processes()[1] == 1 else _largest(torch.tensor(float(here), device="cpu")) > 0
 
 
 def exchange(value: Any) -> list[Any]:

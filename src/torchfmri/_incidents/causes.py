@@ -98,7 +98,7 @@ def _exponential(event: Event) -> Cause | None:
     argument = _first(event)
     if argument is None:
         return None
-    limit = torch.tensor(_largest(argument.dtype)).log()
+    limit = torch.tensor(_largest(argument.dtype), device="cpu").log()
     return Cause(
         f"{event.operation} of up to {argument.high:.4g} overflowed: {argument.dtype} ends at "
         f"exp({limit:.3g})",

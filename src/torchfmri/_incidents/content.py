@@ -67,7 +67,11 @@ def read_content(tensor: Tensor) -> Content | None:
     parts = torch.view_as_real(values) if values.is_complex() else values
     bad = ~torch.isfinite(values)
     first = int(bad.reshape(-1).to(torch.uint8).argmax())
-    rows = bad.reshape(len(bad), -1).any(1).nonzero()[:, 0] if bad.dim() else torch.empty(0)
+    rows = (
+        bad.reshape(len(bad), -1).any(1).nonzero()[:, 0]
+        if bad.dim()
+        else torch.empty(0, device="cpu")
+    )
     return Content(
         nan=int(torch.isnan(parts).sum()),
         pos_inf=int((parts == torch.inf).sum()),
@@ -75,7 +79,10 @@ def read_content(tensor: Tensor) -> Content | None:
         count=values.numel(),
         shape=tuple(values.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        element=tuple(int(each) for each in torch.unravel_index(torch.tensor(first), values.shape)),
+        element=tuple(
+            int(each)
+            for each in torch.unravel_index(torch.tensor(first, device="cpu"), values.shape)
+        ),
         rows=tuple(rows.tolist()) if len(rows) <= MOST_ROWS else (),
     )
 

@@ -93,7 +93,7 @@ def replay(folder: str | Path, subject: Subject | None = None, rank: int | None 
         number=part.step,
         calls=part.calls,
         losses=[],
-        gradients={"": torch.empty(0)},
+        gradients={"": torch.empty(0, device="cpu")},
         after_update=bool(part.about.get("after_update")),
         scale=_scale(part),
     )

@@ -215,7 +215,7 @@ class _Decoder:
         if content.ndim != 1 or len(content) != math.prod(shape) * found.itemsize:
             raise self._damage(f"tensor {name!r} has {content.size:,} bytes, not {dtype} {shape}")
         if not len(content):
-            return torch.empty(shape, dtype=found)
+            return torch.empty(shape, dtype=found, device="cpu")
         values = torch.from_numpy(content.copy())
         return (values.ne(0) if found == torch.bool else values.view(found)).reshape(shape)
 

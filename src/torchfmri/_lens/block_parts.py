@@ -170,7 +170,7 @@ def _row(tensor: Tensor, stream: Stream, row: int, position: int) -> Tensor:
         return tensor[row, position].flatten().double()
     if tensor.ndim == 2 and len(tensor) == b * s:
         return tensor[row * s + position].double()
-    return torch.empty(0, dtype=torch.float64)
+    return torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -168,7 +168,11 @@ def _baseline(embedding: nn.Module, vectors: Tensor, baseline: str | int) -> Ten
         raise InspectionError(
             f"baseline={baseline!r}: give 'mean', 'zero', or a token (of {len(weight)})."
         )
-    ids = torch.arange(len(weight)) if baseline == "mean" else torch.tensor([baseline])
+    ids = (
+        torch.arange(len(weight), device="cpu")
+        if baseline == "mean"
+        else torch.tensor([baseline], device="cpu")
+    )
     ids = ids.to(weight.device)
     # Through the layer itself, which may scale what is in its table (Gemma).
     with torch.no_grad():

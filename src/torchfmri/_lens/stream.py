@@ -174,4 +174,4 @@ def _first(value: object) -> Tensor:
     for each in flatten(value):
         if each.tensor.is_floating_point():
             return each.tensor.detach().clone()
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")

@@ -170,7 +170,7 @@ def _question(
     model: nn.Module, tokenizer: Any, prompt: Any, answer: Any, foil: Any, metric: Metric
 ) -> LesionQuestion:
     ids = encode(prompt, tokenizer).ids[0]
-    answer_ids = torch.empty(0, dtype=torch.long)
+    answer_ids = torch.empty(0, dtype=torch.long, device="cpu")
     if answer is not None:
         answer_ids = _answer_ids(answer, tokenizer, "answer")
     foil_id = None if foil is None else int(_answer_ids(foil, tokenizer, "foil")[0])
@@ -239,7 +239,7 @@ def _answer_ids(text: Any, tokenizer: Any, what: str) -> Tensor:
     if isinstance(text, str) and callable(tokenizer):
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
         require(bool(found), what, text, "it has no tokens; give a text with some")
-        return torch.tensor(found)
+        return torch.tensor(found, device="cpu")
     return encode(text, tokenizer).ids[0]
 
 

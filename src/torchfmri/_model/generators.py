@@ -43,7 +43,11 @@ class RandomState(NamedTuple):
         version, internal, gauss = self.python
         found: dict[str, Any] = {
             "torch": self.torch,
-            "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
+            "python": {
+                "version": version,
+                "internal": torch.tensor(internal, device="cpu"),
+                "gauss": gauss,
+            },
         }
         if self.devices:
             found["devices"] = {kind: list(states) for kind, states in self.devices.items()}

@@ -201,7 +201,12 @@ class WatchedStep:
 
     def was_told_loss(self, loss: Tensor | float) -> None:
         """Take the user's word for the loss, over anything that was seen."""
-        self._told.append(torch.as_tensor(loss).detach().clone().reshape(()))
+        self._told.append(
+            (loss if isinstance(loss, Tensor) else torch.tensor(loss, device="cpu"))
+            .detach()
+            .clone()
+            .reshape(())
+        )
 
     def saw_loss(self, loss: object, is_share: bool = False) -> None:
         """Take note of a loss that the model or the loss module returned.

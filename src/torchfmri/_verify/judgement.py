@@ -102,7 +102,7 @@ class Point:
     def draw(self, generator: torch.Generator) -> list[Tensor]:
         """Return a random number for each number of the outputs; 0 where those are infinite."""
         return [
-            torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
+            torch.randn(each.shape, generator=generator, dtype=torch.float64, device="cpu").to(each)
             * each.isfinite()
             for each in self._outputs
         ]
@@ -240,7 +240,7 @@ def _finite_norm(tensor: Tensor) -> float:
 
 def weighted_sum(cotangents: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
     """Return u·f, in float64."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for u, output in zip(cotangents, outputs, strict=True):
         part = (u.double() * output.double()).sum()
         if not bool(part.isfinite()):  # 0 times infinity: where u is 0, the output does not count

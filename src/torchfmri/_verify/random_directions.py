@@ -23,7 +23,7 @@ def directions_for(
     for value, size in zip(values, sizes, strict=True):
         # Uniform and in float32, because that is quick; the variance is what matters: size².
         bound = math.sqrt(3) * size
-        z = torch.empty(value.shape, dtype=torch.float32)
+        z = torch.empty(value.shape, dtype=torch.float32, device="cpu")
         direction = z.uniform_(-bound, bound, generator=generator).to(value)
         drawn.append(direction if _is_ordinary(value) else direction * _usable(value))
     return drawn

@@ -122,7 +122,9 @@ class Decoding:
         """The tokens that end a sequence."""
         found = self.setting(model, "eos_token_id")
         return (
-            frozenset() if found is None else frozenset(torch.as_tensor(found).reshape(-1).tolist())
+            frozenset()
+            if found is None
+            else frozenset(torch.as_tensor(found, device="cpu").reshape(-1).tolist())
         )
 
     def endings(self, model: nn.Module, prompt: EncodedPrompt) -> Endings:

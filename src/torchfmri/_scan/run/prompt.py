@@ -54,7 +54,7 @@ def encode(prompt: Prompt, tokenizer: Any, chat: bool = False, side: str = "left
         InspectionError: It is none of these, it is empty, or there is no tokenizer for it.
     """
     if isinstance(prompt, np.ndarray):
-        prompt = torch.as_tensor(prompt)
+        prompt = torch.as_tensor(prompt, device="cpu")
     if isinstance(prompt, Tensor):
         _refuse_wrapped_ids(chat)
         return _encode_tensor(prompt)
@@ -189,7 +189,7 @@ def _encode_batch(batch: Mapping[str, Any], side: str) -> EncodedPrompt:
 
 def _as_tensor(value: Any, key: str) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InspectionError(
             f"{key} is not a rectangle of numbers ({error}). Let the tokenizer pad "

@@ -296,7 +296,7 @@ def _ordered(term: Term, whole: Tensor | None = None) -> tuple[Tensor | None, li
         assert isinstance(merged, Tensor)
         tensors, shape = [*tensors[:-2], merged], [*shape[:-2], shape[-2] * shape[-1]]
     if whole is None:
-        whole = torch.empty(0)
+        whole = torch.empty(0, device="cpu")
     else:
         whole = whole.reshape(term.axes).permute(*indices, *others).reshape(shape)
     assert index is None or isinstance(index, Index)

@@ -43,8 +43,8 @@ def _fixed(length: int, side: int, device: torch.device, dtype: torch.dtype) -> 
     but a block of them are zero.
     """
     generator = torch.Generator().manual_seed(2 * length + side)
-    sizes = torch.randint(128, (length,), generator=generator).div(128).add(1)
-    signs = torch.randint(2, (length,), generator=generator).mul(2).sub(1)
+    sizes = torch.randint(128, (length,), generator=generator, device="cpu").div(128).add(1)
+    signs = torch.randint(2, (length,), generator=generator, device="cpu").mul(2).sub(1)
     found = sizes * signs
     if side == OUTPUT:
         kept = torch.zeros_like(found)

@@ -119,9 +119,11 @@ def _new_mask(grid: tuple[int, int], passes: list[list[UsePart]]) -> Tensor | No
             (each for each in options if each is not None and each.shape == axis.grid), None
         )
         if kept is None and axis.grid[1] == grid[1]:
-            found.append(torch.ones(axis.grid, dtype=torch.bool) if len(passes) > 1 else None)
+            found.append(
+                torch.ones(axis.grid, dtype=torch.bool, device="cpu") if len(passes) > 1 else None
+            )
             continue
-        whole = torch.ones(axis.grid, dtype=torch.bool) if kept is None else kept
+        whole = torch.ones(axis.grid, dtype=torch.bool, device="cpu") if kept is None else kept
         found.append(F.pad(whole, (0, grid[1] - axis.grid[1])))
     if all(each is None for each in found):
         return None

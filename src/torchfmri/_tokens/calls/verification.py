@@ -164,7 +164,7 @@ class PassVerification:
             for each in known or given[:1]
             for number in range(each.stop - each.start)
         ]
-        order = torch.randperm(len(tokens), generator=self._generator)
+        order = torch.randperm(len(tokens), generator=self._generator, device="cpu")
         return [tokens[each] for each in order[:samples].tolist()]
 
     def _run(self, token: Token | None) -> dict[str, list[VerifiedCall]]:
@@ -235,13 +235,15 @@ class PassVerification:
     def _other(self, tensor: Tensor, values: Tensor) -> Tensor:
         """Noise added to numbers; for ids, another one that occurs."""
         if tensor.is_floating_point() or tensor.is_complex():
-            noise = torch.randn(values.shape, generator=self._generator, dtype=torch.float64)
+            noise = torch.randn(
+                values.shape, generator=self._generator, dtype=torch.float64, device="cpu"
+            )
             return values + noise.to(values) * (tensor.std() if tensor.numel() > 1 else 1)
         old = values.flatten()[0]
         others: Tensor = torch.unique(tensor[tensor != old])
         if not len(others):
             return values + (1 if int(old) <= 0 else -1)
-        drawn = int(torch.randint(len(others), (), generator=self._generator))
+        drawn = int(torch.randint(len(others), (), generator=self._generator, device="cpu"))
         return others[drawn].expand_as(values)
 
     def _check(self, calls: Calls) -> None:

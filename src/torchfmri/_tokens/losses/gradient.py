@@ -166,7 +166,7 @@ class TokenLossGradient:
     @in_full
     def __getitem__(self, where: int | tuple[int, ...]) -> Tensor:
         """The whole gradient of one token: `gradient[b, s]`, of the parameter's shape."""
-        places = torch.arange(self._computed.squares.numel()).view(self._grid)[where]
+        places = torch.arange(self._computed.squares.numel(), device="cpu").view(self._grid)[where]
         if places.ndim:
             raise InspectionError(
                 f"Give one number for each axis of the losses {self._grid}, not {where!r}."

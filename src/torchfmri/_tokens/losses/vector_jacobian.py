@@ -39,7 +39,7 @@ class VectorJacobian:
         """The gradients of losses `first` to `last`, exclusive, each by itself, (t, *shape)."""
         count = last - first
         vectors = self._losses.new_zeros(count, self._losses.numel())
-        vectors[torch.arange(count), torch.arange(first, last)] = 1
+        vectors[torch.arange(count, device="cpu"), torch.arange(first, last, device="cpu")] = 1
         vectors = vectors.view(count, *self._losses.shape)
         if self.reason is None:
             try:

@@ -415,8 +415,8 @@ def _neutral_weight(module: nn.Module) -> float | None:
     if len(signature(type(module).forward).parameters) != 2:  # x alone; others have a gate as well
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, len(weight), generator=generator).to(weight.device)
-    scale = torch.randn(len(weight), generator=generator).to(weight.device)
+    x = torch.randn(2, 3, len(weight), generator=generator, device="cpu").to(weight.device)
+    scale = torch.randn(len(weight), generator=generator, device="cpu").to(weight.device)
     try:
         with torch.no_grad():
             y = with_weight(module, scale).forward(x)

@@ -367,7 +367,8 @@ class OperatorCall:
             arguments = map_tensors(tuple(self.arguments), replaced)
             keywords = map_tensors(dict(self.keywords), replaced)
             found = getattr(aten, self.name)(*arguments, **keywords)
-        return torch.as_tensor(found)
+        assert isinstance(found, Tensor)
+        return found
 
     def _clashes(self, placed: Tensor, values: Tensor) -> bool:
         """Whether values of different tokens are added at one place."""
@@ -693,7 +694,8 @@ class OperatorCall:
 
         def unfolded(numbers: Tensor) -> Tensor:
             made = self.function((numbers + 1).double(), *self.arguments[1:], **self.keywords)
-            return torch.as_tensor(made).long() - 1
+            assert isinstance(made, Tensor)
+            return made.long() - 1
 
         return [found.moved(unfolded)]
 

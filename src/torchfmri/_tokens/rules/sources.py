@@ -168,10 +168,19 @@ class Sources:
 
     def _table(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._tables:
-            samples = [torch.arange(e.grid[0]).repeat_interleave(e.grid[1]) for e in self.all]
-            whole = [torch.full((math.prod(e.grid),), e.grid[1] == 1) for e in self.all]
-            tables = torch.cat([*samples, torch.zeros(1, dtype=torch.int64)]).to(device)
-            self._tables[device] = tables, torch.cat([*whole, torch.zeros(1).bool()]).to(device)
+            samples = [
+                torch.arange(e.grid[0], device="cpu").repeat_interleave(e.grid[1]) for e in self.all
+            ]
+            whole = [
+                torch.full((math.prod(e.grid),), e.grid[1] == 1, device="cpu") for e in self.all
+            ]
+            tables = torch.cat([*samples, torch.zeros(1, dtype=torch.int64, device="cpu")]).to(
+                device
+            )
+            self._tables[device] = (
+                tables,
+                torch.cat([*whole, torch.zeros(1, device="cpu").bool()]).to(device),
+            )
         return self._tables[device]
 
     def present(self, numbers: Tensor) -> list[TokenSource]:

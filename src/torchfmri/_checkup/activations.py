@@ -1,4 +1,4 @@
-"""Nonlinearities: where they are flat, told from the layer or from the graph."""
+"""Nonlinearities: where they are flat, read from the layer or from the graph."""
 
 from __future__ import annotations
 

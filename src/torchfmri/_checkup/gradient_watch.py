@@ -1,4 +1,4 @@
-"""The hooks of a check-up on parameters and optimizers: what arrives, and what is made of it."""
+"""Hooks on parameters and optimizers: which gradients arrive, and what becomes of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a loss reads what it is given, told from its operations."""
+"""What a loss takes its inputs for, read from its operations."""
 
 from __future__ import annotations
 

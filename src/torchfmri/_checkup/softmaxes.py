@@ -1,4 +1,4 @@
-"""Softmaxes of a step: over which axis each runs, and which axis what comes after takes it for."""
+"""Softmaxes of a step: the axis each runs over, and the axis that its result is used along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each step of a run brought between backward and its end."""
+"""What happened in each step of a run between backward and the end of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that jump: by one enormous update, or by something else than the optimizer."""
+"""Weights that jump: by one enormous update, or by something other than the optimizer."""
 
 from __future__ import annotations
 

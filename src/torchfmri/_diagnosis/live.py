@@ -1,4 +1,4 @@
-"""Diagnosis while a model trains: from the rows of a Monitor's history, and next to free."""
+"""Diagnosis while a model trains, from a Monitor's history, at little cost."""
 
 from __future__ import annotations
 

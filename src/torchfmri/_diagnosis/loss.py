@@ -1,4 +1,4 @@
-"""Diagnoses of the loss: what it takes the output for, and what it compares it with."""
+"""Diagnoses of the loss: what it expects of the output, and what it compares it with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in the watching itself: noted, so that it ends no run and is not hidden."""
+"""Errors of our own while watching: noted, so that they neither end a run nor stay hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnoses of the optimizer's part: step sizes, clipping, decay, updates that go missing."""
+"""Diagnoses of step sizes: learning rates that are too high, losses that diverge or jump."""
 
 from __future__ import annotations
 

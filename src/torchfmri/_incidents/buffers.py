@@ -1,4 +1,4 @@
-"""The buffers of a model as they were before a step, in case that it has to be taken back.
+"""The buffers of a model as they were before a step, in case it has to be taken back.
 
 A forward pass writes into buffers (running statistics) before anybody can see that it is bad.
 """

@@ -1,4 +1,4 @@
-"""What becomes of steps with non-finite values."""
+"""Options for steps with non-finite values."""
 
 from __future__ import annotations
 

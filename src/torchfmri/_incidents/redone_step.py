@@ -1,4 +1,4 @@
-"""A step that went wrong, run again at once to find the origin; and what is known without that."""
+"""A step that went wrong, run again to find the origin; and what is known without that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a step again that a Monitor wrote down, and narrows it to sample, layer, operation, line."""
+"""Run a stored step again, and narrow it down to sample, layer, operation and line."""
 
 from __future__ import annotations
 

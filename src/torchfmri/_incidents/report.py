@@ -1,4 +1,4 @@
-"""A lineage in words: the finding that names what began it."""
+"""The finding that names what began a lineage of non-finite values."""
 
 from __future__ import annotations
 

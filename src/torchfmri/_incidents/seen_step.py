@@ -1,4 +1,4 @@
-"""What is remembered of the step under way, in case it goes wrong; and the hooks that see it."""
+"""What is remembered of the current step in case it goes wrong, and the hooks that see it."""
 
 from __future__ import annotations
 

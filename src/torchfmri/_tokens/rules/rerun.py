@@ -444,9 +444,8 @@ class OwnerCall:
         """Call the grids of positions that the run has made as the pass that was followed did."""
         for number, source in enumerate(self.sources.all[start:]):
             if not source.name:
-                known = number < len(self.tokens.made)
-                name = self.tokens.made[number].true.name if known else self.layer
-                source.name = name or self.layer or "the model"
+                known = self.tokens.made[number].true.name if number < len(self.tokens.made) else ""
+                source.name = known or self.layer or "the model"
 
     def _checked(self, outputs: list[Any], wanted: Mapping[str, object]) -> list[Any]:
         """The outputs of the re-run, if they are those of the call."""

@@ -1,4 +1,8 @@
-"""A progress bar on standard error, if that is a terminal."""
+"""A progress bar on standard error, where somebody is looking.
+
+It is not tqdm's because the core depends on torch and numpy alone, and `verify` runs there too. In
+a notebook the bar is shown as well; a log file gets a line now and then instead.
+"""
 
 from __future__ import annotations
 

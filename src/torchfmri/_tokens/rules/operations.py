@@ -356,7 +356,7 @@ class OperatorCall:
             return numbers.get(id(value), value)
 
         base = replaced(self.arguments[0])
-        found: Any
+        found: Tensor
         if self.name in ("index_add", "index_reduce"):
             found = base.index_copy(named["dim"], named["index"], values.contiguous())
         elif self.name in ("scatter_add", "scatter_reduce"):
@@ -367,7 +367,6 @@ class OperatorCall:
             arguments = map_tensors(tuple(self.arguments), replaced)
             keywords = map_tensors(dict(self.keywords), replaced)
             found = getattr(aten, self.name)(*arguments, **keywords)
-        assert isinstance(found, Tensor)
         return found
 
     def _clashes(self, placed: Tensor, values: Tensor) -> bool:
@@ -693,8 +692,7 @@ class OperatorCall:
             return [None]
 
         def unfolded(numbers: Tensor) -> Tensor:
-            made = self.function((numbers + 1).double(), *self.arguments[1:], **self.keywords)
-            assert isinstance(made, Tensor)
+            made: Tensor = self.function((numbers + 1).double(), *self.arguments[1:], **self.keywords)
             return made.long() - 1
 
         return [found.moved(unfolded)]

@@ -48,7 +48,7 @@ $(OLDEST)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
-	-e ".[export,fast,glm,notebook,parquet,plots,scan,tables,tensorboard,viewer]" $(TOOLS)
+	-e ".[export,fast,glm,lightning,notebook,parquet,plots,scan,tables,tensorboard,viewer]" $(TOOLS)
 	@touch $@
 
 test-slow: $(STAMPS)/dev ## run the other tests: long runs, real models, all cases

@@ -692,9 +692,7 @@ class OperatorCall:
             return [None]
 
         def unfolded(numbers: Tensor) -> Tensor:
-            made: Tensor = self.function(
-                (numbers + 1).double(), *self.arguments[1:], **self.keywords
-            )
+            made: Tensor = self.function(numbers.double() + 1, *self.arguments[1:], **self.keywords)
             return made.long() - 1
 
         return [found.moved(unfolded)]

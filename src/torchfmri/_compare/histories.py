@@ -97,10 +97,10 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
     noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
     least = np.maximum(_floors(a[0], b[0], series, gaps), _FACTOR * noise)
+    allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
     if len(a) == len(b) == 1:  # else the spread was measured
         sizes = np.fmax(one[0].updates, two[0].updates)
-        least = np.maximum(least, _amplified(gaps, series, sizes))
-    allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
+        allowed = np.maximum(allowed, _amplified(gaps, series, sizes))
     first = _first(gaps, allowed, series, common.steps, a[0], b[0])
     if first is not None:  # what comes later is no drift: it is measured by what was before
         row = common.steps.index(first.step)

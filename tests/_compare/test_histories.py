@@ -343,3 +343,11 @@ def test_a_changed_token_is_seen_at_the_embedding_in_autocast() -> None:
     assert first is not None
     assert (first.step, first.layer, first.what) == (9, "embed", "activations")
     assert first.relative > first.allowed
+
+
+def test_steps_after_the_first_difference_differ_too() -> None:
+    """What rounding may do is taken from before: the difference itself is no rounding."""
+    found = compare(attended(), attended(changed=9))
+    column = found.series.index(("head", "activations"))
+    later = (found.gaps > found.allowed)[10:, column]
+    assert later.all(), "updates of other gradients are no noise"

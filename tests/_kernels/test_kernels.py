@@ -93,19 +93,6 @@ def test_numba_is_not_needed():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(2, 3, 128), (2, 3, 100), (5, 64), (4, 10), (2, 0, 64), (130,)])
-def test_block_squares_are_those_of_each_slice(shape, dtype):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = _kernels.block_squares(x)
-    blocks = [part.double().square().sum(-1) for part in x.split(64, dim=-1)]
-    expected = torch.stack(blocks, -1)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
-    if x.numel():
-        assert not torch.allclose(found.double(), expected * 1.01)
-
-
 def test_grid_is_the_narrowest_that_fits():
     for low, high in [(0.0, 1.0), (1e4, 1e4 + 7), (-3.0, 5e-300), (-1e308, 1e308), (1.0, 1.5)]:
         exponent = grid_exponent(low, high)

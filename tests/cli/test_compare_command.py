@@ -40,6 +40,14 @@ def test_other_settings(settings: str, code: int, capsys: pytest.CaptureFixture[
     assert ("they part" in said) == bool(code)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_and_prompts_of_different_lengths(side: str) -> None:
+    """The cached run is told of the padding, as the other one is."""
+    sides = ["--a", f"padding={side}", "--b", f"cache=on,padding={side}"]
+    prompts = ["--prompt", "Once upon", "--prompt", "Once upon a time there was a dog"]
+    assert main(["compare", "--model", "tiny", *sides, *prompts]) == 0
+
+
 def test_two_training_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(folder=tmp_path / "a")
     train(folder=tmp_path / "b", changed=37)
@@ -69,7 +77,7 @@ def test_two_saved_inspections(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["x"], "two sides, not 1"),
         (["/no/such/run", "/no/such/run"], "no such file"),
         (["--model", "tiny"], "--a attn=eager"),
-        (["--model", "tiny", "--a", "atn=eager"], "'atn=eager' is no setting"),
+        (["--model", "tiny", "--a", "atn=eager"], "'atn=eager' is not a setting"),
         (["--model", "tiny", "--a", "attn=none"], "attn=none"),
         (["--model", "tiny", "--a", "cache=maybe"], "choose on or off"),
         (["--model", "tiny", "--a", "padding=up"], "choose left or right"),

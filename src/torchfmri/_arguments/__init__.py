@@ -25,25 +25,3 @@ from torchfmri._arguments.checks import (
     shown,
 )
 from torchfmri._arguments.extras import from_extra
-
-__all__ = [
-    "check_callable",
-    "check_device",
-    "check_each",
-    "check_file",
-    "check_flag",
-    "check_folder",
-    "check_module",
-    "check_number",
-    "check_path",
-    "check_real",
-    "check_scalar",
-    "check_scaler",
-    "check_target",
-    "check_tensor",
-    "from_extra",
-    "is_list",
-    "is_whole",
-    "require",
-    "shown",
-]

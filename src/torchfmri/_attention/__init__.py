@@ -9,12 +9,3 @@ the first, the previous and the repeated token.
 from torchfmri._attention.fused import FusedAttention, masked_logits
 from torchfmri._attention.head_scores import HEAD_SCORES, score_heads
 from torchfmri._attention.reader import AttentionCall, AttentionReader
-
-__all__ = [
-    "HEAD_SCORES",
-    "AttentionCall",
-    "AttentionReader",
-    "FusedAttention",
-    "masked_logits",
-    "score_heads",
-]

@@ -10,20 +10,3 @@ from torchfmri._capture.padding import Padding, TokenMask, masked_modules
 from torchfmri._capture.position import BACKWARD, FORWARD, LOSS, PAUSED, Position
 from torchfmri._capture.running_layers import RunningLayers
 from torchfmri._capture.taps import CallKey, Short, Sink, Taps, Target
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "LOSS",
-    "PAUSED",
-    "CallKey",
-    "Padding",
-    "Position",
-    "RunningLayers",
-    "Short",
-    "Sink",
-    "Taps",
-    "Target",
-    "TokenMask",
-    "masked_modules",
-]

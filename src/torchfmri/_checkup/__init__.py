@@ -7,8 +7,3 @@ it for `_diagnosis`. `script` does the same with a whole training script.
 
 from torchfmri._checkup.entry_point import diagnose
 from torchfmri._checkup.script import diagnose_script
-
-__all__ = [
-    "diagnose",
-    "diagnose_script",
-]

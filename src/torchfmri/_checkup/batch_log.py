@@ -21,7 +21,7 @@ LEAST_NUMBERS = 8
 """Samples of fewer numbers repeat by chance (a truth table has four)."""
 LEAST_CLASSES_BATCH = 8
 LEAST_AGAIN = 32
-"""So many samples must have come again before their classes are compared."""
+"""The number of repeated samples from which on their labels are compared."""
 _MOST_VALUES = 1 << 20
 _MOST_SAMPLES = 1 << 14
 
@@ -97,7 +97,7 @@ class BatchLog:
                     self._contradicting += len(labels)
 
     def _follow(self, rows: Tensor, classes: list[int]) -> None:
-        """Count the samples that came before, and those of them that had another class then."""
+        """Count the samples seen before, and how many of those had a different label."""
         if len(self._class_of) > _MOST_SAMPLES:
             return
         now = {

@@ -26,13 +26,13 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Gro
 
 
 class Watcher:
-    """Follows the steps of a run on a copy of the model and notes what statistics cannot tell.
+    """Follows the steps of a run on a copy of the model and records what statistics cannot show.
 
     Args:
         model: The copy.
         optimizers: The optimizers that train it.
         structure: What it is made of.
-        notes: Takes down what fails in here.
+        notes: Collects errors that are raised in the hooks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Watcher:
         self.norms: dict[str, NormLog] = {}
         self.constants: dict[str, str] = {}
         self.given: dict[str, float] = {}
-        # What has no graph is then made from the data alone.
+        # If every parameter is trained, a tensor without a graph can only come from the data.
         self._all_is_trained = all(each.trainable for each in structure.parameters.values())
         self.linear_pairs: dict[tuple[str, str], None] = {}
         self.trains: bool | None = None
@@ -219,7 +219,7 @@ class Watcher:
             self.loads.setdefault(name, []).append(load.tolist())
 
     def makes(self, layer: str, output: Tensor) -> bool:
-        """Whether a layer made a tensor, shifts and shapes aside."""
+        """Whether a layer made a tensor, ignoring bias additions and reshapes."""
         node = output.grad_fn
         for _ in range(_MOST_NODES):
             if node is None:
@@ -251,7 +251,7 @@ class Watcher:
 
 
 def _fed_by(node: Any) -> list[Any]:
-    """Return the nodes before one that leaves a layer's output recognisable; else none."""
+    """Return a node's inputs if it keeps a layer's output recognisable; otherwise an empty list."""
     before = [each for each, _ in node.next_functions if each is not None]
     return before if len(before) == 1 or node.name() in _SUMS else []
 
@@ -268,7 +268,7 @@ def _samples(batch: Any) -> int:
 
 
 def _is_redundant(maker: nn.Module | None, reader: nn.Module) -> bool:
-    """Whether two Linear layers in a row are no more than one: nothing between, no waist."""
+    """Whether two Linear layers in a row collapse into one: nothing between, no bottleneck."""
     if not isinstance(maker, nn.Linear) or not isinstance(reader, nn.Linear) or maker is reader:
         return False
     return maker.out_features >= min(maker.in_features, reader.out_features)

@@ -16,16 +16,3 @@ from torchfmri._compare.history_comparison import HistoryComparison, StepDiffere
 from torchfmri._compare.run import Run
 from torchfmri._compare.settings import CHOICES as SETTINGS
 from torchfmri._compare.settings import parse_settings, run_with
-
-__all__ = [
-    "SETTINGS",
-    "Comparison",
-    "Difference",
-    "HistoryComparison",
-    "Run",
-    "StepDifference",
-    "compare",
-    "import_hidden_states",
-    "parse_settings",
-    "run_with",
-]

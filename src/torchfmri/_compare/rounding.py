@@ -1,8 +1,9 @@
-"""Rounding drawn anew: what a model would return if each layer had rounded otherwise.
+"""Random rounding: what a model would return if each layer had rounded differently.
 
-Every floating-point value that a layer takes or returns is moved by half a unit in the last place
-of its dtype, up or down at random. The difference to the plain run is what rounding amounts to at
-each depth of this model on this data (Monte Carlo arithmetic), forward and backward.
+Every floating-point value that a layer returns, and that a layer with parameters takes, is moved up
+or down at random, by about half a unit in the last place of its dtype. The difference to the plain
+run is what rounding amounts to at each depth of this model on this data (Monte Carlo arithmetic),
+forward and backward.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def rounding_redrawn(
     """While the block runs, layers without layers inside them round at random.
 
     Args:
-        model: Whose layers; hooks are on them during the block only.
+        model: The model whose layers get hooks, during the block only.
         coarsest: Round to this precision where the values are finer; None for their own.
         autocast: The dtype in which recurrent layers compute; None for their own.
     """
@@ -47,7 +48,7 @@ def rounding_redrawn(
 
 
 def _held_dtypes(module: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
-    """Return the precisions of what a layer holds, and that in which autocast lets it compute.
+    """Return the dtypes of what a layer holds, and the one in which autocast makes it compute.
 
     A layer may compute in float32 with frequencies of bfloat16, and an LSTM may return float32
     that it computed in bfloat16.
@@ -92,7 +93,7 @@ class _Draw:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def round(self, x: Tensor, least: float) -> Tensor:
-        """Return the tensor with new rounding errors, of at least `least` of its size."""
+        """Return the tensor with new rounding errors, of at least `least` relative to its size."""
         if not x.is_floating_point() or x.is_nested or x.layout != torch.strided or not x.numel():
             return x
         generator = self._generators.get(x.device)
@@ -109,5 +110,5 @@ class _Draw:
         around = size if x.ndim == 0 else size.square().mean(-1, keepdim=True).sqrt()
         gap = torch.where(wide.isfinite() & around.isfinite(), (size + around) / 2, 0) * unit * sign
         moved = (wide + gap).to(x.dtype)
-        # The difference has no gradient: the layer is differentiated where it was rounded to.
+        # The difference carries no gradient; the backward pass is evaluated at the rounded value.
         return x + (moved - x.detach()) if x.requires_grad else moved

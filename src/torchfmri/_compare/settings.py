@@ -41,7 +41,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if name not in CHOICES or not equals or not value:
             known = "; ".join(f"{each}= ({meaning})" for each, meaning in CHOICES.items())
-            raise InspectionError(f"{word!r} is no setting. There are {known}.")
+            raise InspectionError(f"{word!r} is not a setting (name=value). There are {known}.")
         found[name] = value
     return found
 
@@ -50,7 +50,7 @@ def run_with(model: str, prompts: Sequence[str], settings: Mapping[str, str]) ->
     """A run of a named model on prompts, and its tokenizer.
 
     Raises:
-        InspectionError: A setting cannot be had, or the model has no tokenizer.
+        InspectionError: A setting is invalid or not supported by the model, or it has no tokenizer.
     """
     for name in ("cache", "compile"):
         value = settings.get(name, "off")
@@ -68,7 +68,8 @@ def run_with(model: str, prompts: Sequence[str], settings: Mapping[str, str]) ->
     prepared = _prepared(named.model.eval(), settings)
     call: Callable[[nn.Module, Any], Any] | None = None
     if cached:
-        data, call = {"input_ids": data["input_ids"]}, _token_by_token
+        del data["labels"]  # a loss needs the whole sequence
+        call = _token_by_token
     elif settings.get("quantize"):
         call = _without_gradients
     autocast = _dtype(settings["autocast"]) if "autocast" in settings else None
@@ -108,7 +109,7 @@ def _tokens(model: nn.Module, tokenizer: Any, prompts: Sequence[str], side: str)
         at = slice(longest - len(found), None) if side == "left" else slice(0, len(found))
         ids[row, at], mask[row, at] = torch.tensor(found, device="cpu"), 1
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    # The first token of a row is predicted by nothing, in whichever column it stands.
+    # Nothing predicts the first token of a row, wherever the padding puts it.
     labels = ids.masked_fill((mask == 0) | (positions == 0), -100)
     device = next(model.parameters()).device
     data = {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -123,12 +124,14 @@ def _without_gradients(model: nn.Module, data: Any) -> Any:
 
 
 def _token_by_token(model: nn.Module, data: Any) -> Any:
-    """One token at a time, with the cache of the model."""
-    ids, output = data["input_ids"], None
+    """Run one token at a time, with the model's cache; the mask covers what is in the cache."""
+    output = None
     cache: dict[str, Any] = {}
     with torch.no_grad():
-        for at in range(ids.shape[1]):
-            output = model(input_ids=ids[:, at : at + 1], use_cache=True, **cache)
+        for at in range(data["input_ids"].shape[1]):
+            step = {name: each[:, at : at + 1] for name, each in data.items()}
+            step["attention_mask"] = data["attention_mask"][:, : at + 1]
+            output = model(**step, use_cache=True, **cache)
             cache = {"past_key_values": output.past_key_values}
     return output
 

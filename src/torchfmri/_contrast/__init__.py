@@ -22,26 +22,3 @@ from torchfmri._contrast.record import Contrast
 from torchfmri._contrast.report import ContrastReport
 from torchfmri._contrast.second_level import Level
 from torchfmri._contrast.weights import difference
-
-__all__ = [
-    "GLM",
-    "Calibration",
-    "Classification",
-    "Contrast",
-    "ContrastBoard",
-    "ContrastReport",
-    "Direction",
-    "LayerAccuracy",
-    "Level",
-    "Peak",
-    "PromptColumns",
-    "PromptTable",
-    "TestOptions",
-    "classify",
-    "compare",
-    "difference",
-    "first_level",
-    "load_contrast",
-    "t_quantile",
-    "t_tail",
-]

@@ -10,13 +10,3 @@ from torchfmri._cost.advice_run import advise
 from torchfmri._cost.cost_run import cost
 from torchfmri._cost.growth import Growth
 from torchfmri._cost.layer_cost import Cost, LayerCost
-
-__all__ = [
-    "Advice",
-    "Cost",
-    "Growth",
-    "LayerCost",
-    "Option",
-    "advise",
-    "cost",
-]

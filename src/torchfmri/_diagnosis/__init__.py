@@ -37,31 +37,3 @@ from torchfmri._diagnosis.structure import (
     parameters_of,
 )
 from torchfmri._diagnosis.trace import trace_of
-
-__all__ = [
-    "MATRIX_LAYERS",
-    "NORM_LAYERS",
-    "ConstantLayer",
-    "DataFacts",
-    "Diagnosis",
-    "HeadActivity",
-    "LiveDiagnosis",
-    "LossFacts",
-    "MisplacedSoftmax",
-    "NormFacts",
-    "Notes",
-    "Observation",
-    "Reach",
-    "RouterActivity",
-    "StepFacts",
-    "Structure",
-    "UnitActivity",
-    "WeightFacts",
-    "describe",
-    "diagnose_inspection",
-    "find",
-    "median",
-    "parameters_of",
-    "trace_of",
-    "update_ratios",
-]

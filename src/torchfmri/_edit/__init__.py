@@ -11,16 +11,3 @@ from torchfmri._edit.bound import BoundEdit
 from torchfmri._edit.carried import change_arguments, change_output
 from torchfmri._edit.edit import Edit, Spec
 from torchfmri._edit.passes import EditPasses
-
-__all__ = [
-    "BoundEdit",
-    "Edit",
-    "EditPasses",
-    "Spec",
-    "attached",
-    "bind_edits",
-    "change_arguments",
-    "change_output",
-    "edited",
-    "require_acted",
-]

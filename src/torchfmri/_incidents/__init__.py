@@ -14,15 +14,3 @@ from torchfmri._incidents.incident import Incident
 from torchfmri._incidents.options import Incidents, check_action, check_incidents
 from torchfmri._incidents.origin import find_origin
 from torchfmri._incidents.replay_run import replay
-
-__all__ = [
-    "Buffers",
-    "Hold",
-    "Incident",
-    "IncidentSubject",
-    "Incidents",
-    "check_action",
-    "check_incidents",
-    "find_origin",
-    "replay",
-]

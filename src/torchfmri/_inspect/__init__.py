@@ -5,5 +5,3 @@ keeps each tensor as statistics or whole.
 """
 
 from torchfmri._inspect.inspector import Inspector
-
-__all__ = ["Inspector"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchfmri._kernels import cpu, cuda, device, summaries
 from torchfmri._kernels.accelerator import accelerator_name, use_accelerator
 from torchfmri._kernels.channels import ChannelStatistics, reduce_channels
-from torchfmri._kernels.cpu import block_squares, count_grid
+from torchfmri._kernels.cpu import count_grid
 from torchfmri._kernels.cuda_plan import upload
 from torchfmri._kernels.cuda_rows import heaviest
 from torchfmri._kernels.frozen_dict import FrozenDict
@@ -44,48 +44,6 @@ from torchfmri._kernels.rows import (
 )
 from torchfmri._kernels.values import join_notes, read_values
 from torchfmri._kernels.voxels import VoxelSums, VoxelTable, reduce_voxels, voxels_reducible
-
-__all__ = [
-    "NEGATIVE",
-    "Asked",
-    "ChannelStatistics",
-    "CodeGrid",
-    "Floats",
-    "Form",
-    "FrozenDict",
-    "Histogram",
-    "Lane",
-    "Numbers",
-    "Pieces",
-    "Product",
-    "Reduction",
-    "RowLanes",
-    "VoxelSums",
-    "VoxelTable",
-    "accelerator_name",
-    "bilinear_forms",
-    "block_squares",
-    "can_read_forms",
-    "combine_moments",
-    "constant_grid",
-    "count_grid",
-    "cuda",
-    "grid_exponent",
-    "heaviest",
-    "join_notes",
-    "linear_of",
-    "quantile_of",
-    "read_values",
-    "reduce_channels",
-    "reduce_values",
-    "reduce_voxels",
-    "refine",
-    "summaries",
-    "upload",
-    "use_accelerator",
-    "voxels_reducible",
-    "written_product",
-]
 
 
 def reduce_values(flat: Tensor, *, histogram: bool = True) -> Reduction:

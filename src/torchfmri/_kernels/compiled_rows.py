@@ -15,7 +15,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import carray as _array_at  # type: ignore[attr-defined]
+from numba import carray as _array_at
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 

@@ -400,19 +400,6 @@ def _grid_codes(block: Tensor, exponent: int, first: int, finite: bool) -> Tenso
     return codes.to(torch.int64) - first
 
 
-def block_squares(x: Tensor, width: int = 64) -> Tensor:
-    """Sums of squares of `width` neighbouring units, (..., ceil(o / width)) for x (..., o).
-
-    In float32, or float64 for float64. The last block may hold fewer units.
-    """
-    x = x.detach()
-    x = x if x.dtype == torch.float64 else x.to(torch.float32)
-    missing = -x.shape[-1] % width
-    if missing:
-        x = torch.nn.functional.pad(x, (0, missing))
-    return x.reshape(*x.shape[:-1], x.shape[-1] // width, width).square().sum(-1)
-
-
 @lru_cache(maxsize=32)
 def smallest_normal(dtype: torch.dtype) -> float:
     """The smallest normal number of a floating dtype; 0 for others, which have no subnormals."""

@@ -7,7 +7,7 @@ keeps that. `logit_attribution` splits a logit into what heads and MLPs add (`bl
 mixtures, `features` any dictionary of features.
 """
 
-from torchfmri._lens.experts import ExpertRouting, RouterReader, find_routers
+from torchfmri._lens.experts import ExpertRouting, RouterReader
 from torchfmri._lens.features import (
     FeatureReader,
     FeatureSource,
@@ -16,34 +16,8 @@ from torchfmri._lens.features import (
     find_sources,
 )
 from torchfmri._lens.input_attribution import METHODS, InputAttribution, attribute_embeddings
-from torchfmri._lens.lens import LensReading, Translate, read_lens, read_stream
+from torchfmri._lens.lens import Translate, read_lens, read_stream
 from torchfmri._lens.lens_record import Lens
 from torchfmri._lens.logit_attribution import LogitAttribution, attribute
-from torchfmri._lens.stream import Stream, only_stack, run_stream
-from torchfmri._lens.unembedding import Unembedding, find_unembedding
-
-__all__ = [
-    "METHODS",
-    "ExpertRouting",
-    "FeatureReader",
-    "FeatureSource",
-    "InputAttribution",
-    "Lens",
-    "LensReading",
-    "LogitAttribution",
-    "RouterReader",
-    "Stream",
-    "Translate",
-    "Unembedding",
-    "attribute",
-    "attribute_embeddings",
-    "feature_labels",
-    "feature_name",
-    "find_routers",
-    "find_sources",
-    "find_unembedding",
-    "only_stack",
-    "read_lens",
-    "read_stream",
-    "run_stream",
-]
+from torchfmri._lens.stream import only_stack, run_stream
+from torchfmri._lens.unembedding import find_unembedding

@@ -15,16 +15,3 @@ from torchfmri._lesion.patching import patch
 from torchfmri._lesion.questions import METRICS
 from torchfmri._lesion.steering import Steering, steer
 from torchfmri._lesion.targets import KINDS
-
-__all__ = [
-    "EDITS",
-    "KINDS",
-    "METHODS",
-    "METRICS",
-    "LesionMap",
-    "PatchMap",
-    "Steering",
-    "lesion",
-    "patch",
-    "steer",
-]

@@ -14,12 +14,3 @@ from torchfmri._monitor.monitor import (
     check_options,
     check_writer,
 )
-
-__all__ = [
-    "Monitor",
-    "MonitorWarning",
-    "MonitoredStep",
-    "Writer",
-    "check_options",
-    "check_writer",
-]

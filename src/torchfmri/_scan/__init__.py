@@ -25,56 +25,13 @@ from torchfmri._scan.run.model_call import (
     refuse_unknown_ids,
     takes,
 )
-from torchfmri._scan.run.prompt import Prompt, encode
+from torchfmri._scan.run.prompt import encode
 from torchfmri._scan.run.refusals import refuse_two_stacks, refuse_without_tokens
 from torchfmri._scan.run.scan_options import ScanOptions
 from torchfmri._scan.run.scanner import Scanner
 from torchfmri._scan.run.stream import ScanStream
 from torchfmri._scan.scan_record import Scan
-from torchfmri._scan.store.repair import Repair, repair
+from torchfmri._scan.store.repair import repair
 from torchfmri._scan.store.saving import require_replaceable
 from torchfmri._scan.two_scans import contrast
 from torchfmri._scan.viewing import board_of, difference_of, view
-
-__all__ = [
-    "TELL_EVERY",
-    "Anatomy",
-    "DatasetRow",
-    "DatasetScan",
-    "LiveBoard",
-    "LiveToken",
-    "Prompt",
-    "Reading",
-    "Repair",
-    "Scan",
-    "ScanOptions",
-    "ScanStream",
-    "ScannedSequence",
-    "Scanner",
-    "Tokens",
-    "attribute_inputs",
-    "attribute_logit",
-    "board_of",
-    "condition_of",
-    "contrast",
-    "difference_of",
-    "encode",
-    "is_causal",
-    "layer_bands",
-    "lens",
-    "load",
-    "logits_of",
-    "outline_of",
-    "refuse_two_stacks",
-    "refuse_unknown_ids",
-    "refuse_without_tokens",
-    "repair",
-    "require_replaceable",
-    "rows_of",
-    "scan",
-    "scan_dataset",
-    "scan_rows",
-    "stream",
-    "takes",
-    "view",
-]

@@ -23,30 +23,3 @@ from torchfmri._tokens.rules.arguments import given_origins
 from torchfmri._tokens.rules.numbers import NOBODY
 from torchfmri._tokens.rules.origins import Origins
 from torchfmri._tokens.rules.trace import TokenTrace
-
-__all__ = [
-    "NOBODY",
-    "VOXEL",
-    "Checks",
-    "Coverage",
-    "CoverageRow",
-    "Origins",
-    "ParameterInfo",
-    "TokenGradient",
-    "TokenGradients",
-    "TokenLossGradient",
-    "TokenLossGradients",
-    "TokenSelection",
-    "TokenTrace",
-    "TokenVerification",
-    "TokenVerificationRow",
-    "TopEntries",
-    "alike_of",
-    "describe",
-    "given_origins",
-    "head_size",
-    "token_gradients",
-    "token_loss_dots",
-    "token_losses",
-    "without_autocast",
-]

@@ -8,9 +8,3 @@
 
 from torchfmri._verify.report import GradientCheck, Verification
 from torchfmri._verify.verify import verify_gradients
-
-__all__ = [
-    "GradientCheck",
-    "Verification",
-    "verify_gradients",
-]

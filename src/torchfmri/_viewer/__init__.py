@@ -16,25 +16,3 @@ from torchfmri._viewer.page import whole_page
 from torchfmri._viewer.run_board import RunBoard, RunView, ViewedRun, runs_in
 from torchfmri._viewer.server import View, serve
 from torchfmri._viewer.widget import widget_of
-
-__all__ = [
-    "LAYERS",
-    "TRACKS",
-    "Board",
-    "Desk",
-    "DiffBoard",
-    "Entry",
-    "GrowingTable",
-    "Health",
-    "Metric",
-    "Overlay",
-    "Panel",
-    "RunBoard",
-    "RunView",
-    "View",
-    "ViewedRun",
-    "runs_in",
-    "serve",
-    "whole_page",
-    "widget_of",
-]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 class GrowingTable:
-    """(column, row) float32; what was added stays where it is, so that readers need no lock.
+    """(column, row) float32; one thread adds columns, and others read them without a lock.
 
     Examples:
         >>> table = GrowingTable(2)
@@ -27,10 +27,11 @@ class GrowingTable:
     @property
     def values(self) -> NDArray[np.float32]:
         """(column, row) a view of what is there now."""
-        return self._table[: self._length]
+        length = self._length  # first: a table that is exchanged meanwhile has these columns too
+        return self._table[:length]
 
     def append(self, column: NDArray[np.floating]) -> None:
-        """Add a column; a longer one adds rows, whose values were missing so far."""
+        """Add a column; a longer one adds rows, which are nan in the columns before."""
         columns, rows = self._table.shape
         if self._length == columns or len(column) > rows:
             shape = (max(64, 2 * columns if self._length == columns else columns),
@@ -39,4 +40,4 @@ class GrowingTable:
             larger[: self._length, :rows] = self._table[: self._length]
             self._table = larger
         self._table[self._length, : len(column)] = column
-        self._length += 1
+        self._length += 1  # last: readers see the column only when it is written

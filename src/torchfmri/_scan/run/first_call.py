@@ -1,4 +1,4 @@
-"""What a model is fed as positions while it generates, so that the pass can be fed the same."""
+"""The position_ids used while generating, so that the pass for gradients can use the same."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchfmri._torch import Attached, Hook
 class FirstCall(Attached):
     """A hook on the first call of a model that generates, as a context manager.
 
-    `generate` of transformers counts positions from 0. Some models count otherwise by themselves
-    (RoBERTa begins at 2), and compute something else where nobody tells them.
+    `generate` of transformers counts positions from 0. Some models number positions
+    differently by default (RoBERTa starts at 2), so without position_ids they give other results.
 
     Args:
-        model: That generates.
+        model: The model that generates.
         mask: (b, s) of the prompt, 0 for padding.
 
     Attributes:

@@ -1,7 +1,7 @@
 """One pass over a finished sequence with gradients: what every position did and should have done.
 
-`per="position"`: one forward and one backward pass. A new sequence is run without any cache, so
-that nothing is ever fed twice.
+`per="position"`: one forward and one backward pass. Each sequence is run in full without a
+KV cache, so no token is fed twice.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def read_logits(found: ScanPass, logits: Tensor | None, sequences: Sequences) ->
 
 
 class PassSink(Sink):
-    """Receives what the taps of a pass bring, and hands it to the readings of its kind.
+    """Receives values from the taps and passes activations and gradients on to their Readings.
 
     Args:
         subject: What is scanned.
@@ -171,7 +171,7 @@ class PassSink(Sink):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[Taps]:
-        """Reduce what layers return, and inputs that are layers of their own, within a block."""
+        """Within the block, reduce layer outputs, and the inputs that are scanned as layers."""
         is_read = {"activations"} if self.found.gradient is None else {"activations", "gradients"}
         targets = [
             Target(each.name, each.module, frozenset(is_read))
@@ -270,5 +270,5 @@ class PassSink(Sink):
 
 
 def _slices(kept: Tensor) -> Kept:
-    """Which of some positions count, by the first of them and their number."""
+    """Return a function (first, count) -> which of these positions count."""
     return lambda first, count: kept[:, first : first + count]

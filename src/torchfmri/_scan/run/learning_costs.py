@@ -25,7 +25,7 @@ def read_costs(
         found: Takes the result.
         subject: What was scanned.
         tokens: The token gradients, of keep="voxels".
-        arrange: Brings what is per token of `tokens` to (b, s, ...); None where it does not fit.
+        arrange: Reshapes values per token to (b, s, ...); returns None if they do not fit.
     """
     norms = found.activation.norms
     b, s = norms.shape[:2]
@@ -45,8 +45,8 @@ def read_costs(
             own = arrange(squared)
             if own is None:
                 found.missed[layer.name] = (
-                    f"the learning cost of {info.name}: its tokens are {squared.shape[0]} x "
-                    f"{squared.shape[1]}, those of the scan {b} x {s}"
+                    f"the learning cost of {info.name}: its gradients cover {squared.shape[0]} x "
+                    f"{squared.shape[1]} tokens, but the scan has {b} x {s}"
                 )
                 continue
             sums.add(layer, info, own)
@@ -107,14 +107,14 @@ def _add_columns(sums: Tensor, parts: Sequence[tuple[list[int], Tensor]]) -> Non
     """Add (b, s, n) to n columns each, all at once: a model has hundreds of parameters."""
     if parts:
         columns = torch.tensor([each for some, _ in parts for each in some], device=sums.device)
-        sums[..., columns] = 0.0
+        sums[..., columns] = sums[..., columns].nan_to_num()  # nan: nothing was added so far
         sums.index_add_(-1, columns, torch.cat([own for _, own in parts], -1))
 
 
 def _columns_of(layer: ScannedLayer, info: ParameterInfo) -> slice | None:
-    """The columns that are a parameter's voxels; None where the layer's are others."""
-    if info.output.last - info.output.first == 2:
-        # A layer may have several such parameters, of which not all have as many rows.
+    """Return the columns of a parameter's voxels; None if they differ from the layer's voxels."""
+    if info.output.last - info.output.first == 2:  # experts and units: each expert is a voxel
+        # A layer may have several such parameters, and not all have one row per expert.
         rows = layer.experts.stop - layer.experts.start
         return layer.experts if info.shape[info.output.first] == rows else None
     units = info.output.length(info.shape)

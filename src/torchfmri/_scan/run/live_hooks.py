@@ -81,7 +81,7 @@ class StepOutputs:
         return whole, others
 
     def single(self) -> Iterator[_Output]:
-        """Each layer that was called, with its output; None where somebody wrote into that."""
+        """Each layer that was called, with its output; None if that was modified in place."""
         for layer, output, version in zip(
             self.layout.layers, self.slots, self.versions, strict=True
         ):
@@ -90,7 +90,7 @@ class StepOutputs:
 
 
 class EagerHook(Hook):
-    """A hook that is not there for a graph that is being compiled: that has hooks of its own."""
+    """A hook that does nothing while a graph is compiled: such graphs have hooks of their own."""
 
     __slots__ = ()
 
@@ -102,7 +102,7 @@ class EagerHook(Hook):
 class LayerHook(Hook):
     """The hook on a layer that is called once in a pass.
 
-    Where references are kept it does nothing else, for there are hundreds of them.
+    While references are kept it does nothing else: there are hundreds of these hooks in a step.
 
     Args:
         called: Told layer and output in any other pass.
@@ -138,7 +138,7 @@ class LayerHook(Hook):
                 return
         try:
             outputs.versions[place] = output._version
-        except RuntimeError:  # of tensors made in inference mode nobody counts versions
+        except RuntimeError:  # inference tensors have no version counter
             self._copies = True
         if self._copies:
             with torch.inference_mode(False):
@@ -169,8 +169,8 @@ def ids_of(arguments: tuple[Any, ...], keywords: Any) -> Tensor:
         ids = next((each for each in arguments if isinstance(each, Tensor)), None)
     if ids is None or ids.ndim != 2 or ids.is_floating_point():
         raise InspectionError(
-            "The model is called without token ids (with inputs_embeds, perhaps) while it is "
-            "scanned; the tokens of a scan are ids. Hand it input_ids."
+            "The model was called without token ids (perhaps with inputs_embeds) while it was "
+            "scanned. A scan needs the ids of its tokens: pass input_ids."
         )
     found: Tensor = ids
     return found

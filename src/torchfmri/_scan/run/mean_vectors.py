@@ -1,7 +1,7 @@
 """Mean vectors: the signed activation of each layer, averaged over chosen tokens of a sequence.
 
-A root mean square is blind to direction: v and -v look the same. What a direction is made of is the
-mean itself. It is summed up while the model runs, so that no activation is kept.
+A root mean square is blind to direction: v and -v look the same. Directions need the signed mean.
+It is accumulated while the model runs, so that no activations are stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTES = 4
 
 
 def check_choices(vectors: object) -> None:
-    """Raise where the choice of tokens for mean vectors is none of those there are."""
+    """Raise if `vectors` is not a valid choice of tokens."""
     if vectors is not None and vectors != AUTO:
         check_each("vectors", vectors, VECTORS, "choose None, 'auto', or some of")
 
@@ -34,7 +34,7 @@ def check_choices(vectors: object) -> None:
 def chosen_tokens(
     vectors: str | Sequence[str] | None, *, dataset: bool, generates: bool
 ) -> tuple[str, ...]:
-    """Over which tokens means are taken; there are none over what is not written."""
+    """Return the tokens to average over; "generated" is dropped if the model does not generate."""
     if vectors == AUTO:
         vectors = _DATASET if dataset else ()
     several = (vectors,) if isinstance(vectors, str) else tuple(vectors or ())
@@ -46,10 +46,10 @@ class VectorPlan:
     """Which mean vectors are kept.
 
     Attributes:
-        tokens: Over which tokens: some of VECTORS.
-        layers: Of which layers.
+        tokens: The tokens to average over: some of VECTORS.
+        layers: The layers whose vectors are kept.
         special: Token ids that do not count.
-        notes: Of which layers none are kept, and why.
+        notes: Why some layers have no vectors.
     """
 
     tokens: tuple[str, ...] = ()
@@ -61,11 +61,11 @@ class VectorPlan:
 def plan_vectors(
     subject: ScanSubject, tokens: tuple[str, ...], special: Sequence[int], limit: int
 ) -> VectorPlan:
-    """Choose the layers whose mean vectors take at most `limit` bytes of a sequence.
+    """Choose the layers whose mean vectors take at most `limit` bytes per sequence.
 
     All of them if they fit; otherwise those that give an overview (blocks, attention, MLP), then
-    the same without what is wider than a block (a head of all words), then the blocks alone, of
-    which the last are left out until they fit.
+    the same without anything wider than a block (such as the LM head), then blocks only, dropping
+    the last ones until they fit.
     """
     if not tokens:
         return VectorPlan()
@@ -82,8 +82,8 @@ def plan_vectors(
                       lambda widths: _size(widths, tokens) <= limit)  # fmt: skip
         left_out = [each.name for each in usable if each.name not in kept]
         notes.append(
-            f"no mean vectors of {_some(left_out)}: those of all layers take {bytes_text(whole)} "
-            f"of a sequence, and vector_bytes is {bytes_text(limit)}"
+            f"no mean vectors of {_some(left_out)}: all layers would take {bytes_text(whole)} "
+            f"per sequence, but vector_bytes is {bytes_text(limit)}"
         )
     return VectorPlan(tokens, frozenset(kept), tuple(special), tuple(notes))
 
@@ -126,11 +126,11 @@ class MeanVectors:
         self._chosen: dict[str, Tensor] = {}
 
     def begin(self, ids: Tensor, kept: Tensor, generated: Tensor) -> None:
-        """Expect the outputs for these tokens next, until it is called again.
+        """Set the tokens that the following `add` calls refer to.
 
         Args:
             ids: (b, n) the tokens.
-            kept: (b, n) whether there is one, and no padding.
+            kept: (b, n) True for real tokens, False for padding.
             generated: (b, n) whether the model wrote it.
         """
         if self.plan.special:
@@ -144,7 +144,7 @@ class MeanVectors:
         self._chosen = {choice: chosen[choice] for choice in self.plan.tokens}
 
     def add(self, layer: ScannedLayer, rows: Tensor) -> None:
-        """Take in (b, n, w), the outputs of a layer; of fewer tokens than expected, the last ones.
+        """Add a layer's outputs, (b, n, w); of fewer tokens than expected, they are the last ones.
 
         Layers that are not in the plan are passed over.
         """

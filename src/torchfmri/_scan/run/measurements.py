@@ -1,4 +1,4 @@
-"""Norms by voxel as norms and rms by layer and voxel."""
+"""Norms per voxel, converted to norms per layer and to rms per layer or voxel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def norms_by_layer(norms: Tensor, subject: ScanSubject, experts: bool = False) -
 
 def rms_by_layer(norms: Tensor, subject: ScanSubject) -> Tensor:
     """Norms by voxel -> rms by layer, (..., layer)."""
-    widths = [1 if each.axis is None else each.axis.width * each.calls for each in subject.layers]
+    widths = [
+        1 if each.axis is None else each.axis.width * max(each.calls, 1) for each in subject.layers
+    ]
     return norms_by_layer(norms, subject) / _roots(np.array(widths), norms)
 
 

@@ -445,7 +445,8 @@ def _require_values(tensor: Tensor) -> None:
     """Raise an InspectionError that says why a tensor has nothing to read."""
     if not isinstance(tensor, Tensor):
         raise InspectionError(
-            f"Statistics are calculated from a torch.Tensor, not from {type(tensor).__name__}."
+            f"Statistics are calculated from a tensor, not from {type(tensor).__name__}. Give a "
+            "torch.Tensor."
         )
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         reason = "is not initialized yet. Run the model once first."

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,34 @@ def test_steps_after_the_first_difference_differ_too() -> None:
     column = found.series.index(("head", "activations"))
     later = (found.gaps > found.allowed)[10:, column]
     assert later.all(), "updates of other gradients are no noise"
+
+
+def convolved(*, turned: bool = False, fault: int | None = None) -> Monitor:
+    """Train a convolution whose bias has no effect, because a BatchNorm follows it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = torch.Generator().manual_seed(1)
+    with Monitor(model, optimizer) as monitor:
+        for step in range(8):
+            x = torch.randn(8, 3, 6, 6, generator=data)
+            loss = model(x.flip(0) if turned else x).square().mean()
+            optimizer.zero_grad()
+            with ExitStack() as stack:
+                if step == fault:
+                    stack.callback(model[0].bias.register_hook(lambda grad: grad + 1e-4).remove)
+                loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+    return monitor
+
+
+def test_a_gradient_that_adds_up_to_zero_is_rounding_and_hides_no_fault() -> None:
+    a = convolved()
+    found = compare(a, convolved(turned=True))
+    column = found.series.index(("0.bias", "parameter_gradients"))
+    assert found.gaps[0, column] > 1e-2, "nothing but rounding is left of it"
+    assert found.agree, found.summary()
+    first = compare(a, convolved(turned=True, fault=5)).first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (5, "0.bias", "parameter_gradients")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
@@ -97,7 +98,10 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
     noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
     least = np.maximum(_floors(a[0], b[0], series, gaps), _FACTOR * noise)
-    allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
+    summed = _summed(a[0], b[0], series, (one[0].values, two[0].values))
+    # A sum that is all rounding differs by as much as its size: that must not excuse what follows.
+    drift = np.where(gaps <= summed, 0.0, gaps)
+    allowed = np.maximum(np.maximum(least, summed), _JUMP * _largest_so_far(drift))
     if len(a) == len(b) == 1:  # else the spread was measured
         sizes = np.fmax(one[0].updates, two[0].updates)
         allowed = np.maximum(allowed, _amplified(gaps, series, sizes))
@@ -186,24 +190,11 @@ def _gaps(a: _Table, b: _Table) -> Floats:
 
 
 def _statistics_gaps(a: Floats, b: Floats) -> Floats:
-    fields = {name: index for index, name in enumerate(STORED)}
-
-    def get(table: Floats, name: str) -> Floats:
-        column: Floats = table[..., fields[name]]
-        return column
-
+    get = _column
     with np.errstate(divide="ignore", invalid="ignore"):
-        sizes, spreads = [], []
-        for table in (a, b):
-            finite = get(table, "count") - get(table, "nan")
-            finite = finite - get(table, "pos_inf") - get(table, "neg_inf")
-            spread = get(table, "squared_deviations") / finite
-            spreads.append(np.sqrt(spread))
-            sizes.append(np.sqrt(spread + get(table, "mean") ** 2))
-        size = np.fmax(*sizes)
-        gaps = [np.abs(spreads[0] - spreads[1])]
+        gaps = [np.abs(_spreads(a) - _spreads(b))]
         gaps += [np.abs(get(a, name) - get(b, name)) for name in ("mean", "min", "max")]
-        found = np.fmax.reduce(gaps) / size
+        found = np.fmax.reduce(gaps) / np.fmax(_sizes(a), _sizes(b))
         found = np.where(np.fmax.reduce(gaps) == 0, 0.0, found)
     counts = ("count", "nan", "pos_inf", "neg_inf")
     assert set(counts) <= COUNTS
@@ -211,6 +202,23 @@ def _statistics_gaps(a: Floats, b: Floats) -> Floats:
     seen = [~np.isnan(get(table, "count")) for table in (a, b)]
     found = np.where(other & seen[0] & seen[1], math.inf, found)
     return np.where(seen[0] & seen[1], np.nan_to_num(found, nan=0.0, posinf=math.inf), math.nan)
+
+
+def _column(table: Floats, name: str) -> Floats:
+    column: Floats = table[..., STORED.index(name)]
+    return column
+
+
+def _spreads(table: Floats) -> Floats:
+    """(step, series) the standard deviation of the finite values."""
+    bad = sum(_column(table, name) for name in ("nan", "pos_inf", "neg_inf"))
+    found: Floats = np.sqrt(_column(table, "squared_deviations") / (_column(table, "count") - bad))
+    return found
+
+
+def _sizes(table: Floats) -> Floats:
+    """(step, series) the rms of the finite values."""
+    return np.hypot(_spreads(table), _column(table, "mean"))
 
 
 def _number_gaps(a: Floats, b: Floats) -> Floats:
@@ -251,6 +259,33 @@ def _floors(a: History, b: History, series: Sequence[Series], gaps: Floats) -> F
     equal = ~np.any(_largest_so_far(gaps) > 0, axis=1)
     equal[:1] = False
     found: Floats = np.where(equal[:, None] | given, own, np.maximum(own, upstream))
+    return found
+
+
+def _summed(
+    a: History, b: History, series: Sequence[Series], tables: tuple[Floats, Floats]
+) -> Floats:
+    """Return what rounding may do to the gradients of parameters that are sums, (step, series).
+
+    The gradient of a bias is the sum of the gradients of its layer's output. Before a BatchNorm, or
+    in the keys of attention, they add up to zero, and what is left is their rounding.
+    """
+    column = {each: at for at, each in enumerate(series)}
+    found = np.zeros((len(tables[0]), len(series)))
+    dtypes = {run.statistics(*each).dtype for run in (a, b) for each in column
+              if each.what == "activations"}  # fmt: skip
+    units = (torch.finfo(getattr(torch, each)).eps for each in dtypes & _FLOOR.keys())
+    unit = max(units, default=0.0)
+    sizes = [_sizes(each) for each in tables]
+    sums = [_column(each, "count") * size for each, size in zip(tables, sizes, strict=True)]
+    for each, at in column.items():
+        terms = column.get(Series(each.layer.rpartition(".")[0], "gradients"))
+        if each.what != "parameter_gradients" or terms is None:
+            continue
+        with np.errstate(divide="ignore", invalid="ignore"):
+            added = np.fmax(*(each[:, terms] for each in sums)) / _column(tables[0], "count")[:, at]
+            relative = _FACTOR * unit * added / np.fmax(*(each[:, at] for each in sizes))
+        found[:, at] = np.nan_to_num(relative, posinf=0.0)
     return found
 
 

@@ -329,3 +329,15 @@ def test_pictures_show_the_direction_that_differs_or_that_nothing_does() -> None
     assert "a differs from b" in lines
     texts = [text.get_text() for axes in same.draw().axes for text in axes.texts]
     assert any("No difference beyond noise" in each for each in [*drawn(same), *texts])
+
+
+def test_the_picture_names_a_parameter_whose_gradient_alone_differs() -> None:
+    sides = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
+    sides[1].load_state_dict(sides[0].state_dict())
+    sides[1][0].weight.register_hook(lambda grad: grad * 1.5)
+    found = compare(*sides, data=torch.randn(6, 4), loss="sum")
+    assert found.first is not None
+    assert found.first.direction == "parameters"
+    (title,) = drawn(found)
+    assert title.startswith("Where two runs part: gradients of parameters")
+    assert "dL/d 0.weight" in title

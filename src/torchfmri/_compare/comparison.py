@@ -191,7 +191,7 @@ class Comparison:
         """The difference and both sides' own spread from layer to layer: how rounding grows.
 
         Args:
-            direction: forward or backward.
+            direction: forward, backward or parameters (their gradients).
             ax: Where to draw.
 
         Raises:
@@ -200,7 +200,9 @@ class Comparison:
         return pictures.plot_depth(self.pairs, direction, ax)
 
     def draw(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Both pictures in one figure.
+        """Both pictures in one figure, of the direction in which the two part first.
+
+        Where only gradients of parameters differ there are no tokens, and it is the second alone.
 
         Args:
             path: Where to write it, if anywhere.

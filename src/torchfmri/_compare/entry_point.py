@@ -15,7 +15,7 @@ from torchfmri._arguments import check_real, require
 from torchfmri._compare.causes import causes_of, mode_kinds, tensor_kinds, tied_kinds
 from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
-from torchfmri._compare.comparison import Comparison
+from torchfmri._compare.comparison import Comparison, nonfinite_note
 from torchfmri._compare.difference import Difference, Kind, Pair
 from torchfmri._compare.histories import compare_histories, histories_of
 from torchfmri._compare.kinds import kinds_of
@@ -254,6 +254,9 @@ def _compared(
             f"{plural(len(unknown), 'tensor')} could not be judged, because noise was not measured "
             f"there: of {listed(list(dict.fromkeys(unknown)))}"
         )
+    for kind in ("NaN", "infinite"):
+        if several := [pair for pair in pairs if pair.nonfinite == kind]:
+            notes.append(f"{nonfinite_note(several)}: those values could not be compared")
     if not differences and one.run is not None and two.run is not None:
         notes += _padded_notes(pairs, one, two)
     changes = changes_of(one.run, two.run, matching.pairs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Pair
@@ -274,11 +275,15 @@ def _pair(
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
     turned = _is_transposed(a, b, place, partner)
     one, two = a.recording.rows(place), b.recording.rows(partner, transposed=turned)
-    grid, largest, reason = None, math.nan, ""
+    grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
     if one is None or two is None:
-        gap, reason = _statistics_gap(a.recording.value(place), b.recording.value(partner))
+        value = a.recording.value(place)
+        gap, reason = _statistics_gap(value, b.recording.value(partner))
         gaps = np.array([gap])
+        if value is not None and gap < math.inf:
+            bad = value.statistics
+            nonfinite = "NaN" if bad.nan else "infinite" if bad.inf else ""
     elif one.values.shape != two.values.shape:
         shapes = [side.recording.value(each) for side, each in ((a, place), (b, partner))]
         said = " against ".join(str(each.shape) for each in shapes if each is not None)
@@ -288,6 +293,12 @@ def _pair(
         grid = one.grid if two.grid is not None else None
         apart = (one.values - two.values).abs()
         largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
+        if not apart.isfinite().all():
+            both = [
+                bool((is_(one.values) & is_(two.values)).any())
+                for is_ in (Tensor.isnan, Tensor.isinf)
+            ]
+            nonfinite = "NaN" if both[0] else "infinite" if both[1] else ""
         if tolerance is None and not turned:
             repetition = repetition_of(a, b, place, partner, gaps)
             if gaps.max(initial=0.0) <= threshold:
@@ -295,7 +306,7 @@ def _pair(
     return Pair(
         direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
-        repeating=repetition.rows, alike=repetition.alike,
+        repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
     )  # fmt: skip
 
 

@@ -285,16 +285,23 @@ def _difference(
     layer = pair.place.layer
     if not follows:
         layer = origin_of(pair, own, one, two, dict(matching.pairs))
-    # A tensor without tokens (of experts, of another shape) is followed by one that has them.
-    told = next((each for each in own[at:] if each.differs and each.grid is not None), pair)
+    # A tensor without tokens (of experts, of another shape) is followed by one that has them. A
+    # scalar such as the loss has no part that belongs to a token.
+    value = one.recording.value(pair.place)
+    later = own[at:] if value is None or value.shape else []
+    told = next((each for each in later if each.differs and each.grid is not None), pair)
     index, place = _first_row(pair), _first_row(told)
     row, token = told.grid.places[place] if told.grid is not None else (None, None)
     relative_gap = float(pair.gaps[index])
     reason = pair.reason or (
-        f"differs by {relative_gap:.2e} (allowed {pair.threshold:.1e}), at most {pair.largest:.3e}"
+        f"relative difference {relative_gap:.2e} (allowed {pair.threshold:.1e}), "
+        f"largest absolute difference {pair.largest:.3e}"
     )
     if pair.repeats:
-        reason += ", no more than noise, but the same way when both sides round anew"
+        reason += (
+            f". Noise alone explains up to {pair.noise:.1e}, but this difference comes back the "
+            "same way when both sides round anew, so less is allowed"
+        )
     return Difference(
         direction=direction,
         layer=layer,

@@ -74,6 +74,8 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
         if direction == BACKWARD and not same_trained:
             # Gradients reach other layers where other layers are trained.
             found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
+        if direction == PARAMETERS and not same_trained:
+            found = _without_frozen(found, a, b, matching.pairs)
     found = _without_details(found, a)
     _note_left_out(a, b, left_out)
     return found
@@ -133,6 +135,25 @@ def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | N
         for layer, module in side.modules.items()
         if any(each.requires_grad for each in module.parameters(recurse=False))
     }
+
+
+def _without_frozen(pairs: list[Pair], a: Side, b: Side, names: Mapping[str, str]) -> list[Pair]:
+    """Leave out gradients that a side lacks because it does not train the parameter."""
+
+    def is_frozen(pair: Pair) -> bool:
+        layer, name = pair.place.layer, pair.place.element
+        held = [own_tensors(side.modules[at]).get(name)
+                for side, at in ((a, layer), (b, names[layer])) if at in side.modules]  # fmt: skip
+        return any(each is not None and not each.requires_grad for each in held)
+
+    frozen = [p for p in pairs if p.direction == PARAMETERS and not p.partner and is_frozen(p)]
+    if frozen:
+        layers = listed(list(dict.fromkeys(pair.place.layer for pair in frozen)))
+        a.notes.append(
+            f"the gradients of {plural(len(frozen), 'parameter')} were not compared, because only "
+            f"one side trains them: of {layers}"
+        )
+    return [pair for pair in pairs if pair not in frozen]
 
 
 def _add_only_b(

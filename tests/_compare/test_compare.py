@@ -368,3 +368,12 @@ def test_a_scalar_has_no_token_and_both_sizes_of_a_difference_are_named() -> Non
     assert "token" not in first.place()
     assert "relative difference" in first.reason
     assert "largest absolute difference 5.000e-01" in first.reason
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_an_error_of_a_model_names_the_side(side: str) -> None:
+    sides = {"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}
+    sides[side] = nn.Linear(5, 2)
+    with pytest.raises(InspectionError, match=f"model of {side} .a Linear.*mat1 and mat2") as found:
+        compare(**sides, data=torch.randn(3, 4))
+    assert type(found.value.__cause__) is RuntimeError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,8 @@ def compare(
         A `Comparison`; a `HistoryComparison` of two training runs.
 
     Raises:
-        InspectionError: A side cannot be compared, or the two have nothing in common.
+        InspectionError: A side cannot be compared, or the two have nothing in common; or the model
+            of a side raised, and its error is the cause.
     """
     if tolerance is not None:
         check_real("tolerance", tolerance, "a relative difference, such as 1e-5", 0.0)
@@ -84,7 +86,10 @@ def compare(
     if any(runs):
         return compare_histories(*_both_histories(runs, (a, b)))
     a, b = _with_data(a, b, data, target, loss), _with_data(b, a, data, target, loss)
-    one, two = side_of(a, "a", max_bytes), side_of(b, "b", max_bytes)
+    with _running("a", a):
+        one = side_of(a, "a", max_bytes)
+    with _running("b", b):
+        two = side_of(b, "b", max_bytes)
     if "rms" in (one.recording.reduced, two.recording.reduced):
         for side in (one, two):
             side.recording.reduced = "rms"
@@ -99,6 +104,22 @@ def compare(
     if found.first is not None and found.first.direction == FORWARD:
         _explain_autocast(found, one, two, names, tolerance, max_bytes)
     return found
+
+
+@contextmanager
+def _running(name: str, side: Any) -> Iterator[None]:
+    """Name the side whose model raises; the error itself is the cause."""
+    try:
+        yield
+    except InspectionError:
+        raise
+    except Exception as error:
+        if not isinstance(side, Run):
+            raise
+        raise InspectionError(
+            f"The model of {name} (a {type(side.model).__name__}), or its loss, raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[list[History]]:
@@ -175,9 +196,11 @@ def _note_dropout(one: Side, two: Side) -> None:
 
 def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
     """Measure the noise of each side that can be run again."""
-    for side, other in ((one, two), (two, one)):
-        if side.run is not None:
-            coarsest = other.coarsest if other.run is None else None
+    for name, side, other in (("a", one, two), ("b", two, one)):
+        if side.run is None:
+            continue
+        coarsest = other.coarsest if other.run is None else None
+        with _running(name, side.run):
             measure_spread(side, coarsest, max_bytes, redraw=not _drops_alone(side, other))
     if one.run is None and two.run is None and not (one.spread or two.spread):
         one.notes.append(

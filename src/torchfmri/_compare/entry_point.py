@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +25,9 @@ from torchfmri._compare.pairing import pair_up
 from torchfmri._compare.recording import FORWARD, PARAMETERS, WHAT, relative
 from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
-from torchfmri._compare.sources import opened, side_of
+from torchfmri._compare.sources import opened, recorded_data, running, side_of
 from torchfmri._model import Loss
-from torchfmri._records import History, Inspection
-from torchfmri._scan import Scan
+from torchfmri._records import History
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
@@ -86,9 +84,9 @@ def compare(
     if any(runs):
         return compare_histories(*_both_histories(runs, (a, b)))
     a, b = _with_data(a, b, data, target, loss), _with_data(b, a, data, target, loss)
-    with _running("a", a):
+    with running("a", a):
         one = side_of(a, "a", max_bytes)
-    with _running("b", b):
+    with running("b", b):
         two = side_of(b, "b", max_bytes)
     if "rms" in (one.recording.reduced, two.recording.reduced):
         for side in (one, two):
@@ -104,22 +102,6 @@ def compare(
     if found.first is not None and found.first.direction == FORWARD:
         _explain_autocast(found, one, two, names, tolerance, max_bytes)
     return found
-
-
-@contextmanager
-def _running(name: str, side: Any) -> Iterator[None]:
-    """Name the side whose model raises; the error itself is the cause."""
-    try:
-        yield
-    except InspectionError:
-        raise
-    except Exception as error:
-        if not isinstance(side, Run):
-            raise
-        raise InspectionError(
-            f"The model of {name} (a {type(side.model).__name__}), or its loss, raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _both_histories(runs: list[list[History]], given: tuple[Any, Any]) -> list[list[History]]:
@@ -143,7 +125,7 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
             loss or other.loss,
         )
     if data is None:
-        data = _recorded_data(other)
+        data = recorded_data(other)
         _check_vocabulary(side, data)
     if data is None:
         raise InspectionError(
@@ -151,17 +133,6 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
             "or torchfmri.Run(model, data) as the side."
         )
     return Run(side, data, target, loss)
-
-
-def _recorded_data(other: Any) -> Any:
-    """The tokens that the other side recorded."""
-    first = other[0] if isinstance(other, (list, tuple)) and other else other
-    if isinstance(first, Scan) and len(first):
-        return {"input_ids": torch.from_numpy(np.array(first[0].tokens.ids))[None]}
-    if not isinstance(first, Inspection) or first.token_ids is None:
-        return None
-    found = {"input_ids": first.token_ids}
-    return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
 
 
 def _check_vocabulary(model: nn.Module, data: Any) -> None:
@@ -200,7 +171,7 @@ def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
         if side.run is None:
             continue
         coarsest = other.coarsest if other.run is None else None
-        with _running(name, side.run):
+        with running(name, side.run):
             measure_spread(side, coarsest, max_bytes, redraw=not _drops_alone(side, other))
     if one.run is None and two.run is None and not (one.spread or two.spread):
         one.notes.append(

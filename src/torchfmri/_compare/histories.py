@@ -17,8 +17,9 @@ import torch
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
+from torchfmri._compare.step_gaps import column_of, number_gaps, sizes_of, statistics_gaps
 from torchfmri._monitor import Monitor
-from torchfmri._records import COUNTS, STORED, UPDATES, Floats, History, Series, Step
+from torchfmri._records import STORED, UPDATES, Floats, History, Series, Step
 from torchfmri._text import apart, listed
 from torchfmri.exceptions import InspectionError
 
@@ -184,49 +185,9 @@ def _table(history: History, common: _Common) -> _Table:
 
 def _gaps(a: _Table, b: _Table) -> Floats:
     """(step, series) how far two runs are apart: statistics, then the loss, then updates."""
-    parts = [_statistics_gaps(a.values, b.values)]
-    parts += [_number_gaps(a.loss, b.loss)[:, None], _number_gaps(a.updates, b.updates)]
+    parts = [statistics_gaps(a.values, b.values)]
+    parts += [number_gaps(a.loss, b.loss)[:, None], number_gaps(a.updates, b.updates)]
     return np.concatenate(parts, 1)
-
-
-def _statistics_gaps(a: Floats, b: Floats) -> Floats:
-    get = _column
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = [np.abs(_spreads(a) - _spreads(b))]
-        gaps += [np.abs(get(a, name) - get(b, name)) for name in ("mean", "min", "max")]
-        found = np.fmax.reduce(gaps) / np.fmax(_sizes(a), _sizes(b))
-        found = np.where(np.fmax.reduce(gaps) == 0, 0.0, found)
-    counts = ("count", "nan", "pos_inf", "neg_inf")
-    assert set(counts) <= COUNTS
-    other = np.any([get(a, name) != get(b, name) for name in counts], 0)
-    seen = [~np.isnan(get(table, "count")) for table in (a, b)]
-    found = np.where(other & seen[0] & seen[1], math.inf, found)
-    return np.where(seen[0] & seen[1], np.nan_to_num(found, nan=0.0, posinf=math.inf), math.nan)
-
-
-def _column(table: Floats, name: str) -> Floats:
-    column: Floats = table[..., STORED.index(name)]
-    return column
-
-
-def _spreads(table: Floats) -> Floats:
-    """(step, series) the standard deviation of the finite values."""
-    bad = sum(_column(table, name) for name in ("nan", "pos_inf", "neg_inf"))
-    found: Floats = np.sqrt(_column(table, "squared_deviations") / (_column(table, "count") - bad))
-    return found
-
-
-def _sizes(table: Floats) -> Floats:
-    """(step, series) the rms of the finite values."""
-    return np.hypot(_spreads(table), _column(table, "mean"))
-
-
-def _number_gaps(a: Floats, b: Floats) -> Floats:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        gap = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
-    gap = np.where(a == b, 0.0, gap)
-    gap = np.where(np.isinf(a) ^ np.isinf(b), math.inf, gap)
-    return np.where(np.isnan(a) | np.isnan(b), math.nan, gap)
 
 
 def _spread(runs: Sequence[_Table], shape: tuple[int, ...]) -> Floats:
@@ -276,14 +237,16 @@ def _summed(
               if each.what == "activations"}  # fmt: skip
     units = (torch.finfo(getattr(torch, each)).eps for each in dtypes & _FLOOR.keys())
     unit = max(units, default=0.0)
-    sizes = [_sizes(each) for each in tables]
-    sums = [_column(each, "count") * size for each, size in zip(tables, sizes, strict=True)]
+    sizes = [sizes_of(each) for each in tables]
+    sums = [column_of(each, "count") * size for each, size in zip(tables, sizes, strict=True)]
     for each, at in column.items():
         terms = column.get(Series(each.layer.rpartition(".")[0], "gradients"))
         if each.what != "parameter_gradients" or terms is None:
             continue
         with np.errstate(divide="ignore", invalid="ignore"):
-            added = np.fmax(*(each[:, terms] for each in sums)) / _column(tables[0], "count")[:, at]
+            added = (
+                np.fmax(*(each[:, terms] for each in sums)) / column_of(tables[0], "count")[:, at]
+            )
             relative = _FACTOR * unit * added / np.fmax(*(each[:, at] for each in sizes))
         found[:, at] = np.nan_to_num(relative, posinf=0.0)
     return found

@@ -84,20 +84,16 @@ def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
         ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     else:
         ax.text(0.5, 0.5, "equal to the last bit", ha="center", va="center", transform=ax.transAxes)
-    title = f"How rounding grows along the {_DEPTHS[direction]}"
     first = next((index for index, pair in enumerate(shown) if pair.differs), None)
     if first is not None:
         ax.axvline(first, color="#D55E00", linewidth=0.8, linestyle=":")
-        if direction == PARAMETERS:  # no picture of tokens above it says so
-            said = escape(shorten(f"dL/d {_parameter(shown[first])}", 110))
-            title = f"Where two runs part: {_DEPTHS[direction]}\nfirst (dotted line): {said}"
     every = max(1, -(-len(shown) // _MOST_NAMES))
-    name_of = _parameter if direction == PARAMETERS else _layer
-    names = [escape(shorten(name_of(pair), 30)) for pair in shown[::every]]
+    names = [escape(shorten(_depth_name(pair), 30)) for pair in shown[::every]]
     ax.set_xticks(at[::every], names, rotation=90, fontsize=6.5)
-    row = " of a token" if any(pair.grid is not None for pair in shown) else " of a sample"
-    row = "" if direction == PARAMETERS else row
-    ax.set_ylabel(f"largest relative difference\n{row.strip()}", fontsize=8)
+    row = "of a token" if any(pair.grid is not None for pair in shown) else "of a sample"
+    of = "" if direction == PARAMETERS else row
+    ax.set_ylabel(f"largest relative difference\n{of}", fontsize=8)
+    title = _depth_title(direction, None if first is None else shown[first])
     ax.set_title(title, fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.01)
@@ -191,12 +187,18 @@ def _check_direction(direction: str, known: Mapping[str, str] = _DIRECTIONS) -> 
         raise InspectionError(f"direction={direction!r}: there are {listed(list(known))}.")
 
 
-def _layer(pair: Pair) -> str:
-    return layer_label(pair.place.layer)
-
-
-def _parameter(pair: Pair) -> str:
+def _depth_name(pair: Pair) -> str:
+    if pair.direction != PARAMETERS:
+        return layer_label(pair.place.layer)
     return ".".join(filter(None, (pair.place.layer, pair.place.element)))
+
+
+def _depth_title(direction: str, first: Pair | None) -> str:
+    if direction != PARAMETERS or first is None:
+        return f"How rounding grows along the {_DEPTHS[direction]}"
+    # No picture of tokens above it says which one it is.
+    said = escape(shorten(f"dL/d {_depth_name(first)}", 110))
+    return f"Where two runs part: {_DEPTHS[direction]}\nfirst (dotted line): {said}"
 
 
 def _usual_grid(pairs: Sequence[Pair]) -> PositionGrid:

@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.compare import train
 from torchfmri import FileFormatError, History, InspectionError, Monitor, compare
-from torchfmri._records import HistoryFolder, Step
+from torchfmri._records import STORED, HistoryFolder, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -383,3 +383,13 @@ def test_a_gradient_that_adds_up_to_zero_is_rounding_and_hides_no_fault() -> Non
     first = compare(a, convolved(turned=True, fault=5)).first
     assert first is not None
     assert (first.step, first.layer, first.what) == (5, "0.bias", "parameter_gradients")
+
+
+def test_values_that_are_not_finite_in_both_runs_are_noted(base: Monitor) -> None:
+    assert not any("NaN" in note for note in compare(base, base).notes)
+    broken = History.load(base.history.save(_place("broken")))
+    for step in broken:
+        if step.number >= 30:
+            step.table[:, STORED.index("nan")] = 1
+    notes = compare(broken, broken).notes
+    assert any("both runs have NaN or infinite values from step 30 on" in note for note in notes)

@@ -112,7 +112,7 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
         allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
         a=a[0], b=b[0], steps=common.steps, series=series, gaps=gaps, allowed=allowed, first=first,
-        notes=[*resumed, *_notes(a, b, common)],
+        notes=[*resumed, *_nonfinite(one[0], two[0], common), *_notes(a, b, common)],
     )  # fmt: skip
 
 
@@ -346,6 +346,19 @@ def _reason(a: History, b: History, step: int, series: Series) -> str:
     worst = max(_SHOWN, key=lambda name: abs(float(one[name]) - float(two[name])))
     values = " against ".join(apart(float(one[worst]), float(two[worst]), 5))
     return f"{worst} {values} of {one.count:,} values"
+
+
+def _nonfinite(a: _Table, b: _Table, common: _Common) -> list[str]:
+    """Say from where on both runs have values that cannot be compared."""
+    kinds = ("nan", "pos_inf", "neg_inf")
+    bad = [sum(column_of(each.values, kind) for kind in kinds) > 0 for each in (a, b)]
+    found = np.argwhere(bad[0] & bad[1])
+    if not len(found):
+        return []
+    row, at = found[0]
+    layer, what = common.series[at]
+    since = f"from step {common.steps[row]} on, first in the {what} of {layer!r}"
+    return [f"both runs have NaN or infinite values {since}: only their number was compared"]
 
 
 def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[str]:

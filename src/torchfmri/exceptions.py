@@ -10,7 +10,8 @@
     ExplainedError (class of the original)    an error of the user's own code, with its explanation
 
 Catch `InspectionError` for all but the last of them. Errors raised by the model itself pass
-through unchanged.
+through unchanged; only `compare`, which runs two models, names the side and keeps the error as the
+cause.
 """
 
 from __future__ import annotations

@@ -212,7 +212,9 @@ def test_nan_on_one_side() -> None:
     assert found.layer == "2"
     assert found.relative == math.inf
     assert "nonfinite" in [kind.name for kind in found.kinds]
-    assert compare(bad, bad, data=X).agree, "NaN in both"
+    both = compare(bad, bad, data=X)
+    assert both.first is None, "NaN in both"
+    assert not both.agree, "nothing is known about those values"
 
 
 def test_other_depths_are_listed() -> None:
@@ -329,3 +331,49 @@ def test_pictures_show_the_direction_that_differs_or_that_nothing_does() -> None
     assert "a differs from b" in lines
     texts = [text.get_text() for axes in same.draw().axes for text in axes.texts]
     assert any("No difference beyond noise" in each for each in [*drawn(same), *texts])
+
+
+def test_the_picture_names_a_parameter_whose_gradient_alone_differs() -> None:
+    sides = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
+    sides[1].load_state_dict(sides[0].state_dict())
+    sides[1][0].weight.register_hook(lambda grad: grad * 1.5)
+    found = compare(*sides, data=torch.randn(6, 4), loss="sum")
+    assert found.first is not None
+    assert found.first.direction == "parameters"
+    (title,) = drawn(found)
+    assert title.startswith("Where two runs part: gradients of parameters")
+    assert "dL/d 0.weight" in title
+
+
+class Scored(nn.Module):
+    """Returns a loss beside its logits; `extra` is added to the loss and to the last token."""
+
+    def __init__(self, extra: float) -> None:
+        super().__init__()
+        self.embed, self.extra = nn.Embedding(20, 8), extra
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.embed(input_ids)
+        late = torch.zeros_like(logits)
+        late[:, -1] = self.extra
+        return {"loss": logits.square().mean() + self.extra, "logits": logits + late}
+
+
+def test_a_scalar_has_no_token_and_both_sizes_of_a_difference_are_named() -> None:
+    sides = [Scored(0.0), Scored(0.5)]
+    sides[1].embed.load_state_dict(sides[0].embed.state_dict())
+    first = compare(*sides, data={"input_ids": torch.arange(12).view(2, 6)}).first
+    assert first is not None
+    assert (first.element, first.row, first.token, first.text) == ("loss", None, None, "")
+    assert "token" not in first.place()
+    assert "relative difference" in first.reason
+    assert "largest absolute difference 5.000e-01" in first.reason
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_an_error_of_a_model_names_the_side(side: str) -> None:
+    sides = {"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}
+    sides[side] = nn.Linear(5, 2)
+    with pytest.raises(InspectionError, match=f"model of {side} .a Linear.*mat1 and mat2") as found:
+        compare(**sides, data=torch.randn(3, 4))
+    assert type(found.value.__cause__) is RuntimeError

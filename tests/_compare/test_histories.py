@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from benchmarks.compare import train
 from torchfmri import FileFormatError, History, InspectionError, Monitor, compare
-from torchfmri._records import HistoryFolder, Step
+from torchfmri._records import STORED, HistoryFolder, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -351,3 +352,44 @@ def test_steps_after_the_first_difference_differ_too() -> None:
     column = found.series.index(("head", "activations"))
     later = (found.gaps > found.allowed)[10:, column]
     assert later.all(), "updates of other gradients are no noise"
+
+
+def convolved(*, turned: bool = False, fault: int | None = None) -> Monitor:
+    """Train a convolution whose bias has no effect, because a BatchNorm follows it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = torch.Generator().manual_seed(1)
+    with Monitor(model, optimizer) as monitor:
+        for step in range(8):
+            x = torch.randn(8, 3, 6, 6, generator=data)
+            loss = model(x.flip(0) if turned else x).square().mean()
+            optimizer.zero_grad()
+            with ExitStack() as stack:
+                if step == fault:
+                    stack.callback(model[0].bias.register_hook(lambda grad: grad + 1e-4).remove)
+                loss.backward()
+            monitor.loss(loss)
+            optimizer.step()
+    return monitor
+
+
+def test_a_gradient_that_adds_up_to_zero_is_rounding_and_hides_no_fault() -> None:
+    a = convolved()
+    found = compare(a, convolved(turned=True))
+    column = found.series.index(("0.bias", "parameter_gradients"))
+    assert found.gaps[0, column] > 1e-2, "nothing but rounding is left of it"
+    assert found.agree, found.summary()
+    first = compare(a, convolved(turned=True, fault=5)).first
+    assert first is not None
+    assert (first.step, first.layer, first.what) == (5, "0.bias", "parameter_gradients")
+
+
+def test_values_that_are_not_finite_in_both_runs_are_noted(base: Monitor) -> None:
+    assert not any("NaN" in note for note in compare(base, base).notes)
+    broken = History.load(base.history.save(_place("broken")))
+    for step in broken:
+        if step.number >= 30:
+            step.table[:, STORED.index("nan")] = 1
+    notes = compare(broken, broken).notes
+    assert any("both runs have NaN or infinite values from step 30 on" in note for note in notes)

@@ -97,6 +97,11 @@ def test_gradients_reach_other_layers_where_other_layers_are_trained() -> None:
     adapted.head.register_forward_hook(lambda _, __, y: y + adapted.adapter(y))
     assert found_in(adapted, frozen).agree
     assert found_in(frozen, adapted).agree
+    # Against the model that trains all of its layers, as before it was given an adapter.
+    for sides in ((small(), adapted), (adapted, small())):
+        found = found_in(*sides)
+        assert found.agree, str(found)
+        assert any("only one side trains them" in each for each in found.notes)
 
 
 class Turned(nn.Module):

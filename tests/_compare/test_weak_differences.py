@@ -208,13 +208,19 @@ def test_parameters_with_nan_are_told_apart() -> None:
     assert other.name == "parameter"
 
 
-def test_nan_on_both_sides_is_no_difference() -> None:
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_values_that_are_not_finite_on_both_sides_are_said_not_to_be_compared(bad: str) -> None:
     torch.manual_seed(0)
     a = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with torch.no_grad():
-        a[0].weight[1, 1] = float("nan")
+        a[0].bias[1] = float(bad)
     found = compare(a, copy.deepcopy(a), data=torch.randn(6, 4))
-    assert found.agree, str(found.first)
+    assert found.first is None, str(found.first)
+    kind = {"nan": "NaN", "inf": "infinite"}[bad]
+    said = f"both sides have {kind} values from '0' (forward) on, in 3 tensors"
+    assert any(said in each for each in found.notes), found.notes
+    assert found.agree == (bad == "inf"), "an infinity may be meant, as in a mask"
+    assert (said in found.summary()) == (bad == "nan")
 
 
 def test_factors_have_as_many_digits_as_tell_them_apart() -> None:

@@ -262,6 +262,7 @@ def test_a_function_of_ones_own(file: Path) -> None:
         ("nothing", "returned NoneType"),
         ("empty", r"returned \(\)"),
         ("absent", "There is no 'absent'"),
+        ("parts", r"It has 'pair', .*'alone'.* and \d more"),
     ],
 )
 def test_a_function_that_makes_no_model_is_refused(file: Path, function: str, said: str) -> None:

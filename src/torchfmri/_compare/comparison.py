@@ -67,8 +67,16 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        """Whether no tensor differs by more than both sides differ from themselves."""
-        return not self.differences
+        """Whether no tensor differs by more than both sides differ from themselves.
+
+        False too where both sides are NaN: nothing is known about these values.
+        """
+        return not self.differences and not self._nan
+
+    @property
+    def _nan(self) -> list[Pair]:
+        """The tensors that are NaN in the same places on both sides."""
+        return [pair for pair in self.pairs if pair.nonfinite == "NaN"]
 
     def __repr__(self) -> str:
         return f"<Comparison: {self.summary()}>"
@@ -79,6 +87,8 @@ class Comparison:
         directions = [_SAID[each] for each in dict.fromkeys(pair.direction for pair in self.pairs)]
         if self.first is None:
             said = f"no difference beyond noise in {count} ({', '.join(directions)})"
+            if self._nan:
+                said += f", but not all could be compared: {nonfinite_note(self._nan)}"
             told = [each for each in self.changes if each.name not in _EXPECTED]
             return f"{said}, though the models differ: {told[0]}" if told else said
         return f"they part in the {_WHERE[self.first.direction]}: {self.first}"
@@ -100,7 +110,7 @@ class Comparison:
         return self.text()
 
     def _remarks(self) -> list[str]:
-        effect = "within noise" if self.agree else "the models differ"
+        effect = "within noise" if self.first is None else "the models differ"
         said = [f"{effect}: {each}" for each in self.changes[:_MOST_CHANGES]]
         left = len(self.changes) - _MOST_CHANGES
         said += [f"{plural(left, 'more change')} in comparison.changes"] if left > 0 else []
@@ -161,6 +171,7 @@ class Comparison:
                     "allowed": pair.threshold,
                     "differs": pair.differs,
                     "reason": pair.reason,
+                    "nonfinite": pair.nonfinite,
                 }
                 for pair in self.pairs
             ],
@@ -191,7 +202,7 @@ class Comparison:
         """The difference and both sides' own spread from layer to layer: how rounding grows.
 
         Args:
-            direction: forward or backward.
+            direction: forward, backward or parameters (their gradients).
             ax: Where to draw.
 
         Raises:
@@ -200,12 +211,26 @@ class Comparison:
         return pictures.plot_depth(self.pairs, direction, ax)
 
     def draw(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Both pictures in one figure.
+        """Both pictures in one figure, of the direction in which the two part first.
+
+        Where only gradients of parameters differ there are no tokens, and it is the second alone.
 
         Args:
             path: Where to write it, if anywhere.
         """
         return pictures.draw_comparison(self, path)
+
+
+def nonfinite_note(pairs: Sequence[Pair]) -> str:
+    """Say from which layer on both sides have values that are not finite.
+
+    Args:
+        pairs: The pairs with such values of one kind, in order.
+    """
+    return (
+        f"both sides have {pairs[0].nonfinite} values from {_name(pairs[0])!r} "
+        f"({pairs[0].direction}) on, in {plural(len(pairs), 'tensor')}"
+    )
 
 
 def _name(pair: Pair) -> str:

@@ -49,6 +49,8 @@ class Pair:
             None if that is not known.
         alike: The cosine between the difference and the one under new rounding, where it is larger
             than typical noise; else nan.
+        nonfinite: "NaN" or "infinite" if both sides have such values in the same place, where they
+            cannot be compared; else empty.
     """
 
     direction: str
@@ -63,6 +65,7 @@ class Pair:
     reason: str = ""
     repeating: NDArray[np.bool_] | None = None
     alike: float = math.nan
+    nonfinite: str = ""
 
     @property
     def worst(self) -> float:

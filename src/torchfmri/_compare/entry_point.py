@@ -15,7 +15,7 @@ from torchfmri._arguments import check_real, require
 from torchfmri._compare.causes import causes_of, mode_kinds, tensor_kinds, tied_kinds
 from torchfmri._compare.changes import changes_of, data_changes
 from torchfmri._compare.choices import routing_kind
-from torchfmri._compare.comparison import Comparison
+from torchfmri._compare.comparison import Comparison, nonfinite_note
 from torchfmri._compare.difference import Difference, Kind, Pair
 from torchfmri._compare.histories import compare_histories, histories_of
 from torchfmri._compare.kinds import kinds_of
@@ -25,10 +25,9 @@ from torchfmri._compare.pairing import pair_up
 from torchfmri._compare.recording import FORWARD, PARAMETERS, WHAT, relative
 from torchfmri._compare.run import Run
 from torchfmri._compare.side import Side, live_side, measure_spread, without_autocast
-from torchfmri._compare.sources import opened, side_of
+from torchfmri._compare.sources import opened, recorded_data, running, side_of
 from torchfmri._model import Loss
-from torchfmri._records import History, Inspection
-from torchfmri._scan import Scan
+from torchfmri._records import History
 from torchfmri._text import listed, plural
 from torchfmri.exceptions import InspectionError
 
@@ -70,7 +69,8 @@ def compare(
         A `Comparison`; a `HistoryComparison` of two training runs.
 
     Raises:
-        InspectionError: A side cannot be compared, or the two have nothing in common.
+        InspectionError: A side cannot be compared, or the two have nothing in common; or the model
+            of a side raised, and its error is the cause.
     """
     if tolerance is not None:
         check_real("tolerance", tolerance, "a relative difference, such as 1e-5", 0.0)
@@ -84,7 +84,10 @@ def compare(
     if any(runs):
         return compare_histories(*_both_histories(runs, (a, b)))
     a, b = _with_data(a, b, data, target, loss), _with_data(b, a, data, target, loss)
-    one, two = side_of(a, "a", max_bytes), side_of(b, "b", max_bytes)
+    with running("a", a):
+        one = side_of(a, "a", max_bytes)
+    with running("b", b):
+        two = side_of(b, "b", max_bytes)
     if "rms" in (one.recording.reduced, two.recording.reduced):
         for side in (one, two):
             side.recording.reduced = "rms"
@@ -122,7 +125,7 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
             loss or other.loss,
         )
     if data is None:
-        data = _recorded_data(other)
+        data = recorded_data(other)
         _check_vocabulary(side, data)
     if data is None:
         raise InspectionError(
@@ -130,17 +133,6 @@ def _with_data(side: Any, other: Any, data: Any, target: Any, loss: Loss) -> Any
             "or torchfmri.Run(model, data) as the side."
         )
     return Run(side, data, target, loss)
-
-
-def _recorded_data(other: Any) -> Any:
-    """The tokens that the other side recorded."""
-    first = other[0] if isinstance(other, (list, tuple)) and other else other
-    if isinstance(first, Scan) and len(first):
-        return {"input_ids": torch.from_numpy(np.array(first[0].tokens.ids))[None]}
-    if not isinstance(first, Inspection) or first.token_ids is None:
-        return None
-    found = {"input_ids": first.token_ids}
-    return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
 
 
 def _check_vocabulary(model: nn.Module, data: Any) -> None:
@@ -175,9 +167,11 @@ def _note_dropout(one: Side, two: Side) -> None:
 
 def _measure(one: Side, two: Side, max_bytes: int | None) -> None:
     """Measure the noise of each side that can be run again."""
-    for side, other in ((one, two), (two, one)):
-        if side.run is not None:
-            coarsest = other.coarsest if other.run is None else None
+    for name, side, other in (("a", one, two), ("b", two, one)):
+        if side.run is None:
+            continue
+        coarsest = other.coarsest if other.run is None else None
+        with running(name, side.run):
             measure_spread(side, coarsest, max_bytes, redraw=not _drops_alone(side, other))
     if one.run is None and two.run is None and not (one.spread or two.spread):
         one.notes.append(
@@ -254,6 +248,9 @@ def _compared(
             f"{plural(len(unknown), 'tensor')} could not be judged, because noise was not measured "
             f"there: of {listed(list(dict.fromkeys(unknown)))}"
         )
+    for kind in ("NaN", "infinite"):
+        if several := [pair for pair in pairs if pair.nonfinite == kind]:
+            notes.append(f"{nonfinite_note(several)}: those values could not be compared")
     if not differences and one.run is not None and two.run is not None:
         notes += _padded_notes(pairs, one, two)
     changes = changes_of(one.run, two.run, matching.pairs)
@@ -282,16 +279,23 @@ def _difference(
     layer = pair.place.layer
     if not follows:
         layer = origin_of(pair, own, one, two, dict(matching.pairs))
-    # A tensor without tokens (of experts, of another shape) is followed by one that has them.
-    told = next((each for each in own[at:] if each.differs and each.grid is not None), pair)
+    # A tensor without tokens (of experts, of another shape) is followed by one that has them. A
+    # scalar such as the loss has no part that belongs to a token.
+    value = one.recording.value(pair.place)
+    later = own[at:] if value is None or value.shape else []
+    told = next((each for each in later if each.differs and each.grid is not None), pair)
     index, place = _first_row(pair), _first_row(told)
     row, token = told.grid.places[place] if told.grid is not None else (None, None)
     relative_gap = float(pair.gaps[index])
     reason = pair.reason or (
-        f"differs by {relative_gap:.2e} (allowed {pair.threshold:.1e}), at most {pair.largest:.3e}"
+        f"relative difference {relative_gap:.2e} (allowed {pair.threshold:.1e}), "
+        f"largest absolute difference {pair.largest:.3e}"
     )
     if pair.repeats:
-        reason += ", no more than noise, but the same way when both sides round anew"
+        reason += (
+            f". Noise alone explains up to {pair.noise:.1e}, but this difference comes back the "
+            "same way when both sides round anew, so less is allowed"
+        )
     return Difference(
         direction=direction,
         layer=layer,

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from torchfmri._arguments import is_list
 from torchfmri._compare.history_comparison import HistoryComparison, StepDifference
+from torchfmri._compare.step_gaps import column_of, number_gaps, sizes_of, statistics_gaps
 from torchfmri._monitor import Monitor
-from torchfmri._records import COUNTS, STORED, UPDATES, Floats, History, Series, Step
+from torchfmri._records import STORED, UPDATES, Floats, History, Series, Step
 from torchfmri._text import apart, listed
 from torchfmri.exceptions import InspectionError
 
@@ -97,7 +99,10 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
     noise = np.maximum(_spread(one, gaps.shape), _spread(two, gaps.shape))
     series = [*common.series, LOSS, *(Series(name, UPDATES) for name in common.updated)]
     least = np.maximum(_floors(a[0], b[0], series, gaps), _FACTOR * noise)
-    allowed = np.maximum(least, _JUMP * _largest_so_far(gaps))
+    summed = _summed(a[0], b[0], series, (one[0].values, two[0].values))
+    # A sum that is all rounding differs by as much as its size: that must not excuse what follows.
+    drift = np.where(gaps <= summed, 0.0, gaps)
+    allowed = np.maximum(np.maximum(least, summed), _JUMP * _largest_so_far(drift))
     if len(a) == len(b) == 1:  # else the spread was measured
         sizes = np.fmax(one[0].updates, two[0].updates)
         allowed = np.maximum(allowed, _amplified(gaps, series, sizes))
@@ -107,7 +112,7 @@ def compare_histories(a: Sequence[History], b: Sequence[History]) -> HistoryComp
         allowed[row + 1 :] = np.maximum(least[row + 1 :], allowed[row])
     return HistoryComparison(
         a=a[0], b=b[0], steps=common.steps, series=series, gaps=gaps, allowed=allowed, first=first,
-        notes=[*resumed, *_notes(a, b, common)],
+        notes=[*resumed, *_nonfinite(one[0], two[0], common), *_notes(a, b, common)],
     )  # fmt: skip
 
 
@@ -180,45 +185,9 @@ def _table(history: History, common: _Common) -> _Table:
 
 def _gaps(a: _Table, b: _Table) -> Floats:
     """(step, series) how far two runs are apart: statistics, then the loss, then updates."""
-    parts = [_statistics_gaps(a.values, b.values)]
-    parts += [_number_gaps(a.loss, b.loss)[:, None], _number_gaps(a.updates, b.updates)]
+    parts = [statistics_gaps(a.values, b.values)]
+    parts += [number_gaps(a.loss, b.loss)[:, None], number_gaps(a.updates, b.updates)]
     return np.concatenate(parts, 1)
-
-
-def _statistics_gaps(a: Floats, b: Floats) -> Floats:
-    fields = {name: index for index, name in enumerate(STORED)}
-
-    def get(table: Floats, name: str) -> Floats:
-        column: Floats = table[..., fields[name]]
-        return column
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        sizes, spreads = [], []
-        for table in (a, b):
-            finite = get(table, "count") - get(table, "nan")
-            finite = finite - get(table, "pos_inf") - get(table, "neg_inf")
-            spread = get(table, "squared_deviations") / finite
-            spreads.append(np.sqrt(spread))
-            sizes.append(np.sqrt(spread + get(table, "mean") ** 2))
-        size = np.fmax(*sizes)
-        gaps = [np.abs(spreads[0] - spreads[1])]
-        gaps += [np.abs(get(a, name) - get(b, name)) for name in ("mean", "min", "max")]
-        found = np.fmax.reduce(gaps) / size
-        found = np.where(np.fmax.reduce(gaps) == 0, 0.0, found)
-    counts = ("count", "nan", "pos_inf", "neg_inf")
-    assert set(counts) <= COUNTS
-    other = np.any([get(a, name) != get(b, name) for name in counts], 0)
-    seen = [~np.isnan(get(table, "count")) for table in (a, b)]
-    found = np.where(other & seen[0] & seen[1], math.inf, found)
-    return np.where(seen[0] & seen[1], np.nan_to_num(found, nan=0.0, posinf=math.inf), math.nan)
-
-
-def _number_gaps(a: Floats, b: Floats) -> Floats:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        gap = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
-    gap = np.where(a == b, 0.0, gap)
-    gap = np.where(np.isinf(a) ^ np.isinf(b), math.inf, gap)
-    return np.where(np.isnan(a) | np.isnan(b), math.nan, gap)
 
 
 def _spread(runs: Sequence[_Table], shape: tuple[int, ...]) -> Floats:
@@ -251,6 +220,35 @@ def _floors(a: History, b: History, series: Sequence[Series], gaps: Floats) -> F
     equal = ~np.any(_largest_so_far(gaps) > 0, axis=1)
     equal[:1] = False
     found: Floats = np.where(equal[:, None] | given, own, np.maximum(own, upstream))
+    return found
+
+
+def _summed(
+    a: History, b: History, series: Sequence[Series], tables: tuple[Floats, Floats]
+) -> Floats:
+    """Return what rounding may do to the gradients of parameters that are sums, (step, series).
+
+    The gradient of a bias is the sum of the gradients of its layer's output. Before a BatchNorm, or
+    in the keys of attention, they add up to zero, and what is left is their rounding.
+    """
+    column = {each: at for at, each in enumerate(series)}
+    found = np.zeros((len(tables[0]), len(series)))
+    dtypes = {run.statistics(*each).dtype for run in (a, b) for each in column
+              if each.what == "activations"}  # fmt: skip
+    units = (torch.finfo(getattr(torch, each)).eps for each in dtypes & _FLOOR.keys())
+    unit = max(units, default=0.0)
+    sizes = [sizes_of(each) for each in tables]
+    sums = [column_of(each, "count") * size for each, size in zip(tables, sizes, strict=True)]
+    for each, at in column.items():
+        terms = column.get(Series(each.layer.rpartition(".")[0], "gradients"))
+        if each.what != "parameter_gradients" or terms is None:
+            continue
+        with np.errstate(divide="ignore", invalid="ignore"):
+            added = (
+                np.fmax(*(each[:, terms] for each in sums)) / column_of(tables[0], "count")[:, at]
+            )
+            relative = _FACTOR * unit * added / np.fmax(*(each[:, at] for each in sizes))
+        found[:, at] = np.nan_to_num(relative, posinf=0.0)
     return found
 
 
@@ -348,6 +346,19 @@ def _reason(a: History, b: History, step: int, series: Series) -> str:
     worst = max(_SHOWN, key=lambda name: abs(float(one[name]) - float(two[name])))
     values = " against ".join(apart(float(one[worst]), float(two[worst]), 5))
     return f"{worst} {values} of {one.count:,} values"
+
+
+def _nonfinite(a: _Table, b: _Table, common: _Common) -> list[str]:
+    """Say from where on both runs have values that cannot be compared."""
+    kinds = ("nan", "pos_inf", "neg_inf")
+    bad = [sum(column_of(each.values, kind) for kind in kinds) > 0 for each in (a, b)]
+    found = np.argwhere(bad[0] & bad[1])
+    if not len(found):
+        return []
+    row, at = found[0]
+    layer, what = common.series[at]
+    since = f"from step {common.steps[row]} on, first in the {what} of {layer!r}"
+    return [f"both runs have NaN or infinite values {since}: only their number was compared"]
 
 
 def _notes(a: Sequence[History], b: Sequence[History], common: _Common) -> list[str]:

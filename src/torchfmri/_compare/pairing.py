@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchfmri._compare.causes import own_tensors, partner_names
 from torchfmri._compare.difference import FACTOR, Pair
@@ -73,6 +74,8 @@ def pair_up(a: Side, b: Side, matching: Matching, tolerance: float | None) -> li
         if direction == BACKWARD and not same_trained:
             # Gradients reach other layers where other layers are trained.
             found = [pair for pair in found if pair.direction != BACKWARD or pair.partner]
+        if direction == PARAMETERS and not same_trained:
+            found = _without_frozen(found, a, b, matching.pairs)
     found = _without_details(found, a)
     _note_left_out(a, b, left_out)
     return found
@@ -132,6 +135,25 @@ def _trained_layers(side: Side, names: Mapping[str, str]) -> set[str | None] | N
         for layer, module in side.modules.items()
         if any(each.requires_grad for each in module.parameters(recurse=False))
     }
+
+
+def _without_frozen(pairs: list[Pair], a: Side, b: Side, names: Mapping[str, str]) -> list[Pair]:
+    """Leave out gradients that a side lacks because it does not train the parameter."""
+
+    def is_frozen(pair: Pair) -> bool:
+        layer, name = pair.place.layer, pair.place.element
+        held = [own_tensors(side.modules[at]).get(name)
+                for side, at in ((a, layer), (b, names[layer])) if at in side.modules]  # fmt: skip
+        return any(each is not None and not each.requires_grad for each in held)
+
+    frozen = [p for p in pairs if p.direction == PARAMETERS and not p.partner and is_frozen(p)]
+    if frozen:
+        layers = listed(list(dict.fromkeys(pair.place.layer for pair in frozen)))
+        a.notes.append(
+            f"the gradients of {plural(len(frozen), 'parameter')} were not compared, because only "
+            f"one side trains them: of {layers}"
+        )
+    return [pair for pair in pairs if pair not in frozen]
 
 
 def _add_only_b(
@@ -274,11 +296,15 @@ def _pair(
     threshold = _threshold(a, b, place, partner, tolerance, (spread_a, spread_b))
     turned = _is_transposed(a, b, place, partner)
     one, two = a.recording.rows(place), b.recording.rows(partner, transposed=turned)
-    grid, largest, reason = None, math.nan, ""
+    grid, largest, reason, nonfinite = None, math.nan, "", ""
     repetition = Repetition()
     if one is None or two is None:
-        gap, reason = _statistics_gap(a.recording.value(place), b.recording.value(partner))
+        value = a.recording.value(place)
+        gap, reason = _statistics_gap(value, b.recording.value(partner))
         gaps = np.array([gap])
+        if value is not None and gap < math.inf:
+            bad = value.statistics
+            nonfinite = "NaN" if bad.nan else "infinite" if bad.inf else ""
     elif one.values.shape != two.values.shape:
         shapes = [side.recording.value(each) for side, each in ((a, place), (b, partner))]
         said = " against ".join(str(each.shape) for each in shapes if each is not None)
@@ -288,6 +314,14 @@ def _pair(
         grid = one.grid if two.grid is not None else None
         apart = (one.values - two.values).abs()
         largest = float(apart[apart.isfinite()].max()) if apart.isfinite().any() else 0.0
+        # A scan has NaN where a gradient was not measured.
+        measured = not a.recording.reduced or direction == FORWARD
+        if measured and not apart.isfinite().all():
+            both = [
+                bool((is_(one.values) & is_(two.values)).any())
+                for is_ in (Tensor.isnan, Tensor.isinf)
+            ]
+            nonfinite = "NaN" if both[0] else "infinite" if both[1] else ""
         if tolerance is None and not turned:
             repetition = repetition_of(a, b, place, partner, gaps)
             if gaps.max(initial=0.0) <= threshold:
@@ -295,7 +329,7 @@ def _pair(
     return Pair(
         direction=direction, place=place, partner=partner, gaps=gaps, grid=grid,
         spread_a=spread_a, spread_b=spread_b, threshold=threshold, largest=largest, reason=reason,
-        repeating=repetition.rows, alike=repetition.alike,
+        repeating=repetition.rows, alike=repetition.alike, nonfinite=nonfinite,
     )  # fmt: skip
 
 

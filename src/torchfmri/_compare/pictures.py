@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from torchfmri._compare.difference import Difference, Pair
 from torchfmri._compare.grid import PositionGrid
-from torchfmri._compare.recording import BACKWARD, FORWARD
+from torchfmri._compare.recording import BACKWARD, FORWARD, PARAMETERS
 from torchfmri._scan import layer_bands, outline_of
-from torchfmri._text import layer_label, shorten
+from torchfmri._text import layer_label, listed, shorten
 from torchfmri.exceptions import InspectionError
 from torchfmri.visualization import (
     Brain,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _METRIC = "difference in units of what both sides' own noise allows"
 _DIRECTIONS = {FORWARD: "forward pass", BACKWARD: "backward pass (dL/d output)"}
+_DEPTHS = {**_DIRECTIONS, PARAMETERS: "gradients of parameters"}
 _MOST_NAMES = 40
 _DOTS_PER_INCH = 110
 
@@ -49,7 +50,7 @@ def plot_difference(
 
 def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
     """Difference and own spreads along one direction; see `Comparison.plot_depth`."""
-    _check_direction(direction)
+    _check_direction(direction, _DEPTHS)
     shown = [pair for pair in pairs if pair.direction == direction]
     if not shown:
         what = "activations" if direction == FORWARD else "gradients"
@@ -87,11 +88,13 @@ def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
     if first is not None:
         ax.axvline(first, color="#D55E00", linewidth=0.8, linestyle=":")
     every = max(1, -(-len(shown) // _MOST_NAMES))
-    names = [escape(shorten(layer_label(pair.place.layer), 30)) for pair in shown[::every]]
+    names = [escape(shorten(_depth_name(pair), 30)) for pair in shown[::every]]
     ax.set_xticks(at[::every], names, rotation=90, fontsize=6.5)
-    row = "token" if any(pair.grid is not None for pair in shown) else "sample"
-    ax.set_ylabel(f"largest relative difference\nof a {row}", fontsize=8)
-    ax.set_title(f"How rounding grows along the {_DIRECTIONS[direction]}", fontsize=10, loc="left")
+    row = "of a token" if any(pair.grid is not None for pair in shown) else "of a sample"
+    of = "" if direction == PARAMETERS else row
+    ax.set_ylabel(f"largest relative difference\n{of}", fontsize=8)
+    title = _depth_title(direction, None if first is None else shown[first])
+    ax.set_title(title, fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.01)
     return ax
@@ -100,7 +103,7 @@ def plot_depth(pairs: Sequence[Pair], direction: str, ax: Axes | None) -> Axes:
 def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure:
     """The picture of tokens above that of the depth; see `Comparison.draw`."""
     first = comparison.first
-    direction = BACKWARD if first is not None and first.direction == BACKWARD else FORWARD
+    direction = FORWARD if first is None else first.direction
     try:
         brain = _brain(
             comparison.pairs,
@@ -109,7 +112,7 @@ def draw_comparison(comparison: Any, path: str | PathLike[str] | None) -> Figure
             comparison._tokens,
             None,
         )
-    except InspectionError:  # no tokens: the depth alone
+    except InspectionError:  # no tokens, as gradients of parameters have none: the depth alone
         figure = new_figure(10.0, 5.0)
         plot_depth(comparison.pairs, direction, figure.add_subplot())
     else:
@@ -179,11 +182,23 @@ def _brain(
     )
 
 
-def _check_direction(direction: str) -> None:
-    if direction not in _DIRECTIONS:
-        raise InspectionError(
-            f"direction={direction!r}: there are {' and '.join(map(repr, _DIRECTIONS))}."
-        )
+def _check_direction(direction: str, known: Mapping[str, str] = _DIRECTIONS) -> None:
+    if direction not in known:
+        raise InspectionError(f"direction={direction!r}: there are {listed(list(known))}.")
+
+
+def _depth_name(pair: Pair) -> str:
+    if pair.direction != PARAMETERS:
+        return layer_label(pair.place.layer)
+    return ".".join(filter(None, (pair.place.layer, pair.place.element)))
+
+
+def _depth_title(direction: str, first: Pair | None) -> str:
+    if direction != PARAMETERS or first is None:
+        return f"How rounding grows along the {_DEPTHS[direction]}"
+    # No picture of tokens above it says which one it is.
+    said = escape(shorten(f"dL/d {_depth_name(first)}", 110))
+    return f"Where two runs part: {_DEPTHS[direction]}\nfirst (dotted line): {said}"
 
 
 def _usual_grid(pairs: Sequence[Pair]) -> PositionGrid:

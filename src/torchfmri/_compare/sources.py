@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,33 @@ def opened(given: Any) -> Any:
         return load(path)
     states = [n for n in names if n.endswith(".safetensors") and not n.startswith("steps-")]
     return import_hidden_states(path) if states else History.load(path)
+
+
+def recorded_data(other: Any) -> Any:
+    """The tokens that the other side recorded; None if it has none."""
+    first = other[0] if isinstance(other, (list, tuple)) and other else other
+    if isinstance(first, Scan) and len(first):
+        return {"input_ids": torch.from_numpy(np.array(first[0].tokens.ids))[None]}
+    if not isinstance(first, Inspection) or first.token_ids is None:
+        return None
+    found = {"input_ids": first.token_ids}
+    return found if first.kept is None else {**found, "attention_mask": first.kept.long()}
+
+
+@contextmanager
+def running(name: str, side: Any) -> Iterator[None]:
+    """Name the side whose model raises; the error itself is the cause."""
+    try:
+        yield
+    except InspectionError:
+        raise
+    except Exception as error:
+        if not isinstance(side, Run):
+            raise
+        raise InspectionError(
+            f"The model of {name} (a {type(side.model).__name__}), or its loss, raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def side_of(given: Any, name: str, max_bytes: int | None) -> Side:

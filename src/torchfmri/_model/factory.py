@@ -16,6 +16,7 @@ from torch import nn
 from torchfmri.exceptions import InspectionError
 
 FORM = "package.module:factory or path/to/file.py:factory"
+_MOST_NAMES = 5
 # Where models of other packages keep an example of their own data.
 _OWN_EXAMPLES = ("example_input_array", "dummy_inputs")
 
@@ -116,8 +117,11 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], Any]
         and not each.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
     ]
-    near = get_close_matches(name, own, 3, 0.5) or own[:5]
-    there = f" It has {', '.join(map(repr, near))}." if near else " It defines no function."
+    near = get_close_matches(name, own, 3, 0.5)
+    names = [*near, *(each for each in own if each not in near)]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    said = ", ".join(map(repr, names[:_MOST_NAMES])) + more
+    there = f" It has {said}." if names else " It defines no function."
     raise InspectionError(f"There is no {name!r} in {place}.{there}")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -219,6 +220,31 @@ def test_the_mouse_reads_moves_and_zooms(page: Page) -> None:
         overview = page.page.locator(".overview").bounding_box()
         mouse.click(overview["x"] + overview["width"] - 5, overview["y"] + 5)
         page.until("app.state.last > 59")
+
+
+def test_keys_and_searches_win_over_a_mouse_that_rests(page: Page) -> None:
+    scan = make_scan(blocks=6, tokens=60)
+    scan.only.layers["activation"][7, scan.layers.index("model.layers.4")] = np.nan
+    with served(scan._board()) as view:
+        page.open(view.url)
+        box = page.page.locator(".heat").bounding_box()
+
+        def at_crosshair() -> bool:
+            page.until("!app.ui.details.hasAttribute('aria-busy')")
+            page.page.wait_for_timeout(150)
+            page.until("!app.ui.details.hasAttribute('aria-busy')")
+            shown = page.js("[app.ui.details.dataset.row, +app.ui.details.dataset.column]")
+            return bool(shown == page.js("[app.state.layer, app.state.column]"))
+
+        for shift, keys in enumerate((["End"], ["f"], ["/", "P", "a", "r", "i", "s", "Enter"])):
+            page.page.locator(".heat").focus()
+            y, x = cell_centre(page, 3, 20 + shift)
+            page.page.mouse.move(box["x"] + x, box["y"] + y)
+            page.until(f"app.ui.details.dataset.column === '{20 + shift}'")
+            assert not at_crosshair()
+            page.press(*keys)
+            page.page.wait_for_timeout(150)
+            assert at_crosshair(), keys
 
 
 def test_pictures_that_the_browser_lost_are_painted_again(page: Page, tmp_path: Path) -> None:
@@ -686,6 +712,18 @@ def test_hostile_tokens_are_shown_and_harmless(page: Page, tmp_path: Path, saved
         with served(scan._board()) as view:
             page.open(view.url)
             _look_at_hostile(page)
+
+
+def test_a_drawing_of_control_characters_is_well_formed(page: Page) -> None:
+    anatomy = make_anatomy(1)
+    spelling = [b"<s>", "a\x00b\x1b[\uffff👩".encode(), *[b"."] * 6]
+    sequence = make_sequence(anatomy, len(spelling), spelling=spelling)
+    with served(Scan(anatomy, [sequence], {"model": "m"})._board()) as view:
+        page.open(view.url)
+        with page.page.expect_download() as waited:
+            page.js("void app.save('svg')")
+        texts = [each.text or "" for each in ElementTree.parse(waited.value.path()).iter()]
+    assert any("a␀b␛[\ufffd👩" in text for text in texts), texts
 
 
 def _look_at_hostile(page: Page) -> None:

@@ -666,6 +666,20 @@ def test_a_scan_without_sequences_says_so(page: Page) -> None:
         page.page.wait_for_selector(".cover h2:text('Nothing here yet')")
 
 
+def test_a_damaged_scan_is_not_shown_as_an_empty_one(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scan(blocks=1).save(tmp_path / "x.fmri")
+    [segment] = (tmp_path / "x.fmri").glob("segment-*.safetensors")
+    segment.write_bytes(segment.read_bytes()[:500])
+    pytest.importorskip("starlette")
+    with torchfmri.view(tmp_path / "x.fmri", browser=False) as view:
+        assert f"warning: not read: {segment.name!r}" in capsys.readouterr().err
+        page.page.goto(view.url)
+        page.page.wait_for_selector(".cover h2:text('cannot be read')")
+        assert segment.name in page.text(".cover")
+
+
 def test_an_error_is_shown_and_can_be_tried_again(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ export interface Board {
   title: string;
   model: string;
   notes: string[];
+  problems?: string[]; // what could not be read
   python: string;
   ends?: [string, string]; // what values below and above 0 mean, where things are compared
   pair?: [string, string]; // what the curves that are lines are of, and those that are bars

@@ -127,7 +127,8 @@ class ScanBoard(Board):
         meta = self.scan.meta
         place = f"torchfmri.load({str(self.path)!r})" if self.path else "scan"
         missed = meta.get("missed") or {}
-        notes = [f"not read: {each}" for each in self.scan.problems]
+        problems = [printable(each) for each in self.scan.problems]
+        notes = [f"not read: {each}" for each in problems]
         if missed:
             number = plural(len(missed), "layer")
             notes.append(f"{number} not captured; scan.table() names them")
@@ -135,7 +136,8 @@ class ScanBoard(Board):
             "title": self.path.name if self.path else "scan",
             "model": printable(str(meta.get("model") or "a model")),
             "loss": printable(str(meta.get("loss") or "")),
-            "notes": [printable(note) for note in notes],
+            "notes": notes,
+            "problems": problems,
             "python": place,
         }
 

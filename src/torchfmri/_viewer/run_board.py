@@ -194,7 +194,7 @@ class RunBoard(Board):
     kind, axis, live = "run", "step", True
 
     def __init__(self, path: Path | None = None, run: ViewedRun | None = None) -> None:
-        self._path = path
+        self._path = path and path.absolute()
         self._runs: dict[str, ViewedRun] = {} if run is None else {"this process": run}
         self._read: set[Path] = set()
         self._lock = threading.Lock()

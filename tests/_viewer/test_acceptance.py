@@ -761,6 +761,28 @@ def _look_at_hostile(page: Page) -> None:
 # -- sequences ------------------------------------------------------------------------------------
 
 
+def test_details_of_a_sequence_that_streams_are_its_own(page: Page) -> None:
+    anatomy = make_anatomy(1)
+    sequences = [make_sequence(anatomy, 9, seed=seed) for seed in range(2)]
+    with served(Scan(anatomy, sequences, {"model": "m"})._board()) as view:
+        page.open(view.url)
+        page.until("app.ui.details.dataset.row !== undefined")
+        page.js("""(() => {
+            const ask = app.data.transport.ask.bind(app.data.transport);
+            app.data.transport.ask = async (what, given) => {
+                if (what === "sequence") await new Promise((go) => setTimeout(go, 200));
+                return ask(what, given);
+            };
+            app.data.board.going = true;
+            app.set({ sequence: 1, follow: true });
+        })()""")
+        page.until("app.data.index === 1")
+        page.page.wait_for_timeout(500)
+        layer, column = page.js("[app.state.layer, app.state.column]")
+        shown = np.float32(page.page.locator(".value b").get_attribute("title"))
+    assert shown == sequences[1].layers["activation"][column, anatomy.index[layer]]
+
+
 @pytest.mark.slow
 def test_a_thousand_sequences_are_listed_without_being_read(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,7 @@ export class Data {
   board!: Board;
   sequence!: Sequence;
   columns = 0;
-  private index = -1;
+  index = -1; // of the sequence whose data these are; the one in view may still be on its way
   private wanted = -1;
   private planes = new Map<string, Plane>();
   private chunks = new Map<number, (Piece | undefined)[]>();

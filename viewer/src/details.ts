@@ -10,7 +10,11 @@ import { Row } from "./rows";
 export function renderDetails(app: App): void {
   const at = app.hover && app.hover.row >= 0 ? app.hover : { row: app.rowIndex, column: app.state.column };
   const row = app.rows[at.row];
-  if (!row) return;
+  if (!row || app.data.index !== app.state.sequence) return;
+  if (!app.data.columns) {
+    if (app.screen.once("details", "")) app.ui.details.replaceChildren();
+    return;
+  }
   const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
   if (!app.screen.once("details", key)) return;
   void fill(app, row, at.column, key).catch((error: Error) => {
@@ -26,7 +30,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   // While columns stream in, as little as possible is asked: every question costs the process that scans.
   const curves = app.streams && app.state.follow ? [] : data.sequence.tracks;
   const tracks = await Promise.all(curves.map((_, i) => data.row("tracks", "tracks", i)));
-  if (!app.screen.is("details", key)) return; // the crosshair is elsewhere by now
+  if (!app.screen.is("details", key) || data.index !== state.sequence) return; // the crosshair is elsewhere by now
   const value = values[column];
   const facts = factsOf(values);
   const word = data.board.axis;

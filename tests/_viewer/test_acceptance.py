@@ -783,6 +783,27 @@ def test_details_of_a_sequence_that_streams_are_its_own(page: Page) -> None:
     assert shown == sequences[1].layers["activation"][column, anatomy.index[layer]]
 
 
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [(9, "second largest value"), (201, "second largest value"), (202, "99.5th percentile")],
+)
+def test_the_bar_says_what_it_ends_at_and_what_is_beyond(
+    page: Page, columns: int, name: str
+) -> None:
+    values = np.random.default_rng(0).permutation(columns)[:, None].astype(np.float32) + 1
+    with served(ArrayBoard(values)) as view:
+        page.open(view.url)
+        assert name in page.js("app.exported().bar.words[1]")
+        top = page.js("app.plane('layers').header.tops[0]")
+        assert (top == np.sort(values[:, 0])[-2]) == (name == "second largest value")
+        assert f"≥ {top:g} in this row" in page.text(".bar")
+        for value in (columns, top):
+            column = int(values[:, 0].argsort()[int(value) - 1])
+            page.set(column=column)
+            page.until(f"app.ui.details.dataset.column === '{column}'")
+            assert ("Beyond the colour bar" in page.text(".sentence")) == (value > top)
+
+
 @pytest.mark.slow
 def test_a_thousand_sequences_are_listed_without_being_read(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,7 @@
 // The details at the crosshair: the exact value, the row that it is in, and the panels about it.
 
 import type { App } from "./app";
-import { NOT_MEASURED } from "./colour";
+import { NOT_MEASURED, scaleOf } from "./colour";
 import { count, exact, h, refill, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
 import { Panel, drawPanel } from "./panels";
@@ -15,7 +15,7 @@ export function renderDetails(app: App): void {
     if (app.screen.once("details", "")) app.ui.details.replaceChildren();
     return;
   }
-  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
+  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.norm, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
   if (!app.screen.once("details", key)) return;
   void fill(app, row, at.column, key).catch((error: Error) => {
     app.ui.details.replaceChildren(h("p", {}, error.message));
@@ -36,11 +36,13 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
   const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
+  const bar = header ? scaleOf(header, state.norm, row.index).high : NaN;
+  const beyond = Number.isFinite(value) && Math.abs(value) > bar ? ` Beyond the colour bar, which ends at ${say(bar)}.` : "";
   const [parts, panels] = [h("div", {}), h("div", {})];
   refill(ui.details,
     ...heading(app, row, column),
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
-    h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
+    h("p", { class: "sentence" }, sentence(value, facts, word, missing) + beyond),
     ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
     h("dl", {}, fact("mean", say(facts.mean)), fact("median", say(facts.median)), fact("std", say(facts.std)),
       facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),

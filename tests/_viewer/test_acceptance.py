@@ -801,6 +801,7 @@ def test_the_bar_says_what_it_ends_at_and_what_is_beyond(
             column = int(values[:, 0].argsort()[int(value) - 1])
             page.set(column=column)
             page.until(f"app.ui.details.dataset.column === '{column}'")
+            page.until("!app.ui.details.hasAttribute('aria-busy')")
             assert ("Beyond the colour bar" in page.text(".sentence")) == (value > top)
 
 

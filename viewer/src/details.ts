@@ -15,8 +15,8 @@ export function renderDetails(app: App): void {
     if (app.screen.once("details", "")) app.ui.details.replaceChildren();
     return;
   }
-  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.norm, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
-  if (!app.screen.once("details", key)) return;
+  const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
+  if (!app.screen.once("details", key)) return markBeyond(app, row);
   void fill(app, row, at.column, key).catch((error: Error) => {
     app.ui.details.replaceChildren(h("p", {}, error.message));
     app.ui.details.removeAttribute("aria-busy");
@@ -36,13 +36,11 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   const word = data.board.axis;
   const header = app.plane(row.plane)?.header;
   const missing = (app.plane(row.plane)?.code(row.index, column) ?? 0) === NOT_MEASURED;
-  const bar = header ? scaleOf(header, state.norm, row.index).high : NaN;
-  const beyond = Number.isFinite(value) && Math.abs(value) > bar ? ` Beyond the colour bar, which ends at ${say(bar)}.` : "";
   const [parts, panels] = [h("div", {}), h("div", {})];
   refill(ui.details,
     ...heading(app, row, column),
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
-    h("p", { class: "sentence" }, sentence(value, facts, word, missing) + beyond),
+    h("p", { class: "sentence" }, sentence(value, facts, word, missing), h("span", { class: "beyond", "data-value": value })),
     ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
     h("dl", {}, fact("mean", say(facts.mean)), fact("median", say(facts.median)), fact("std", say(facts.std)),
       facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
@@ -53,6 +51,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
       h("button", { onclick: () => app.copy(row.name, "The name") }, "Copy name"),
       h("button", { onclick: () => app.copy(app.python(), "Python") }, "Copy Python"),
       h("button", { onclick: () => app.copy(app.link(), "The link") }, "Copy link")));
+  markBeyond(app, row);
   if (!app.screen.told) ui.status.textContent = reading(app, row, column, say(value, missing));
   app.screen.told = false;
   await fillPanels(app, row, column, key, panels);
@@ -60,6 +59,15 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   if (!app.screen.is("details", key)) return;
   Object.assign(ui.details.dataset, { row: row.name, column: String(column) });
   ui.details.removeAttribute("aria-busy");
+}
+
+/** Say that the value is beyond the colour bar; the bar changes without anything being asked again. */
+function markBeyond(app: App, row: Row): void {
+  const mark = app.ui.details.querySelector<HTMLElement>(".beyond");
+  const header = app.plane(row.plane)?.header;
+  if (!mark || !header) return;
+  const [size, bar] = [Math.abs(Number(mark.dataset.value)), scaleOf(header, app.state.norm, row.index).high];
+  mark.textContent = Number.isFinite(size) && size > bar ? ` Beyond the colour bar, which ends at ${say(bar)}.` : "";
 }
 
 const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));

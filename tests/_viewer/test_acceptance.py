@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -219,6 +220,31 @@ def test_the_mouse_reads_moves_and_zooms(page: Page) -> None:
         overview = page.page.locator(".overview").bounding_box()
         mouse.click(overview["x"] + overview["width"] - 5, overview["y"] + 5)
         page.until("app.state.last > 59")
+
+
+def test_keys_and_searches_win_over_a_mouse_that_rests(page: Page) -> None:
+    scan = make_scan(blocks=6, tokens=60)
+    scan.only.layers["activation"][7, scan.layers.index("model.layers.4")] = np.nan
+    with served(scan._board()) as view:
+        page.open(view.url)
+        box = page.page.locator(".heat").bounding_box()
+
+        def at_crosshair() -> bool:
+            page.until("!app.ui.details.hasAttribute('aria-busy')")
+            page.page.wait_for_timeout(150)
+            page.until("!app.ui.details.hasAttribute('aria-busy')")
+            shown = page.js("[app.ui.details.dataset.row, +app.ui.details.dataset.column]")
+            return bool(shown == page.js("[app.state.layer, app.state.column]"))
+
+        for shift, keys in enumerate((["End"], ["f"], ["/", "P", "a", "r", "i", "s", "Enter"])):
+            page.page.locator(".heat").focus()
+            y, x = cell_centre(page, 3, 20 + shift)
+            page.page.mouse.move(box["x"] + x, box["y"] + y)
+            page.until(f"app.ui.details.dataset.column === '{20 + shift}'")
+            assert not at_crosshair()
+            page.press(*keys)
+            page.page.wait_for_timeout(150)
+            assert at_crosshair(), keys
 
 
 def test_pictures_that_the_browser_lost_are_painted_again(page: Page, tmp_path: Path) -> None:
@@ -640,6 +666,20 @@ def test_a_scan_without_sequences_says_so(page: Page) -> None:
         page.page.wait_for_selector(".cover h2:text('Nothing here yet')")
 
 
+def test_a_damaged_scan_is_not_shown_as_an_empty_one(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scan(blocks=1).save(tmp_path / "x.fmri")
+    [segment] = (tmp_path / "x.fmri").glob("segment-*.safetensors")
+    segment.write_bytes(segment.read_bytes()[:500])
+    pytest.importorskip("starlette")
+    with torchfmri.view(tmp_path / "x.fmri", browser=False) as view:
+        assert f"warning: not read: {segment.name!r}" in capsys.readouterr().err
+        page.page.goto(view.url)
+        page.page.wait_for_selector(".cover h2:text('cannot be read')")
+        assert segment.name in page.text(".cover")
+
+
 def test_an_error_is_shown_and_can_be_tried_again(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -688,6 +728,18 @@ def test_hostile_tokens_are_shown_and_harmless(page: Page, tmp_path: Path, saved
             _look_at_hostile(page)
 
 
+def test_a_drawing_of_control_characters_is_well_formed(page: Page) -> None:
+    anatomy = make_anatomy(1)
+    spelling = [b"<s>", "a\x00b\x1b[\uffff👩".encode(), *[b"."] * 6]
+    sequence = make_sequence(anatomy, len(spelling), spelling=spelling)
+    with served(Scan(anatomy, [sequence], {"model": "m"})._board()) as view:
+        page.open(view.url)
+        with page.page.expect_download() as waited:
+            page.js("void app.save('svg')")
+        texts = [each.text or "" for each in ElementTree.parse(waited.value.path()).iter()]
+    assert any("a␀b␛[\ufffd👩" in text for text in texts), texts
+
+
 def _look_at_hostile(page: Page) -> None:
     for key in ("t", "Escape", "?", "Escape", "s", "Escape", "x", "End", "Home"):
         page.press(key)
@@ -707,6 +759,50 @@ def _look_at_hostile(page: Page) -> None:
 
 
 # -- sequences ------------------------------------------------------------------------------------
+
+
+def test_details_of_a_sequence_that_streams_are_its_own(page: Page) -> None:
+    anatomy = make_anatomy(1)
+    sequences = [make_sequence(anatomy, 9, seed=seed) for seed in range(2)]
+    with served(Scan(anatomy, sequences, {"model": "m"})._board()) as view:
+        page.open(view.url)
+        page.until("app.ui.details.dataset.row !== undefined")
+        page.js("""(() => {
+            const ask = app.data.transport.ask.bind(app.data.transport);
+            app.data.transport.ask = async (what, given) => {
+                if (what === "sequence") await new Promise((go) => setTimeout(go, 200));
+                return ask(what, given);
+            };
+            app.data.board.going = true;
+            app.set({ sequence: 1, follow: true });
+        })()""")
+        page.until("app.data.index === 1")
+        page.page.wait_for_timeout(500)
+        layer, column = page.js("[app.state.layer, app.state.column]")
+        shown = np.float32(page.page.locator(".value b").get_attribute("title"))
+    assert shown == sequences[1].layers["activation"][column, anatomy.index[layer]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [(9, "second largest value"), (201, "second largest value"), (202, "99.5th percentile")],
+)
+def test_the_bar_says_what_it_ends_at_and_what_is_beyond(
+    page: Page, columns: int, name: str
+) -> None:
+    values = np.random.default_rng(0).permutation(columns)[:, None].astype(np.float32) + 1
+    with served(ArrayBoard(values)) as view:
+        page.open(view.url)
+        assert name in page.js("app.exported().bar.words[1]")
+        top = page.js("app.plane('layers').header.tops[0]")
+        assert (top == np.sort(values[:, 0])[-2]) == (name == "second largest value")
+        assert f"≥ {top:g} in this row" in page.text(".bar")
+        for value in (columns, top):
+            column = int(values[:, 0].argsort()[int(value) - 1])
+            page.set(column=column)
+            page.until(f"app.ui.details.dataset.column === '{column}'")
+            page.until("!app.ui.details.hasAttribute('aria-busy')")
+            assert ("Beyond the colour bar" in page.text(".sentence")) == (value > top)
 
 
 @pytest.mark.slow

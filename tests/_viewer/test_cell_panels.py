@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from browser import Page
 from scans import make_scan
 
@@ -53,6 +54,17 @@ def test_a_head_that_ran_on_the_last_token_alone_is_no_nan(scanned: Scan) -> Non
     board = scanned._board()
     assert np.isnan(board.values(0, "activation", "layers")).any()
     assert not [each for each in board.health(0) if "NaN" in each.text]
+
+
+def test_a_nan_begins_in_the_layer_that_made_it() -> None:
+    model, tokenizer = torchfmri.load_model("tiny")
+    layer = "model.layers.2.mlp.down_proj"
+    with torch.no_grad():
+        model.get_submodule(layer).weight[0, 0] = torch.nan
+    board = torchfmri.scan(model, tokenizer, "The capital of France", per=None)._board()
+    [found] = [each for each in board.health(0) if each.severity == "alarm"]
+    assert (found.layer, found.column) == (layer, 0)
+    assert f"first in model order at {layer}, token 0" in found.text
 
 
 def test_layers_that_no_gradient_reaches_are_no_nan(named: Any) -> None:

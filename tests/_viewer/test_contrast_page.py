@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from browser import Page
 from scans import make_anatomy, make_sequence
 
 import torchfmri
 from torchfmri import Contrast, Scan
 from torchfmri._contrast import ContrastBoard
+from torchfmri._scan import board_of
 from torchfmri.exceptions import InspectionError
 
 PLANTED = "model.layers.1.mlp"
@@ -230,6 +232,24 @@ def test_one_prompt_each_shows_effects_without_p_values(page: Page) -> None:
         page.open(view.url)
         assert "nothing is tested" in page.text(".bar")
         assert page.page.locator(".metrics button, [aria-label='What to show'] button").count() == 1
+
+
+def test_copied_python_works_from_another_folder(
+    tmp_path: Path, planted: Contrast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.save(tmp_path / "x.contrast")
+    model = torch.nn.Sequential(torch.nn.Identity())
+    monitor = torchfmri.Monitor(model, folder=tmp_path / "run")
+    with monitor.step():
+        model(torch.ones(1))
+    monitor.detach()
+    monkeypatch.chdir(tmp_path)
+    boards = [board_of(name) for name in ("x.contrast", "run")]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for board in boards:
+        again = board_of(eval(board.about()["python"], {"torchfmri": torchfmri}))
+        assert again.layers == board.layers
 
 
 def test_a_saved_contrast_is_viewed_by_its_path(tmp_path: Path, planted: Contrast) -> None:

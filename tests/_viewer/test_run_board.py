@@ -171,12 +171,36 @@ def test_what_cannot_be_viewed_is_said(tmp_path: Path) -> None:
 
 def test_not_finite_values_are_holes(tmp_path: Path) -> None:
     monitor = train(6, rate=1e30, folder=tmp_path / "run")
-    table = board_of(tmp_path / "run").values(0, "activations", LAYERS)
-    assert math.isinf(table[-1, 0]), "NaN is what was not watched"
+    stored = board_of(tmp_path / "run")
+    table = stored.values(0, "activations", LAYERS)
+    assert not np.isfinite(table[-1, 0])
+    missing = stored.missing(0, "activations", LAYERS)
+    assert missing is not None
+    assert not missing[-1, 0], "it was watched"
     again = board_of(monitor.history).values(0, "activations", LAYERS)
-    np.testing.assert_array_equal(np.isinf(table), np.isinf(again))
+    np.testing.assert_array_equal(table, again)
     plane, _ = Desk(board_of(tmp_path / "run")).plane(0, "activations", LAYERS)
     assert plane.coded(5, 6)[0, 0] == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_is_nan_and_infinite_is_infinite(tmp_path: Path, value: float) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    monitor = Monitor(model, folder=tmp_path / "run")
+    for step in range(2):
+        with monitor.step():
+            model(torch.full((1, 2), value if step else 1.0))
+    monitor.detach()
+    history, shown = monitor.history, ViewedRun()
+    for at, step in enumerate(history):
+        shown.add(step, {e: history.statistics(e.layer, e.what, at) for e in history.series})
+    for board in (board_of(tmp_path / "run"), board_of(history), RunBoard(run=shown)):
+        row = board.layers.index("0")
+        table = board.values(0, "activations", LAYERS)
+        np.testing.assert_array_equal(table[:, row], [1.0, value])
+        missing = board.missing(0, "activations", LAYERS)
+        assert missing is not None
+        assert not missing[:, row].any(), "it was watched"
 
 
 def test_the_page_of_a_run_grows_with_it(page: Page, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ export class App {
       return this.ui.prompt.querySelector("input")!.focus();
     }
     if (board.kind === "run") return this.cover("Waiting for the first step", "There is no step of a run so far. It appears here as soon as it is written.");
+    if (board.problems?.length) return this.cover("This scan cannot be read", board.problems.join(" "));
     this.cover("Nothing here yet", board.live ? "The first token appears here as soon as the model has read the prompt." : "This scan has no sequences so far. They appear here as soon as they are written.");
   }
 

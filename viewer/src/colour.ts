@@ -94,6 +94,14 @@ export function scaleOf(header: Header, norm: string, row: number): Scale {
   return { low, high, logarithmic: true, signed };
 }
 
+/** What the colours of a row of so many values end at: its 99.5th percentile, the next lower of the values. */
+export function topName({ columns, signed, nonfinite, missing }: Header): string {
+  const values = columns - Math.min(...missing.map((each, row) => each + nonfinite[row]));
+  const value = signed ? "absolute value" : "value";
+  if (values < 4) return `largest ${value}`;
+  return values <= 201 ? `second largest ${value}` : `99.5th percentile${signed ? " of absolute values" : ""}`;
+}
+
 /** Where a value stands on its scale, from 0 to 1; NaN where there is none. */
 export function shareOf(scale: Scale, value: number): number {
   if (!Number.isFinite(value)) return NaN;

@@ -36,6 +36,7 @@ export interface Board {
   title: string;
   model: string;
   notes: string[];
+  problems?: string[]; // what could not be read
   python: string;
   ends?: [string, string]; // what values below and above 0 mean, where things are compared
   pair?: [string, string]; // what the curves that are lines are of, and those that are bars
@@ -70,7 +71,7 @@ export class Data {
   board!: Board;
   sequence!: Sequence;
   columns = 0;
-  private index = -1;
+  index = -1; // of the sequence whose data these are; the one in view may still be on its way
   private wanted = -1;
   private planes = new Map<string, Plane>();
   private chunks = new Map<number, (Piece | undefined)[]>();

@@ -1,7 +1,7 @@
 // The details at the crosshair: the exact value, the row that it is in, and the panels about it.
 
 import type { App } from "./app";
-import { NOT_MEASURED } from "./colour";
+import { NOT_MEASURED, scaleOf } from "./colour";
 import { count, exact, h, refill, say, short, visible } from "./dom";
 import { RowFacts, bars, factsOf, histogram, percentile } from "./facts";
 import { Panel, drawPanel } from "./panels";
@@ -10,9 +10,13 @@ import { Row } from "./rows";
 export function renderDetails(app: App): void {
   const at = app.hover && app.hover.row >= 0 ? app.hover : { row: app.rowIndex, column: app.state.column };
   const row = app.rows[at.row];
-  if (!row) return;
+  if (!row || app.data.index !== app.state.sequence) return;
+  if (!app.data.columns) {
+    if (app.screen.once("details", "")) app.ui.details.replaceChildren();
+    return;
+  }
   const key = JSON.stringify([row.name, at.column, app.state.metric, app.state.sequence, app.data.columns, app.state.follow, app.streams, app.data.board.id, app.plane(row.plane)?.header?.version]);
-  if (!app.screen.once("details", key)) return;
+  if (!app.screen.once("details", key)) return markBeyond(app, row);
   void fill(app, row, at.column, key).catch((error: Error) => {
     app.ui.details.replaceChildren(h("p", {}, error.message));
     app.ui.details.removeAttribute("aria-busy");
@@ -26,7 +30,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   // While columns stream in, as little as possible is asked: every question costs the process that scans.
   const curves = app.streams && app.state.follow ? [] : data.sequence.tracks;
   const tracks = await Promise.all(curves.map((_, i) => data.row("tracks", "tracks", i)));
-  if (!app.screen.is("details", key)) return; // the crosshair is elsewhere by now
+  if (!app.screen.is("details", key) || data.index !== state.sequence) return; // the crosshair is elsewhere by now
   const value = values[column];
   const facts = factsOf(values);
   const word = data.board.axis;
@@ -36,7 +40,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   refill(ui.details,
     ...heading(app, row, column),
     h("div", { class: "value" }, h("b", { title: exact(value) }, say(value, missing)), h("span", {}, app.metric?.unit ?? "")),
-    h("p", { class: "sentence" }, sentence(value, facts, word, missing)),
+    h("p", { class: "sentence" }, sentence(value, facts, word, missing), h("span", { class: "beyond", "data-value": value })),
     ...histogram(facts, value, !!header?.logarithmic || (facts.min > 0 && facts.max > 30 * facts.median)),
     h("dl", {}, fact("mean", say(facts.mean)), fact("median", say(facts.median)), fact("std", say(facts.std)),
       facts.nonfinite ? fact("no value", count(facts.nonfinite, word)) : "", facts.zeros ? fact("zeros", String(facts.zeros)) : ""),
@@ -47,6 +51,7 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
       h("button", { onclick: () => app.copy(row.name, "The name") }, "Copy name"),
       h("button", { onclick: () => app.copy(app.python(), "Python") }, "Copy Python"),
       h("button", { onclick: () => app.copy(app.link(), "The link") }, "Copy link")));
+  markBeyond(app, row);
   if (!app.screen.told) ui.status.textContent = reading(app, row, column, say(value, missing));
   app.screen.told = false;
   await fillPanels(app, row, column, key, panels);
@@ -54,6 +59,15 @@ async function fill(app: App, row: Row, column: number, key: string): Promise<vo
   if (!app.screen.is("details", key)) return;
   Object.assign(ui.details.dataset, { row: row.name, column: String(column) });
   ui.details.removeAttribute("aria-busy");
+}
+
+/** Say that the value is beyond the colour bar; the bar changes without anything being asked again. */
+function markBeyond(app: App, row: Row): void {
+  const mark = app.ui.details.querySelector<HTMLElement>(".beyond");
+  const header = app.plane(row.plane)?.header;
+  if (!mark || !header) return;
+  const [size, bar] = [Math.abs(Number(mark.dataset.value)), scaleOf(header, app.state.norm, row.index).high];
+  mark.textContent = Number.isFinite(size) && size > bar ? ` Beyond the colour bar, which ends at ${say(bar)}.` : "";
 }
 
 const fact = (name: string, text: string) => h("div", {}, h("dt", {}, name), h("dd", {}, text));

@@ -119,5 +119,6 @@ function onKey(app: App, event: KeyboardEvent): void {
   const act = KEYS.find((each) => each.keys.includes(event.key));
   if (!act) return;
   event.preventDefault();
+  app.hover = null; // the details are about the crosshair until the mouse moves again
   act.act(app, event);
 }

@@ -129,8 +129,12 @@ export async function toSvg(from: Exported): Promise<Blob> {
   const { texts, ramp } = legend(from, LEFT, bottom + BOTTOM - 32);
   for (const [x, y, text] of texts) write(x, y, text, { "font-size": 11 });
   for (const [x, y, fill] of ramp) root.append(svg("rect", { x, y, width: RAMP / STEPS + 0.5, height: 10, fill, class: "ramp" }));
-  return new Blob([new XMLSerializer().serializeToString(root)], { type: "image/svg+xml" });
+  return new Blob([wellFormed(new XMLSerializer().serializeToString(root))], { type: "image/svg+xml" });
 }
+
+/** A text without the characters that XML forbids, which the serializer writes as they are. */
+const wellFormed = (text: string) =>
+  text.replace(/[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, (each) => (each < " " ? String.fromCharCode(0x2400 + each.charCodeAt(0)) : "\ufffd"));
 
 /** One line per row, one column per token, numbers that give the same float32 again. */
 export async function toCsv(from: Exported): Promise<Blob> {

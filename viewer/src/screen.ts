@@ -76,7 +76,8 @@ export class Screen {
       if (!app.ready) return;
       renderStrip(app);
       const [streams, now] = [app.streams && app.state.follow && !app.hover, performance.now()];
-      if (streams && now - this.detailed < STREAM) return void setTimeout(() => this.draw(), STREAM);
+      const same = this.once("details of", `${app.data.index} ${!app.data.columns}`) ? 0 : STREAM; // another sequence does not wait
+      if (streams && now - this.detailed < same) return void setTimeout(() => this.draw(), STREAM);
       this.detailed = now;
       renderDetails(app);
     }, REST);

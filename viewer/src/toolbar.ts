@@ -1,7 +1,7 @@
 // The head and the foot of the page: what is shown, of what, in which colours, and how it fares.
 
 import type { App } from "./app";
-import { MAPS, SIGNED_MAPS, cssColour, scaleOf } from "./colour";
+import { MAPS, SIGNED_MAPS, cssColour, scaleOf, topName } from "./colour";
 import { Health, Metric } from "./data";
 import { count, h, refill, say, short } from "./dom";
 import { topOf } from "./heatmap";
@@ -69,7 +69,7 @@ function renderChoices(app: App): void {
   ui.meaning.textContent = app.metric?.meaning ?? "";
   ui.meaning.title = app.metric?.meaning ?? "";
   refill(ui.norms,
-    pressed("each row", state.norm === "row", () => app.set({ norm: "row" }), "Each row by its own 99.5th percentile (n)"),
+    pressed("each row", state.norm === "row", () => app.set({ norm: "row" }), "Each row by a scale of its own (n)"),
     pressed("all rows", state.norm === "global", () => app.set({ norm: "global" }), "One scale for all rows (n)"));
   const choices = choicesOf(app);
   ui.choiceLabel.hidden = ui.choices.hidden = !choices.length;
@@ -141,17 +141,19 @@ export function barEnds(app: App, crosshair = false): { words: [string, string];
   const map = header.signed ? SIGNED_MAPS[app.state.map] : app.state.map;
   const { ends } = app.data.board;
   const log = scale.logarithmic ? " (log)" : "";
+  // Values beyond the ends have the colours of the ends.
+  const [least, most] = [`${scale.low ? "≤ " : ""}${say(scale.low)}`, `≥ ${say(scale.high)}`];
   if (app.state.norm === "global") {
-    const [low, high] = [say(scale.low), say(scale.high)];
+    const [low, high] = [least, most];
     return { map, words: ends ? [`${ends[0]} ${low}`, `${high} ${ends[1]}`] : [low, high + log] };
   }
   if (crosshair && own?.tops[at.index]) {
-    const [low, high] = [say(scale.low), `${say(scale.high)}${ends ? " " + ends[1] : ""} in this row${log}`];
+    const [low, high] = [least, `${most}${ends ? " " + ends[1] : ""} in this row${log}`];
     return { map, words: [ends ? `${ends[0]} ${low}` : low, high] };
   }
-  const top = "each row’s 99.5th percentile";
+  const top = `each row’s ${topName(header)} and above`;
   if (ends) return { map, words: [ends[0], `${ends[1]} (to ${top})`] };
-  return { map, words: [header.signed ? "−p99.5" : scale.logarithmic ? "1/100 of it" : "0", top + log] };
+  return { map, words: [header.signed ? "minus the same" : scale.logarithmic ? "1/100 of it" : "0", top + log] };
 }
 
 function renderBar(app: App): void {
@@ -164,7 +166,7 @@ function renderBar(app: App): void {
   const key = (name: string, text: string) => [h("i", { class: name }), h("span", {}, text)];
   refill(app.ui.bar,
     h("span", { class: "unit", title: app.metric!.unit }, app.metric!.unit), h("span", { class: "end" }, words[0]), strip,
-    h("span", { class: "end", title: app.state.norm === "row" ? "Each row has its own scale, up to its 99.5th percentile. “all rows” gives them one." : "One scale for all rows." }, words[1]),
+    h("span", { class: "end", title: app.state.norm === "row" ? `Each row has its own scale, up to its ${topName(header)}; what is beyond has the colour of the end. “all rows” gives them one.` : "One scale for all rows." }, words[1]),
     ...(any(header.nonfinite) ? key("not-finite", "NaN or infinite") : []),
     ...(any(header.missing) ? key("not-measured", "not measured") : []),
     ...(app.data.sequence.overlay ? key("survivor", app.data.sequence.overlay.meaning) : []),

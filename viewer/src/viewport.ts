@@ -62,6 +62,7 @@ export class Viewport {
 
   goTo(layer: string | null, column: number | null): void {
     const { app } = this;
+    app.hover = null; // the mouse may rest on the map while a search goes elsewhere
     const change: Partial<State> = layer !== null && app.tree ? app.tree.reveal(layer, app.state) : {};
     if (column !== null) change.column = Math.max(0, Math.min(column, app.data.columns - 1));
     app.set({ ...change, follow: false });

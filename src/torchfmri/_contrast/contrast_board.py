@@ -46,7 +46,7 @@ class ContrastBoard(Board):
     kind, axis = "contrast", "block"
 
     def __init__(self, contrast: Contrast, path: Path | None = None) -> None:
-        self.contrast, self.path = contrast, path
+        self.contrast, self.path = contrast, path and path.absolute()
         self._judged = _thresholds(contrast)
         self._lay_out()
         shades = {

@@ -161,7 +161,8 @@ class Board(ABC):
         """`title`, `model`, `notes` (list of texts), `python` (how to get the result).
 
         Of a board that compares also `ends`: what values below and above 0 mean. Of one with
-        curves `beside` others also `pair`: what those are of, and what the others are of.
+        curves `beside` others also `pair`: what those are of, and what the others are of. Of files
+        that could not be read, `problems`.
         """
 
     @abstractmethod

@@ -72,6 +72,7 @@ class DiffBoard(Board):
             "title": f"{after} − {before}",
             "model": first["model"] if same else f"{second['model']} − {first['model']}",
             "notes": [*first["notes"], *second["notes"]],
+            "problems": [*first.get("problems", ()), *second.get("problems", ())],
             "python": f"{second['python']}\nother = {first['python']}",
             "ends": [f"lower in {after}", f"higher in {after}"],
             "pair": [before, after],

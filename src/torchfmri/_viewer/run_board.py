@@ -67,6 +67,7 @@ class ViewedRun:
         self.numbers: list[int] = []
         self.curves = GrowingTable(len(_CURVES))
         self.rms = GrowingTable(0)
+        self.watched = GrowingTable(0)  # 1 where there is an rms, which may be NaN
         self.findings: list[Health] = []
         self._index: dict[Series, int] = {}
         self._lock = threading.Lock()
@@ -82,14 +83,18 @@ class ViewedRun:
         """Add the steps and findings of a history."""
         self._know([*history.series, *(Series(name, UPDATES) for name in _updated(history))])
         columns = np.full((len(history), len(self.series)), np.nan)
+        watched = np.zeros(columns.shape, bool)
         for what in dict.fromkeys(series.what for series in self.series):
             names, values = history.matrix(what, "rms")
+            known = ~np.isnan(values)
             if what != UPDATES:  # a value that is not finite makes the whole so
-                lost = history.matrix(what, "nan")[1] + history.matrix(what, "inf")[1]
-                values = np.where(lost > 0, np.inf, values)
-            columns[:, [self._index[Series(name, what)] for name in names]] = values.T
-        for step, rms in zip(history, columns, strict=True):
-            self._append(step, rms)
+                nan, inf = (history.matrix(what, each)[1] > 0 for each in ("nan", "inf"))
+                values = np.where(nan, np.nan, np.where(inf, np.inf, values))
+                known |= nan | inf
+            places = [self._index[Series(name, what)] for name in names]
+            columns[:, places], watched[:, places] = values.T, known.T
+        for step, rms, known in zip(history, columns, watched, strict=True):
+            self._append(step, rms, known)
         for finding in history.findings:
             self.find(finding)
 
@@ -99,12 +104,17 @@ class ViewedRun:
         for name, ratio in step.update_ratios.items():
             values[Series(name, UPDATES)] = ratio
         self._know(list(values))
-        self._append(step, np.array([values.get(series, math.nan) for series in self.series]))
+        rms = np.array([values.get(series, math.nan) for series in self.series])
+        watched = [
+            s in found or not math.isnan(each) for s, each in zip(self.series, rms, strict=True)
+        ]
+        self._append(step, rms, np.array(watched))
 
-    def _append(self, step: Step, rms: NDArray[np.floating]) -> None:
+    def _append(self, step: Step, rms: NDArray[np.floating], watched: NDArray[np.bool_]) -> None:
         with self._lock:
             self.numbers.append(step.number)
             self.rms.append(rms)
+            self.watched.append(np.where(watched, 1.0, np.nan))
             # Last: its length is that of the run.
             self.curves.append(np.array([step.loss, step.seconds], np.float32))
 
@@ -184,7 +194,7 @@ class RunBoard(Board):
     kind, axis, live = "run", "step", True
 
     def __init__(self, path: Path | None = None, run: ViewedRun | None = None) -> None:
-        self._path = path
+        self._path = path and path.absolute()
         self._runs: dict[str, ViewedRun] = {} if run is None else {"this process": run}
         self._read: set[Path] = set()
         self._lock = threading.Lock()
@@ -254,24 +264,29 @@ class RunBoard(Board):
     def values(self, sequence: int, metric: str, plane: str) -> Table:
         """(step, row) the values of a plane."""
         run = self._run(sequence)
-        length = len(run.curves)
         if plane == TRACKS:
-            return run.curves.values[:length]
+            return run.curves.values[: len(run.curves)]
         if plane != LAYERS:
             raise LookupError("a run has no voxels")
+        return self._table(run, run.rms, metric)
+
+    def _table(self, run: ViewedRun, growing: GrowingTable, metric: str) -> Table:
+        """(step, row) what a run has of a metric; NaN in the rows of other runs and metrics."""
+        length = len(run.curves)
         table = np.full((length, len(self.layers)), np.nan, np.float32)
         place = {name: at for at, name in enumerate(self.layers)}
-        stored = run.rms.values[:length]
+        stored = growing.values[:length]
         for at, series in enumerate(run.series[: stored.shape[1]]):
             if series.what == metric:
                 table[:, place[series.layer]] = stored[:, at]
         return table
 
     def missing(self, sequence: int, metric: str, plane: str) -> NDArray[np.bool_] | None:
-        """What was not watched at a step; a loss that is NaN was."""
+        """What was not watched at a step; a value that is NaN was."""
         if plane == TRACKS:
             return None
-        return np.isnan(self.values(sequence, metric, plane))
+        run = self._run(sequence)
+        return np.isnan(self._table(run, run.watched, metric))
 
     def health(self, sequence: int) -> Sequence[Health]:
         """The findings so far, the worst first; layers that are no rows are left out."""
@@ -315,5 +330,6 @@ def _model_order(name: str, known: Sequence[str]) -> tuple[int, str]:
 
 def _rms(statistics: Statistics) -> float:
     if not statistics.finite or statistics.finite < statistics.count:
-        return math.inf  # a value that is not finite makes the whole so; NaN: not measured
+        # A value that is not finite makes the whole so.
+        return math.nan if statistics.nan else math.inf
     return statistics.l2 / math.sqrt(statistics.finite)

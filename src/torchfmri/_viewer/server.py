@@ -168,6 +168,8 @@ def serve(
         on_close=on_close,
     )  # fmt: skip
     print(f"torchfmri {name}: {view.url}", file=sys.stderr)
+    for problem in board.about().get("problems", ()):
+        print(f"torchfmri {name}: warning: not read: {problem}", file=sys.stderr)
     if remote and host not in LOOPBACK:
         print(
             f"torchfmri {name}: warning: every machine that reaches {host}:{view.port} and knows "

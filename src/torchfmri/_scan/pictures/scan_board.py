@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torchfmri._scan.pictures.cell_panels import cell_panels
 from torchfmri._scan.pictures.summary import failed_checks
 from torchfmri._scan.record.anatomy import Anatomy
+from torchfmri._scan.record.blocks import inside_of
 from torchfmri._scan.record.reading import Reading, metrics_of, voxel_name
 from torchfmri._scan.record.readouts import LENS
 from torchfmri._scan.record.sequence import ScannedSequence, Tokens
@@ -126,7 +127,8 @@ class ScanBoard(Board):
         meta = self.scan.meta
         place = f"torchfmri.load({str(self.path)!r})" if self.path else "scan"
         missed = meta.get("missed") or {}
-        notes = [f"not read: {each}" for each in self.scan.problems]
+        problems = [printable(each) for each in self.scan.problems]
+        notes = [f"not read: {each}" for each in problems]
         if missed:
             number = plural(len(missed), "layer")
             notes.append(f"{number} not captured; scan.table() names them")
@@ -134,7 +136,8 @@ class ScanBoard(Board):
             "title": self.path.name if self.path else "scan",
             "model": printable(str(meta.get("model") or "a model")),
             "loss": printable(str(meta.get("loss") or "")),
-            "notes": [printable(note) for note in notes],
+            "notes": notes,
+            "problems": problems,
             "python": place,
         }
 
@@ -264,9 +267,9 @@ class ScanBoard(Board):
             bad = ~finite & ~self._unmeasured(sequence, "activation")
             if bad.any():
                 column = int(bad.any(1).argmax())
-                layer = self._names[int(bad[column].argmax())]
+                layer = self._names[self._origin(bad[column])]
                 layers = plural(int(bad.any(0).sum()), "layer")
-                where = f"first at {layer}, token {column}"
+                where = f"first in model order at {layer}, token {column}"
                 text = f"{layers} with NaN or infinite activations, {where}"
                 yield Health(text, "alarm", layer, column)
             silent = _silent(table)
@@ -274,6 +277,14 @@ class ScanBoard(Board):
         if dead:
             text = f"{plural(len(dead), 'layer')} silent at every token: {', '.join(dead[:3])}"
             yield Health(text + (" …" if len(dead) > 3 else ""), "warn", dead[0])
+
+    def _origin(self, bad: NDArray[np.bool_]) -> int:
+        """The first of some rows in model order that contains no other of them.
+
+        A container finishes after the layers inside it, so it only passes on what they computed.
+        """
+        inside = inside_of([self.scan.anatomy.layers[each] for each in self._chosen])
+        return next(row for row in np.flatnonzero(bad).tolist() if not bad[inside[row][1:]].any())
 
     def panels(self, sequence: int) -> Sequence[Panel]:
         """Those that were handed over."""

@@ -235,6 +235,87 @@ class TwoPositions(Kind):
         return {"w": [x[:, 0], x[:, 1]] if self.how in ("zeros", "both") else [x[:, 0]]}
 
 
+def _over(y: Tensor, t: int, row: Tensor, how: str) -> Tensor:
+    """A copy of (B, S, H) with another row (B, H) at position t."""
+    at, row = torch.tensor([t]), row[:, None]
+    if how == "index_copy":
+        return y.index_copy(1, at, row)
+    if how == "scatter":
+        return y.scatter(1, at.expand(B, 1, H), row)
+    if how == "index_put":
+        return y.index_put((torch.arange(B)[:, None], at[None]), row)
+    if how == "slice_scatter":
+        return y.slice_scatter(row, 1, t, t + 1)
+    return y.select_scatter(row[:, 0], 1, t)
+
+
+@kind("one row written over another, after a sum of two", "once")
+@kind("rows written one after the other", "assigned")
+@kind("rows written one after the other, with a layer between", "layer")
+@kind("rows added to in place", "in place")
+@kind("rows added to by add_", "add_")
+@kind("rows written backwards", "backwards")
+@kind("rows written with steps first", "steps first")
+@kind("rows written over by index_copy", "index_copy")
+@kind("rows written over by index_copy, with a layer between", "index_copy", True)
+@kind("rows written over by scatter", "scatter")
+@kind("rows written over by index_put", "index_put")
+@kind("rows written over by slice_scatter", "slice_scatter")
+@kind("rows written over by select_scatter", "select_scatter")
+@kind("rows of three positions, written", "three")
+@kind("rows of three positions, in a list", "list")
+class RowsWritten(Kind):
+    """A sum of two positions that is written to one of them belongs to that one."""
+
+    def __init__(self, how: str, has_layer: bool = False) -> None:
+        super().__init__()
+        self.how, self.head = how, linear()
+        self.has_layer = has_layer or how == "layer"
+        if self.has_layer:
+            self.w = linear()
+            self.refused = ("w.weight", "w.bias")
+        if how in ("three", "list"):
+            self.refused = ("head.weight", "head.bias")
+
+    def before(self, row: Tensor) -> Tensor:
+        return self.w(row.clone()) if self.has_layer else 0.5 * row.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, y = self.how, x.clone()
+        if how == "once":
+            y[:, 2] = y[:, 2] + 0.5 * y[:, 0]
+        elif how == "list":
+            rows = list(x.unbind(1))
+            for t in range(2, S):
+                rows[t] = rows[t] + 0.5 * rows[t - 1] + 0.25 * rows[t - 2]
+            y = torch.stack(rows, 1)
+        elif how == "backwards":
+            for t in reversed(range(S - 1)):
+                y[:, t] = (y[:, t] + self.before(y[:, t + 1])).tanh()
+        elif how == "steps first":
+            y = x.transpose(0, 1).clone()
+            for t in range(1, S):
+                y[t] = (y[t] + self.before(y[t - 1])).tanh()
+            y = y.transpose(0, 1)
+        else:
+            for t in range(2 if how == "three" else 1, S):
+                if how == "in place":
+                    y[:, t] += self.before(y[:, t - 1])
+                elif how == "add_":
+                    y[:, t].add_(self.before(y[:, t - 1]))
+                elif how == "three":
+                    y[:, t] = y[:, t] + 0.5 * y[:, t - 1] + 0.25 * y[:, t - 2]
+                elif how in ("assigned", "layer"):
+                    y[:, t] = (y[:, t] + self.before(y[:, t - 1])).tanh()
+                else:
+                    y = _over(y, t, (y[:, t] + self.before(y[:, t - 1])).tanh(), how)
+        return self.head(y)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        x = x_at(at)
+        return {"head": [x], **({"w": list(x.T[1:])} if self.has_layer else {})}
+
+
 @kind("a list of sequences, padded")
 class Sequences(Kind):
     """Each sequence of a list has tokens of its own; the padding is not counted."""

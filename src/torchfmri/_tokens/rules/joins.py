@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -336,6 +336,55 @@ class Joins:
         if one.born != other.born:
             return one if one.born > other.born else other
         return one if ours > theirs else other
+
+    def beside(self, several: Mapping[int, Origins | None]) -> dict[int, Tensor]:
+        """The tokens of operands that are put one after the other; None for constants.
+
+        Steps are put beside others when their recurrence is over: what is no step by then was
+        computed from two positions. A whole sequence has each position once. Where it has one
+        twice, a state in the place of another position that it has taken in is refused.
+        """
+        steps = {k: e for k, e in several.items() if e is not None and self.is_step(e)}
+        rows = {key: int(rows_of(each.first)[0]) for key, each in steps.items()}
+        found = {key: each.first for key, each in several.items() if each is not None}
+        for place, (key, each) in enumerate(several.items()):
+            if each is None:
+                continue
+            lost = each.pair is not None and not each.pair.is_step
+            if len(each.seen) > 1 and key in rows and [*rows.values()].count(rows[key]) > 1:
+                (source,) = self.sources.present(rows_of(each.first)[:1])
+                (b, s), local = source.grid, rows[key] - source.start
+                here = local % s + place * s if each.is_sample else local - local % s + place
+                is_whole = len(several) == (b if each.is_sample else s)
+                lost |= is_whole and here != local and source.start + here in each.seen
+            if lost:
+                found[key] = torch.full_like(each.first, SEVERAL)
+        return found
+
+    def written(self, value: Origins, whole: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """The tokens of rows that were written over others, which had the tokens `old`.
+
+        What was computed from two positions and is written to one of them belongs to that one. A
+        state that has taken in more is refused there, if its own position has another row.
+
+        Args:
+            value: What was written, as one step.
+            whole: The tokens of the tensor before.
+            old: Those of the places, or of the whole tensor.
+            new: What they have now.
+        """
+        differs = (old != new) & (old >= 0) & (new >= 0)
+        if len(value.seen) < 2 or not bool(differs.any()):
+            return new
+        before, now = old[differs], new[differs]
+        shift = now - before
+        is_taken = int(before[0]) in value.seen and bool((shift == shift[0]).all())
+        if value.pair is not None and not value.pair.is_step:
+            for each in (each for uses in value.chain.values() for each in uses):
+                each.pair = each.pair or value.pair  # the step may be one in the other direction
+            return torch.where(differs, old if is_taken else SEVERAL, new)
+        is_twice = is_taken and bool((whole == now[0]).any())
+        return torch.where(differs, SEVERAL, new) if is_twice else new
 
     def _begun(self, one: Origins, other: Origins) -> None:
         """Note the first step of a recurrence whose state was made of the whole sample."""

@@ -134,7 +134,10 @@ class Recurrences:
         use.is_first = use.is_first and not use.before
         use.has_begun = use.is_first or any(each.has_begun for each in use.before)
         for each in use.before:
-            is_same = bool(rows_of(each.own)[0] == rows_of(use.own)[0])
+            # States that are made of the whole sample have one number in all steps.
+            row = rows_of(each.own)[0]
+            is_step = each.shift is not None and bool(self._sources.is_sample(row))
+            is_same = not is_step and bool(row == rows_of(use.own)[0])
             each.after.append(use)
             each.is_direct |= is_same
             use.follows_step |= not is_same
@@ -173,7 +176,10 @@ class Recurrences:
             if each.is_fixed:
                 continue
             if each.shift is None:
-                each.shift, each.through = shift, tuple(e for e in waiting if e is not each)
+                # Another state may have been joined with it since.
+                own = rows_of(each.own)
+                each.shift = rows - own if own.shape == rows.shape else shift
+                each.through = tuple(e for e in waiting if e is not each)
                 each.joined = pair
             elif is_fresh:
                 each.is_passed |= bool(rows_of(each.own)[0] + each.shift[0] != rows[0])
@@ -295,7 +301,11 @@ def _place(several: Sequence[StepUse]) -> None:
             last = next((use for use in last.after if not use.follows_step), last)
         is_moved = each.is_on_state and last.shift is not None and not last.is_direct
         is_moved = is_moved and not (each.is_fixed or each.is_first)
-        if each.is_spread or each.is_on_state is None or any(e.is_again and e.is_direct for e in several):
+        if (
+            each.is_spread
+            or each.is_on_state is None
+            or any(e.is_again and e.is_direct for e in several)
+        ):
             each.place = torch.full_like(each.own, SEVERAL)
         else:
             each.place = _moved(each, last) if is_moved else each.own

@@ -264,6 +264,7 @@ def _over(y: Tensor, t: int, row: Tensor, how: str) -> Tensor:
 @kind("rows written over by select_scatter", "select_scatter")
 @kind("rows of three positions, written", "three")
 @kind("rows of three positions, in a list", "list")
+@kind("a row of three positions, put between others", "between")
 class RowsWritten(Kind):
     """A sum of two positions that is written to one of them belongs to that one."""
 
@@ -274,7 +275,7 @@ class RowsWritten(Kind):
         if self.has_layer:
             self.w = linear()
             self.refused = ("w.weight", "w.bias")
-        if how in ("three", "list"):
+        if how in ("three", "list", "between"):
             self.refused = ("head.weight", "head.bias")
 
     def before(self, row: Tensor) -> Tensor:
@@ -289,6 +290,9 @@ class RowsWritten(Kind):
             for t in range(2, S):
                 rows[t] = rows[t] + 0.5 * rows[t - 1] + 0.25 * rows[t - 2]
             y = torch.stack(rows, 1)
+        elif how == "between":
+            row = x[:, 2] + x[:, 1] + x[:, 0]
+            y = torch.cat([x[:, :2], row[:, None], x[:, 3:]], 1)
         elif how == "backwards":
             for t in reversed(range(S - 1)):
                 y[:, t] = (y[:, t] + self.before(y[:, t + 1])).tanh()

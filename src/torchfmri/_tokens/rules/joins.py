@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -338,29 +338,42 @@ class Joins:
             return one if one.born > other.born else other
         return one if ours > theirs else other
 
-    def beside(self, several: Mapping[int, Origins | None]) -> dict[int, Tensor]:
+    def beside(
+        self, several: Sequence[Origins | None], lengths: Sequence[int]
+    ) -> list[Tensor | None]:
         """The tokens of operands that are put one after the other; None for constants.
 
         Steps are put beside others when their recurrence is over: what is no step by then was
         computed from two positions. A whole sequence has each position once. Where it has one
         twice, a state in the place of another position that it has taken in is refused.
+
+        Args:
+            several: The operands.
+            lengths: How many places each of them has.
         """
-        steps = {k: e for k, e in several.items() if e is not None and self.is_step(e)}
-        rows = {key: int(rows_of(each.first)[0]) for key, each in steps.items()}
-        found = {key: each.first for key, each in several.items() if each is not None}
-        for place, (key, each) in enumerate(several.items()):
+        known = [None if each is None else compact(each.first) for each in several]
+        found: list[Tensor | None] = []
+        for at, each in enumerate(several):
             if each is None:
+                found.append(None)
                 continue
             lost = each.pair is not None and not each.pair.is_step
-            if len(each.seen) > 1 and key in rows and [*rows.values()].count(rows[key]) > 1:
-                (source,) = self.sources.present(rows_of(each.first)[:1])
-                (b, s), local = source.grid, rows[key] - source.start
-                here = local % s + place * s if each.is_sample else local - local % s + place
-                is_whole = len(several) == (b if each.is_sample else s)
-                lost |= is_whole and here != local and source.start + here in each.seen
-            if lost:
-                found[key] = torch.full_like(each.first, SEVERAL)
+            if len(each.seen) > 1 and not lost and self.is_step(each):
+                row = rows_of(each.first)[0]
+                place, whole = sum(lengths[:at]), sum(lengths)
+                others = [e for e in (*known[:at], *known[at + 1 :]) if e is not None]
+                is_twice = any(bool((other == row).any()) for other in others)
+                lost = is_twice and self._is_place_of_another(each, int(row), place, whole)
+            found.append(torch.full_like(each.first, SEVERAL) if lost else each.first)
         return found
+
+    def _is_place_of_another(self, state: Origins, row: int, place: int, whole: int) -> bool:
+        """Whether a state at token `row` stands where a sequence has one that it has taken in."""
+        (source,) = self.sources.present(rows_of(state.first)[:1])
+        (b, s), local = source.grid, row - source.start
+        here = local % s + place * s if state.is_sample else local - local % s + place
+        is_whole = whole == (b if state.is_sample else s)
+        return is_whole and here != local and source.start + here in state.seen
 
     def written(self, value: Origins, whole: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """The tokens of rows that were written over others, which had the tokens `old`.

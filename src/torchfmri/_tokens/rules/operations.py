@@ -189,7 +189,10 @@ class OperatorCall:
             }
         first = {key: each.first for key, each in found.items()}
         if self.name in ("cat", "stack"):
-            first = self.joins.beside({id(each): found.get(id(each)) for each in operands})
+            axis = self.named.get("dim", 0)
+            lengths = [1 if self.name == "stack" else each.shape[axis] for each in operands]
+            told = self.joins.beside([found.get(id(each)) for each in operands], lengths)
+            first = {id(e): new for e, new in zip(operands, told, strict=True) if new is not None}
         moved = moved_like(self.function, self.arguments, self.keywords, first)
         second: list[Tensor | None] = [None] * len(moved)
         if any(each.second is not None for each in found.values()):

@@ -406,6 +406,7 @@ class Plane(Kind):
         self.how, self.u, self.w = how, linear(), linear()
         if how == "both":
             self.v = linear()
+        self.refused = tuple(f"{e}.{key}" for e in "wv" for key in ("weight", "bias"))
 
     def inputs(self) -> tuple[Any, ...]:
         return (torch.randn(B, 6, H),)

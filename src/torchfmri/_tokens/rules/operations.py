@@ -26,6 +26,7 @@ from torchfmri._tokens.rules.numbers import (
     is_constant_along,
 )
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.places import put_beside, written
 from torchfmri._tokens.rules.recurrences import united
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
@@ -191,7 +192,7 @@ class OperatorCall:
         if self.name in ("cat", "stack"):
             axis = self.named.get("dim", 0)
             lengths = [1 if self.name == "stack" else each.shape[axis] for each in operands]
-            told = self.joins.beside([found.get(id(each)) for each in operands], lengths)
+            told = put_beside(self.joins, [found.get(id(each)) for each in operands], lengths)
             first = {id(e): new for e, new in zip(operands, told, strict=True) if new is not None}
         moved = moved_like(self.function, self.arguments, self.keywords, first)
         second: list[Tensor | None] = [None] * len(moved)
@@ -314,7 +315,7 @@ class OperatorCall:
             if clash:
                 first = torch.where(first >= 0, torch.full_like(first, SEVERAL), first)
         elif new is not None:
-            first = self.joins.written(new, base, base, first)
+            first = written(new, base, base, first)
         pieces, named = [each for each in (old, new) if each is not None], self.named
         chosen = [named.get("index"), named.get("mask"), *(named.get("indices") or ())]
         dynamic = any(each.is_dynamic for each in pieces)

@@ -75,7 +75,8 @@ class StepUse:
         is_passed: A further step followed the one that took it in.
         is_again: Before a step took it in, it met a position that it had taken in already.
         is_on_state: It is a use on a state; None where that cannot be told.
-        is_spread: It has several rows of one token, and each was added to another position.
+        is_lost: Nothing tells whose it is: it was joined with a state of another position, or has
+            several rows of one token, of which each was added to another position.
         place: The token of each entry in the end.
     """
 
@@ -98,7 +99,7 @@ class StepUse:
     is_passed: bool = False
     is_again: bool = False
     is_on_state: bool | None = False
-    is_spread: bool = False
+    is_lost: bool = False
     place: Tensor | None = None
 
     @property
@@ -176,10 +177,10 @@ class Recurrences:
             if each.is_fixed:
                 continue
             if each.shift is None:
-                # Another state may have been joined with it since.
+                # Another state was joined with it since, and neither of them was the newer one.
                 own = rows_of(each.own)
-                each.shift = rows - own if own.shape == rows.shape else shift
-                each.through = tuple(e for e in waiting if e is not each)
+                each.is_lost |= own.shape == rows.shape and bool((own + shift != rows).any())
+                each.shift, each.through = shift, tuple(e for e in waiting if e is not each)
                 each.joined = pair
             elif is_fresh:
                 each.is_passed |= bool(rows_of(each.own)[0] + each.shift[0] != rows[0])
@@ -191,7 +192,7 @@ class Recurrences:
         """
         for each in (each for uses in chain.values() for each in uses):
             rows = each.own.shape[:-1].numel()
-            each.is_spread |= each.shift is None and rows > len(unique(compact(each.own)))
+            each.is_lost |= each.shift is None and rows > len(unique(compact(each.own)))
 
     # -- placing -----------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ def _place(several: Sequence[StepUse]) -> None:
         is_moved = each.is_on_state and last.shift is not None and not last.is_direct
         is_moved = is_moved and not (each.is_fixed or each.is_first)
         if (
-            each.is_spread
+            each.is_lost
             or each.is_on_state is None
             or any(e.is_again and e.is_direct for e in several)
         ):

@@ -27,6 +27,7 @@ from torchfmri._tokens.rules.numbers import (
 )
 from torchfmri._tokens.rules.operations import NEW, OperatorCall
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.places import written
 from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
@@ -398,7 +399,7 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.told().first)
         place = window(first, base, tensor)
-        place.copy_(self.joins.written(found, first, place.clone(), found.first))
+        place.copy_(written(found, first, place.clone(), found.first))
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)

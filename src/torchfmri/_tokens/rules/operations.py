@@ -191,7 +191,9 @@ class OperatorCall:
         first = {key: each.first for key, each in found.items()}
         if self.name in ("cat", "stack"):
             axis = self.named.get("dim", 0)
-            lengths = [1 if self.name == "stack" else each.shape[axis] for each in operands]
+            lengths = [1] * len(operands)
+            if self.name == "cat":  # also with an empty tensor of one axis
+                lengths = [each.shape[axis] if each.numel() else 0 for each in operands]
             told = put_beside(self.joins, [found.get(id(each)) for each in operands], lengths)
             first = {id(e): new for e, new in zip(operands, told, strict=True) if new is not None}
         moved = moved_like(self.function, self.arguments, self.keywords, first)

@@ -235,6 +235,199 @@ class TwoPositions(Kind):
         return {"w": [x[:, 0], x[:, 1]] if self.how in ("zeros", "both") else [x[:, 0]]}
 
 
+def _over(y: Tensor, t: int, row: Tensor, how: str) -> Tensor:
+    """A copy of (B, S, H) with another row (B, H) at position t."""
+    at, row = torch.tensor([t]), row[:, None]
+    if how == "index_copy":
+        return y.index_copy(1, at, row)
+    if how == "scatter":
+        return y.scatter(1, at.expand(B, 1, H), row)
+    if how == "index_put":
+        return y.index_put((torch.arange(B)[:, None], at[None]), row)
+    if how == "slice_scatter":
+        return y.slice_scatter(row, 1, t, t + 1)
+    return y.select_scatter(row[:, 0], 1, t)
+
+
+@kind("one row written over another, after a sum of two", "once")
+@kind("rows written one after the other", "assigned")
+@kind("rows written one after the other, with a layer between", "layer")
+@kind("rows added to in place", "in place")
+@kind("rows added to by add_", "add_")
+@kind("rows written backwards", "backwards")
+@kind("rows written with steps first", "steps first")
+@kind("rows written over by index_copy", "index_copy")
+@kind("rows written over by index_copy, with a layer between", "index_copy", True)
+@kind("rows written over by scatter", "scatter")
+@kind("rows written over by index_put", "index_put")
+@kind("rows written over by slice_scatter", "slice_scatter")
+@kind("rows written over by select_scatter", "select_scatter")
+@kind("rows of three positions, written", "three")
+@kind("rows of three positions, in a list", "list")
+@kind("a row of three positions, put between others", "between")
+class RowsWritten(Kind):
+    """A sum of two positions that is written to one of them belongs to that one."""
+
+    def __init__(self, how: str, has_layer: bool = False) -> None:
+        super().__init__()
+        self.how, self.head = how, linear()
+        self.has_layer = has_layer or how == "layer"
+        if self.has_layer:
+            self.w = linear()
+            self.refused = ("w.weight", "w.bias")
+        if how in ("three", "list", "between"):
+            self.refused = ("head.weight", "head.bias")
+
+    def before(self, row: Tensor) -> Tensor:
+        return self.w(row.clone()) if self.has_layer else 0.5 * row.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, y = self.how, x.clone()
+        if how == "once":
+            y[:, 2] = y[:, 2] + 0.5 * y[:, 0]
+        elif how == "list":
+            rows = list(x.unbind(1))
+            for t in range(2, S):
+                rows[t] = rows[t] + 0.5 * rows[t - 1] + 0.25 * rows[t - 2]
+            y = torch.stack(rows, 1)
+        elif how == "between":
+            row = x[:, 2] + x[:, 1] + x[:, 0]
+            y = torch.cat([x[:, :2], row[:, None], x[:, 3:]], 1)
+        elif how == "backwards":
+            for t in reversed(range(S - 1)):
+                y[:, t] = (y[:, t] + self.before(y[:, t + 1])).tanh()
+        elif how == "steps first":
+            y = x.transpose(0, 1).clone()
+            for t in range(1, S):
+                y[t] = (y[t] + self.before(y[t - 1])).tanh()
+            y = y.transpose(0, 1)
+        else:
+            for t in range(2 if how == "three" else 1, S):
+                if how == "in place":
+                    y[:, t] += self.before(y[:, t - 1])
+                elif how == "add_":
+                    y[:, t].add_(self.before(y[:, t - 1]))
+                elif how == "three":
+                    y[:, t] = y[:, t] + 0.5 * y[:, t - 1] + 0.25 * y[:, t - 2]
+                elif how in ("assigned", "layer"):
+                    y[:, t] = (y[:, t] + self.before(y[:, t - 1])).tanh()
+                else:
+                    y = _over(y, t, (y[:, t] + self.before(y[:, t - 1])).tanh(), how)
+        return self.head(y)  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        x = x_at(at)
+        return {"head": [x], **({"w": list(x.T[1:])} if self.has_layer else {})}
+
+
+@kind("a second walk from the last state, stacked", "stacked")
+@kind("a second walk from the last state, step by step", "steps")
+@kind("a second walk from the last state, over some positions", "some")
+@kind("a second walk backwards from the last state, stacked", "backwards")
+class SecondWalk(Kind):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.head = how, linear()
+        self.refused = ("head.weight", "head.bias")
+
+    def steps(self) -> list[int]:
+        steps = list(range(3 if self.how == "some" else S))
+        return steps[::-1] if self.how == "backwards" else steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, made = torch.zeros(B, H), []
+        for t in range(S):
+            h = (h + x[:, t]).tanh()
+        for t in self.steps():
+            h = (h + x[:, t]).tanh()
+            made.append(self.head(h) if self.how == "steps" else h)
+        found = torch.stack(made, 1)
+        return found if self.how == "steps" else self.head(found)
+
+    def rows(self, at: Places) -> Ids:
+        x = x_at(at)[:, self.steps()]
+        return {"head": list(x.T) if self.how == "steps" else [x]}
+
+
+@kind("chunks, with a state that is spread before a layer", True)
+@kind("chunks, with a state that is added before a layer", False)
+class Chunks(Kind):
+    """Positions that are taken in two at a time."""
+
+    def __init__(self, is_spread: bool) -> None:
+        super().__init__()
+        self.is_spread, self.w = is_spread, linear()
+        if is_spread:
+            self.refused = ("w.weight", "w.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, made = torch.zeros(B, H), []
+        for t in range(0, S - S % 2, 2):
+            both, state = x[:, t : t + 2], h[:, None].expand(B, 2, H)
+            y = both + self.w(state) if self.is_spread else self.w(both + state)
+            made.append(y.tanh())
+            h = made[-1][:, -1]
+        return torch.cat(made, 1)
+
+    def rows(self, at: Places) -> Ids:
+        return {"w": [x_at(at)[:, t : t + 2] for t in range(0, S - S % 2, 2)]}
+
+
+@kind("a state of two slots", 2, "mean")
+@kind("a state of three slots", 3, "mean")
+@kind("the sum of a state of two slots", 2, "sum")
+@kind("the largest of a state of two slots", 2, "amax")
+class Slots(Kind):
+    """The latest states, each in a slot of its own; a step reads all of them."""
+
+    def __init__(self, count: int, how: str) -> None:
+        super().__init__()
+        self.count, self.how, self.w, self.head = count, how, linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots, made = torch.zeros(B, self.count, H), []
+        for t in range(S):
+            new = (self.w(getattr(slots, self.how)(1)) + x[:, t]).tanh()
+            slots = slots.clone()
+            slots[:, t % self.count] = new
+            made.append(new)
+        return self.head(torch.stack(made, 1))  # type: ignore[no-any-return]
+
+    def rows(self, at: Places) -> Ids:
+        return {"w": list(x_at(at).T), "head": [x_at(at)]}
+
+
+@kind("a recurrence over a plane, with a layer along its rows", "rows")
+@kind("a recurrence over a plane, with a layer along its columns", "columns")
+@kind("a recurrence over a plane, with two layers", "both")
+class Plane(Kind):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.u, self.w = how, linear(), linear()
+        if how == "both":
+            self.v = linear()
+        self.refused = tuple(f"{e}.{key}" for e in "wv" for key in ("weight", "bias"))
+
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(B, 6, H),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for place in range(6):
+            above = made[place - 3] if place >= 3 else torch.zeros(B, H)
+            left = made[place - 1] if place % 3 else torch.zeros(B, H)
+            if self.how != "columns":
+                left = self.w(left)
+            if self.how != "rows":
+                above = self.v(above) if self.how == "both" else self.w(above)
+            made.append((above + left + self.u(x[:, place])).tanh())
+        return torch.stack(made, 1)
+
+    def rows(self, at: Places) -> Ids:
+        steps = list(at("x", B, 6).T)
+        return {"u": steps, "w": steps, **({"v": steps} if self.how == "both" else {})}
+
+
 @kind("a list of sequences, padded")
 class Sequences(Kind):
     """Each sequence of a list has tokens of its own; the padding is not counted."""

@@ -165,3 +165,25 @@ def test_a_mode_does_not_see_what_hooks_of_ours_compute() -> None:
         layer(torch.ones(3)).exp()
     assert outer.names == ["aten::ones", "aten::tanh", "aten::exp"]
     assert inner.names == ["aten::ones", "aten::sin"]
+
+
+class Keywords(nn.Module):
+    """A model whose mask comes through `**keywords`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **keywords: Tensor) -> Tensor:
+        return self.layer(x * keywords["scale"])  # type: ignore[no-any-return]
+
+
+def test_a_mask_among_further_keywords_is_applied() -> None:
+    model, x = Keywords(), torch.randn(2, 3, 4)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    with torchfmri.token_gradients(model) as tokens:
+        model(x, attention_mask=mask, scale=torch.tensor(2.0)).square().sum().backward()
+    assert torch.equal(tokens["layer.bias"].norm() > 0, mask.bool())
+    with torchfmri.token_gradients(model) as tokens:
+        model(x, scale=torch.tensor(2.0)).square().sum().backward()
+    assert bool((tokens["layer.bias"].norm() > 0).all())

@@ -188,7 +188,7 @@ class _Enter(Hook):
     ) -> TokenMask | None:
         """Return the padding inside this call, given that around it."""
         index, has_two_sequences = place
-        if has_two_sequences:
+        if has_two_sequences or "decoder_input_ids" in keywords:
             return None  # the mask belongs to the encoder, which is handed it by itself
         mask = keywords.get("attention_mask", self)
         if mask is self and len(arguments) > index:
@@ -235,22 +235,29 @@ def _length(arguments: tuple[object, ...], keywords: Mapping[str, object]) -> in
 
 
 def masked_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are handed an `attention_mask`, each once."""
-    return list({id(each): each for each in modules if _takes_mask(each)}.values())
+    """Return the modules that are handed an `attention_mask`, each once.
+
+    The first one, which is the model, may be handed it through `**keywords` as well.
+    """
+    found = {id(e): e for at, e in enumerate(modules) if _takes_mask(e, is_model=at == 0)}
+    return list(found.values())
 
 
-def _takes_mask(module: nn.Module) -> bool:
+def _takes_mask(module: nn.Module, is_model: bool) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and its class has no forward
         return False
-    return "attention_mask" in _parameters(type(module).forward)
+    names = _parameters(type(module).forward)
+    return "attention_mask" in names or (is_model and names[-1:] == ("**",))
 
 
 @lru_cache(maxsize=4096)
 def _parameters(forward: Callable[..., object]) -> tuple[str, ...]:
+    """Return the names of its arguments after `self`, `**` for any others."""
     try:
-        return tuple(inspect.signature(forward).parameters)[1:]
+        found = [*inspect.signature(forward).parameters.values()][1:]
     except (TypeError, ValueError):  # a forward written in C has no signature
         return ()
+    return tuple("**" if e.kind is e.VAR_KEYWORD else e.name for e in found)
 
 
 @lru_cache(maxsize=4096)

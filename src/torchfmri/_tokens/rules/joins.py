@@ -233,6 +233,7 @@ class Joins:
         single_a, single_b = self._is_position(one), self._is_position(other)
         if single_a != single_b:
             many, one_position = (other, one) if single_a else (one, other)
+            self._recurrences.spread(one_position.chain)
             return many if self._grids.is_single(one_position.first) else None
         if single_a:
             return self._stepped(one, other)
@@ -299,7 +300,7 @@ class Joins:
         A decoder that begins with the last state of an encoder of the same sequence does. The steps
         were taken apart after the state was made; those of one walk were before.
         """
-        is_fresh = len(self._seen(step)) == 1 and step.is_sample
+        is_fresh = len(self._seen(step)) == 1
         return is_fresh and self._seen(step) < self._seen(state) and step.born > state.born > 0
 
     def _pair(self, rows: Tensor, shift: Tensor, older: Origins) -> TwoPositions:

@@ -26,6 +26,7 @@ from torchfmri._tokens.rules.numbers import (
     is_constant_along,
 )
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.places import put_beside, written
 from torchfmri._tokens.rules.recurrences import united
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
@@ -187,7 +188,14 @@ class OperatorCall:
                 key: self.layouts.settled(each, []) if each.is_raw else each
                 for key, each in found.items()
             }
-        first = {key: self._told(each) for key, each in found.items()}
+        first = {key: each.first for key, each in found.items()}
+        if self.name in ("cat", "stack"):
+            axis = self.named.get("dim", 0)
+            lengths = [1] * len(operands)
+            if self.name == "cat":  # also with an empty tensor of one axis
+                lengths = [each.shape[axis] if each.numel() else 0 for each in operands]
+            told = put_beside(self.joins, [found.get(id(each)) for each in operands], lengths)
+            first = {id(e): new for e, new in zip(operands, told, strict=True) if new is not None}
         moved = moved_like(self.function, self.arguments, self.keywords, first)
         second: list[Tensor | None] = [None] * len(moved)
         if any(each.second is not None for each in found.values()):
@@ -225,17 +233,6 @@ class OperatorCall:
         if joined is None or is_open or bool((compact(joined.first) == SEVERAL).any()):
             return None  # two states, of which neither is the newer
         return joined.moved(lambda numbers: numbers.expand(result.shape))
-
-    def _told(self, origins: Origins) -> Tensor:
-        """The numbers of an operand that is moved.
-
-        Steps are put beside others when their recurrence is over: what is no step by then was
-        computed from two positions.
-        """
-        is_pair = origins.pair is not None and not origins.pair.is_step
-        if is_pair and self.name in ("cat", "stack"):
-            return torch.full_like(origins.first, SEVERAL)
-        return origins.first
 
     def _is_sequence(self, numbers: Tensor) -> bool:
         """Whether steps are put one after the other along the first axis.
@@ -316,13 +313,13 @@ class OperatorCall:
             clash = self._clashes(first, values)
             several = [Origins(first), *([] if old is None else [old])]
             joined = self.joins.join(several, result.shape, self.name)
-            assert joined is not None
-            first = joined.first
+            first = first if joined is None else joined.first
             if clash:
                 first = torch.where(first >= 0, torch.full_like(first, SEVERAL), first)
-        pieces = [each for each in (old, new) if each is not None]
-        chosen = [self.named.get("index"), self.named.get("mask")]
-        chosen += self.named.get("indices") or ()
+        elif new is not None:
+            first = written(new, base, base, first)
+        pieces, named = [each for each in (old, new) if each is not None], self.named
+        chosen = [named.get("index"), named.get("mask"), *(named.get("indices") or ())]
         dynamic = any(each.is_dynamic for each in pieces)
         dynamic |= any(self.of(each) is not None for each in chosen)
         places = [each for each in chosen if isinstance(each, Tensor)]
@@ -444,8 +441,8 @@ class OperatorCall:
         shift = 1 if self.name in ("addmm", "baddbmm") else 0
         one, other = self.arguments[shift : shift + 2]
         shape = result.shape
-        rows, columns = self.of(one), self.of(other)
-        rows, columns = self._summed(rows, other, -1), self._summed(columns, one, -2)
+        rows = self._summed(self.of(one), other, -1)
+        columns = self._summed(self.of(other), one, -2)
         found = self._selected(one, other)
         if found is None:
             found = self.sums.product(rows, columns, shape, self.name)

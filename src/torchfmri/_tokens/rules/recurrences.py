@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchfmri._tokens.rules.numbers import SEVERAL, rows_of
+from torchfmri._tokens.rules.numbers import SEVERAL, compact, rows_of, unique
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 
 REASON = "the steps of a recurrence that does not tell whether it uses them before or after"
@@ -75,6 +75,8 @@ class StepUse:
         is_passed: A further step followed the one that took it in.
         is_again: Before a step took it in, it met a position that it had taken in already.
         is_on_state: It is a use on a state; None where that cannot be told.
+        is_lost: Nothing tells whose it is: it was joined with a state of another position, or has
+            several rows of one token, of which each was added to another position.
         place: The token of each entry in the end.
     """
 
@@ -97,6 +99,7 @@ class StepUse:
     is_passed: bool = False
     is_again: bool = False
     is_on_state: bool | None = False
+    is_lost: bool = False
     place: Tensor | None = None
 
     @property
@@ -132,7 +135,10 @@ class Recurrences:
         use.is_first = use.is_first and not use.before
         use.has_begun = use.is_first or any(each.has_begun for each in use.before)
         for each in use.before:
-            is_same = bool(rows_of(each.own)[0] == rows_of(use.own)[0])
+            # States that are made of the whole sample have one number in all steps.
+            row = rows_of(each.own)[0]
+            is_step = each.shift is not None and bool(self._sources.is_sample(row))
+            is_same = not is_step and bool(row == rows_of(use.own)[0])
             each.after.append(use)
             each.is_direct |= is_same
             use.follows_step |= not is_same
@@ -171,10 +177,22 @@ class Recurrences:
             if each.is_fixed:
                 continue
             if each.shift is None:
+                # Another state was joined with it since, and neither of them was the newer one.
+                own = rows_of(each.own)
+                each.is_lost |= own.shape == rows.shape and bool((own + shift != rows).any())
                 each.shift, each.through = shift, tuple(e for e in waiting if e is not each)
                 each.joined = pair
             elif is_fresh:
                 each.is_passed |= bool(rows_of(each.own)[0] + each.shift[0] != rows[0])
+
+    def spread(self, chain: Chain) -> None:
+        """Note that a state is added to several positions.
+
+        A use that had a row for each of them already may belong to the state or to these.
+        """
+        for each in (each for uses in chain.values() for each in uses):
+            rows = each.own.shape[:-1].numel()
+            each.is_lost |= each.shift is None and rows > len(unique(compact(each.own)))
 
     # -- placing -----------------------------------------------------------------------------
 
@@ -284,7 +302,11 @@ def _place(several: Sequence[StepUse]) -> None:
             last = next((use for use in last.after if not use.follows_step), last)
         is_moved = each.is_on_state and last.shift is not None and not last.is_direct
         is_moved = is_moved and not (each.is_fixed or each.is_first)
-        if each.is_on_state is None or any(e.is_again and e.is_direct for e in several):
+        if (
+            each.is_lost
+            or each.is_on_state is None
+            or any(e.is_again and e.is_direct for e in several)
+        ):
             each.place = torch.full_like(each.own, SEVERAL)
         else:
             each.place = _moved(each, last) if is_moved else each.own

@@ -27,6 +27,7 @@ from torchfmri._tokens.rules.numbers import (
 )
 from torchfmri._tokens.rules.operations import NEW, OperatorCall
 from torchfmri._tokens.rules.origins import Origins
+from torchfmri._tokens.rules.places import written
 from torchfmri._tokens.rules.recurrences import Recurrences, StepUse
 from torchfmri._tokens.rules.sources import Sources, TokenSource
 from torchfmri._tokens.rules.sums import Sums
@@ -397,7 +398,8 @@ class TokenTrace(FollowingMode):  # type: ignore[no-untyped-call]
         first = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64,
                                     device=base.device)  # fmt: skip
         first.copy_(constant(NOBODY, base) if old is None else old.told().first)
-        window(first, base, tensor).copy_(found.first)
+        place = window(first, base, tensor)
+        place.copy_(written(found, first, place.clone(), found.first))
         dynamic = found.is_dynamic or (old is not None and old.is_dynamic)
         filled = self.grids.filled(first)
         first = first if filled is None else first.copy_(filled)

@@ -213,7 +213,9 @@ def test_histogram_of_a_tensor_or_of_statistics() -> None:
     assert plot_histogram(inspection, "layer").get_title() == "activations of 'layer' (Identity)"
     with pytest.raises(InspectionError, match=r"shows one layer; name one of \['layer'\]"):
         plot_histogram(inspection)
-    with pytest.raises(InspectionError, match=r"from a torch\.Tensor, not from list"):
+    with pytest.raises(
+        InspectionError, match=r"from a tensor, not from list\. Give a torch\.Tensor"
+    ):
         plot_histogram([1.0, 2.0])  # type: ignore[arg-type]
 
 

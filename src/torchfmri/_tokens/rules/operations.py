@@ -203,14 +203,13 @@ class OperatorCall:
             second = [*moved_like(self.function, self.arguments, self.keywords, others)]
         several = list(found.values())
         one = max(several, key=lambda each: len(each.chain))
-        dynamic = any(each.is_dynamic for each in several)
-        dynamic |= any(each is not None for each in chosen)
+        dynamic = any(each.is_dynamic for each in several) or chosen.count(None) < len(chosen)
         dynamic |= by_ids and not all(map(self.trace.is_fixed, operands[1:]))
         decided = all(each.is_decided for each in several)
-        raw = all(each.is_raw for each in several)
         is_one = not self._is_sequence(moved[0])
         return [
-            one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided, is_raw=raw,
+            one.but(first=a, second=b, is_dynamic=dynamic, is_decided=decided,
+                    is_raw=all(each.is_raw for each in several),
                     born=one.born if self.joins.is_step(one) else self.trace.count,
                     is_slice=is_one and (one.is_slice or self._is_slice()),
                     is_sample=is_one and (

@@ -65,7 +65,7 @@ def test_inspecting_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert any("all zero" in table for table in tables)
     text = "".join(output.get("text", "") for output in outputs)
-    assert "the output of 'conv3': differs by" in text
+    assert "the output of 'conv3': relative difference" in text
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")

@@ -49,7 +49,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> T
 
 
 def whole_numbers(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
-    """The same whole numbers on every device, `high` not among them."""
+    """Draw whole numbers from `low` to below `high`, equal on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randint(low, high, shape, generator=generator, device="cpu").to(DEVICE)
 

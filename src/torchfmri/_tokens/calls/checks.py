@@ -255,7 +255,7 @@ class Checks(RandomVectors):
         return torch.stack([each.double().to(device) for each in found]).sum()
 
     def brought_together(self, names: Sequence[str]) -> Tensor | None:
-        """The same of several parameters, (n,), where each was read once; None otherwise."""
+        """Return autograd's gradients between the vectors, (n,); None if one was not read once."""
         whole: dict[str, int] = {}
         rows = 0
         for places, table in self._tables:
